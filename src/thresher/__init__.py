@@ -1,0 +1,31 @@
+"""thresher: preference optimization for language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thresher.config import DPOConfig, load_config
+    from thresher.errors import UserError
+    from thresher.pipeline import DPOPipeline
+    from thresher.trainer import DPOTrainer
+
+__version__ = "0.1.0"
+
+__all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "UserError", "load_config"]
+
+_HOMES = {
+    "DPOConfig": "thresher.config",
+    "DPOPipeline": "thresher.pipeline",
+    "DPOTrainer": "thresher.trainer",
+    "UserError": "thresher.errors",
+    "load_config": "thresher.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    # lazy: `thresher --help` must not wait for torch
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'thresher' has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""What surrounds the training of a run: layout, checkpoints, trackers, and the lines that say what starts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.config import DPOConfig
+from thresher.data.plan import Plan
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+from thresher.models.layouts import Layout, PaddedLayout
+from thresher.models.load import load_tokenizer, set_pad_token
+from thresher.observe.console import ConsoleTracker
+from thresher.observe.make import TrackerSettings, make_trackers
+from thresher.observe.redact import redact
+from thresher.observe.tracker import RunInfo, Trackers
+from thresher.trainer import FitSettings
+
+
+def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
+    """Load the tokenizer and choose how pairs lie in a batch."""
+    if config.policy_path is None:
+        raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
+    args = config.actor_train.model_args
+    tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
+    return tokenizer, PaddedLayout(set_pad_token(tokenizer, args.pad_token, config.policy_path))
+
+
+def fit_settings(config: DPOConfig) -> FitSettings:
+    training = config.actor_train.training_args
+    return FitSettings(
+        pairs_per_micro_batch=training.per_device_train_batch_size,
+        pairs_per_eval_batch=training.pairs_per_eval_batch,
+        logging_steps=config.logging_steps,
+        eval_steps=config.eval_steps,
+        save_steps=config.save_steps,
+        eval_on_start=config.eval_on_start,
+        max_skipped_steps=config.max_skipped_steps,
+        seed=config.seed,
+    )
+
+
+def build_checkpoints(config: DPOConfig, report: Callable[[str], None]) -> CheckpointKeeper:
+    return CheckpointKeeper(
+        root=Path(config.output_dir) / "checkpoints",
+        keep_last=config.save_total_limit,
+        metric_for_best=config.metric_for_best,
+        higher_is_better=config.greater_is_better,
+        report=report,
+    )
+
+
+def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Trackers:
+    settings = TrackerSettings(**config.tracker_kwargs.model_dump())
+    return make_trackers(config.track_with, settings, console=console)
+
+
+@contextlib.contextmanager
+def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[None]:
+    """Open the trackers for the length of a run and tell them how it ended."""
+    run = RunInfo(
+        exp_name=config.exp_name,
+        run_dir=Path(config.logging_dir or Path(config.output_dir) / "logs"),
+        config=redact(config.model_dump(mode="json")),
+        total_steps=plan.num_steps,
+        total_pairs=plan.num_visits,
+    )
+    trackers.start(run, resume_step)
+    try:
+        yield
+    except BaseException:
+        trackers.close("failed")
+        raise
+    trackers.close("finished")
+
+
+def describe_run(objective: Objective, plan: Plan, mode: str, layout: str, checkpoint: Path | None) -> str:
+    """One line on what is about to happen."""
+    losses = " + ".join(f"{weight:g} x {loss}" for loss, weight in objective.terms)
+    line = (
+        f"{losses}; {plan.num_steps} steps of {plan.pairs_per_step} pairs = {plan.num_epochs:.3g} epochs of "
+        f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}"
+    )
+    return line if checkpoint is None else f"{line}; resuming from {checkpoint}"

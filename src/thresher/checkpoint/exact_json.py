@@ -1,0 +1,75 @@
+"""JSON that gives back exactly what went in.
+
+Decides how state that is not a tensor is spelled: floats round-trip bit for bit (Python prints the shortest
+digits that do), NaN and the infinities are spelled `{"$float": "nan"}` because JSON has no word for them, and
+whatever JSON would silently change is refused.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from thresher.errors import CheckpointError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | tuple[Json, ...] | Mapping[str, Json] | None"
+
+_FLOAT = "$float"
+
+
+def dumps(value: Json, *, sort_keys: bool = False) -> str:
+    """Spell a value as JSON. Tuples become lists; everything else comes back equal."""
+    return json.dumps(_spell(value), allow_nan=False, ensure_ascii=False, indent=1, sort_keys=sort_keys)
+
+
+def loads(text: str) -> Any:
+    """Read what `dumps` wrote."""
+    return json.loads(text, object_hook=_unspell, parse_constant=_refuse_constant)
+
+
+def save_json(path: Path, value: Json) -> None:
+    """Write a value as JSON and flush it to the disk."""
+    # A lone surrogate is a legal Python string but no legal UTF-8; it must survive as well.
+    data = dumps(value).encode("utf-8", errors="surrogatepass")
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_json(path: Path) -> Any:
+    """Read a value that `save_json` wrote."""
+    try:
+        return loads(path.read_bytes().decode("utf-8", errors="surrogatepass"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not the JSON it should be ({error}); resume from another checkpoint"
+        ) from error
+
+
+def _spell(value: object) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_FLOAT: repr(value)}
+    if isinstance(value, list | tuple):
+        return [_spell(item) for item in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str or key == _FLOAT:
+                raise TypeError(f"a key of saved state must be a string other than {_FLOAT!r}, got {key!r}")
+        return {key: _spell(item) for key, item in value.items()}
+    # Subclasses (numpy scalars, enums) would come back as another type.
+    raise TypeError(f"saved state must be plain JSON values, got {value!r} of type {type(value).__name__}")
+
+
+def _unspell(value: dict[str, Any]) -> Any:
+    return float(value[_FLOAT]) if value.keys() == {_FLOAT} else value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

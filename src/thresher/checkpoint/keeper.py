@@ -1,0 +1,51 @@
+"""The checkpoints of one run: save, resume, keep the last few and the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thresher.checkpoint.directory import recover, staging, step_name
+from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
+from thresher.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointKeeper:
+    """Where checkpoints lie and which of them stay."""
+
+    root: Path
+    keep_last: int
+    metric_for_best: str
+    higher_is_better: bool
+    report: Callable[[str], None]
+
+    def save(self, step: int, write: Callable[[Path], None], metrics: Mapping[str, float]) -> Path:
+        """Publish what `write` puts into a directory, then let go of what need not stay."""
+        with staging(self.root, step, metrics=metrics) as directory:
+            write(directory)
+        published = self.root / step_name(step)
+        prune(self.root, self.keep_last, self.best(), trusted=published)
+        return published
+
+    def best(self) -> Path | None:
+        return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)
+
+    def resume(self, setting: bool | str) -> Path | None:
+        """Clear away what a crash left and find the checkpoint to go on from."""
+        for line in recover(self.root):
+            self.report(line)
+        found = resolve_resume(setting, self.root, self.report)
+        if setting != "auto":
+            self._refuse_newer_than(found)
+        return found
+
+    def _refuse_newer_than(self, start: Path | None) -> None:
+        """Two runs in one directory would be resumed as one: a later `auto` takes the newest, whoever made it."""
+        newer = [path for path in list_checkpoints(self.root) if start is None or path.name > start.name]
+        if newer:
+            raise CheckpointError(
+                f"{self.root} holds checkpoints of an earlier run, up to {newer[-1].name}; go on with "
+                "resume_from_checkpoint=auto, or set another output_dir"
+            )

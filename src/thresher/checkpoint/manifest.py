@@ -1,0 +1,132 @@
+"""The manifest: what a complete checkpoint holds, and the proof that it still does.
+
+Decides the format on disk. No time stamp is in it: saving the same state twice gives the same bytes.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thresher.checkpoint.exact_json import Json, dumps, load_json, save_json
+from thresher.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size in bytes and the SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint holds. `files` is keyed by POSIX path relative to the checkpoint."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+
+
+def list_files(directory: Path) -> list[str]:
+    """Name all files below a directory, except its manifest, in sorted order."""
+    names = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink():
+            # What it points to could change after the digest was taken.
+            raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds plain files only, so remove it")
+        if path.is_file() and path != directory / MANIFEST_NAME:
+            names.append(path.relative_to(directory).as_posix())
+    return names
+
+
+def record_files(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
+    """Measure and digest files; a rank may do this for the files it wrote."""
+    # hashlib releases the GIL, so a few threads keep a fast disk busy.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return dict(zip(names, pool.map(_record, (directory / name for name in names)), strict=True))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, with a digest of its own text."""
+    body = _body(manifest)
+    save_json(directory / MANIFEST_NAME, {**body, "sha256": _digest_of(body)})
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a checkpoint's manifest and check the manifest itself, not the files that it lists."""
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no {MANIFEST_NAME}; {_MEND}")
+    content = load_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a manifest; {_MEND}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    digest = content.pop("sha256", None)
+    if digest != _digest_of(content):
+        raise CheckpointError(f"{path} was changed after it was written; {_MEND}")
+    files = {
+        name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
+    }
+    return Manifest(content["step"], files, content["metrics"], content["metadata"])
+
+
+def verify(directory: Path, *, digests: bool = True) -> Manifest:
+    """Check names, sizes and digests of all files; raise a `CheckpointError` that names every fault."""
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
+    manifest = read_manifest(directory)
+    present = set(list_files(directory))
+    faults = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
+    faults += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys())]
+    sound = []
+    for name in sorted(present & manifest.files.keys()):
+        size = (directory / name).stat().st_size
+        if size == manifest.files[name].size:
+            sound.append(name)
+        else:
+            faults.append(f"{name} has {size} bytes instead of {manifest.files[name].size}")
+    if digests:
+        records = record_files(directory, sound)
+        faults += [
+            f"{name} has other content than was written" for name in sound if records[name] != manifest.files[name]
+        ]
+    if faults:
+        raise CheckpointError(f"{directory} does not verify: {'; '.join(faults)}; {_MEND}")
+    return manifest
+
+
+_MEND = "resume from another checkpoint, or with `auto` from the newest that verifies"
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(size=file.tell(), sha256=digest)
+
+
+def _body(manifest: Manifest) -> dict[str, Json]:
+    files: dict[str, Json] = {
+        name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(manifest.files.items())
+    }
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "metrics": dict(manifest.metrics),
+        "metadata": dict(manifest.metadata),
+        "files": files,
+    }
+
+
+def _digest_of(body: Mapping[str, Json]) -> str:
+    return hashlib.sha256(dumps(body, sort_keys=True).encode("utf-8", errors="surrogatepass")).hexdigest()

@@ -1,0 +1,102 @@
+"""Optimizer state keyed by parameter name, restored bit for bit.
+
+torch keys it by position, where a reordered model silently swaps moments, and casts it to the parameter's
+dtype on load, where fp32 moments of bf16 parameters lose bits. Tensors are named `<state>/<parameter>`; the
+rest is JSON.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thresher.checkpoint.state import State
+from thresher.errors import CheckpointError
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> State:
+    """Collect an optimizer's state; parameters without any yet have none in the result."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for key in [key for key, value in settings.items() if isinstance(value, Tensor)]:
+            tensors[f"{key}/@{index}"] = settings.pop(key)
+        members = [_name_of(parameter, names) for parameter in group["params"]]
+        shapes = [list(parameter.shape) for parameter in group["params"]]
+        groups.append({"names": members, "shapes": shapes, "settings": settings})
+        for name, parameter in zip(members, group["params"], strict=True):
+            if parameter not in optimizer.state:
+                continue
+            values[name] = {}
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    tensors[f"{key}/{name}"] = value
+                else:
+                    values[name][key] = value
+    return State(tensors, {"type": type(optimizer).__name__, "groups": groups, "values": values})
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], state: State) -> None:
+    """Replace an optimizer's state and hyper-parameters by saved ones; change nothing if they do not fit."""
+    saved = state.values
+    _check_fit(optimizer, names, saved)
+    parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    restored: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["values"].items()}
+    for full_name, tensor in state.tensors.items():
+        key, _, name = full_name.partition("/")
+        if name.startswith("@"):
+            continue
+        parameter, group = parameters[name]
+        # torch counts steps on the CPU unless its kernel needs the count beside the parameter.
+        stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+        restored.setdefault(name, {})[key] = tensor.to("cpu" if stays else parameter.device, copy=True)
+    for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        for key, value in saved_group["settings"].items():
+            # JSON has no tuples: `betas` comes back as a list.
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for full_name, tensor in state.tensors.items():
+            key, _, name = full_name.partition("/")
+            if name == f"@{index}":
+                group[key] = tensor.clone()
+    optimizer.state.clear()
+    for name, values in restored.items():
+        optimizer.state[parameters[name][0]] = values
+
+
+def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
+    if parameter not in names:
+        raise CheckpointError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that has no name; "
+            "build the optimizer from the same model that names come from"
+        )
+    return names[parameter]
+
+
+def _check_fit(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], saved: Mapping[str, Any]) -> None:
+    mend = "resume with the same model, adapter and optimizer settings that the checkpoint was made with"
+    if saved["type"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved['type']}, this run uses {type(optimizer).__name__}; {mend}"
+        )
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
+            f"this run's has {len(optimizer.param_groups)}; {mend}"
+        )
+    for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        ours = {_name_of(parameter, names): list(parameter.shape) for parameter in group["params"]}
+        theirs = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
+        faults = [f"{name} is not in the checkpoint" for name in sorted(ours.keys() - theirs.keys())]
+        faults += [f"{name} is not in this run" for name in sorted(theirs.keys() - ours.keys())]
+        faults += [
+            f"{name} has shape {theirs[name]} in the checkpoint and {ours[name]} in this run"
+            for name in sorted(ours.keys() & theirs.keys())
+            if ours[name] != theirs[name]
+        ]
+        if faults:
+            more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise CheckpointError(f"optimizer group {index}: {'; '.join(faults[:3])}{more}; {mend}")

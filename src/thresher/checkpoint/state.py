@@ -1,0 +1,28 @@
+"""State of one component: its tensors, and the values that are not tensors."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from thresher.checkpoint.exact_json import load_json, save_json
+from thresher.checkpoint.tensors import load_tensors, save_tensors
+
+
+class State(NamedTuple):
+    """Tensors by name, and plain JSON values."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+
+def save_state(directory: Path, stem: str, state: State, *, max_shard_bytes: int | None = None) -> None:
+    """Write `<stem>.safetensors` (or its shards) and `<stem>.json`."""
+    save_tensors(directory, stem, state.tensors, max_shard_bytes=max_shard_bytes)
+    save_json(directory / f"{stem}.json", state.values)
+
+
+def load_state(directory: Path, stem: str) -> State:
+    """Read what `save_state` wrote under this stem."""
+    return State(load_tensors(directory, stem), load_json(directory / f"{stem}.json"))

@@ -1,0 +1,46 @@
+"""The command line: one verb per file. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from thresher.cli.config import config_app
+from thresher.cli.export import export
+from thresher.cli.inspect import inspect
+from thresher.cli.losses import losses
+from thresher.cli.prepare import prepare
+from thresher.cli.train import train
+from thresher.errors import UserError
+
+app = typer.Typer(
+    name="thresher",
+    help="Align language models with preference data: DPO and its family.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(prepare)
+app.command()(inspect)
+app.command()(train)
+app.command()(export)
+app.command()(losses)
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    """Run the command line; a mistake that a person can mend is one message and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        from rich.console import Console
+
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
+        sys.exit(2)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,38 @@
+"""`thresher export`: a plain Hugging Face directory from a run or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run's output_dir (its newest checkpoint) or one checkpoint.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; the run's own precision when absent.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Take the best checkpoint of the run, not the newest.")] = False,
+) -> None:
+    """Write a directory that transformers loads on its own, LoRA merged."""
+    from thresher.assembly.export import export_checkpoint
+    from thresher.checkpoint.exact_json import load_json
+    from thresher.checkpoint.retention import best as best_checkpoint
+    from thresher.checkpoint.retention import latest
+    from thresher.cli.terminal import announce
+    from thresher.config import parse_config
+    from thresher.errors import UserError
+
+    if dtype not in (None, "fp32", "bf16"):
+        raise UserError(f"--dtype {dtype} is unknown; use fp32 or bf16")
+    root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    checkpoint = source if (source / "manifest.json").is_file() else latest(root, announce)
+    if checkpoint is None:
+        raise UserError(f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint")
+    if best:
+        config = parse_config(load_json(checkpoint / "config.json"))
+        checkpoint = best_checkpoint(root, config.metric_for_best, higher_is_better=config.greater_is_better)
+        if checkpoint is None:
+            raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
+    export_checkpoint(checkpoint, output, dtype=dtype)
+    announce(f"exported {checkpoint} to {output}")

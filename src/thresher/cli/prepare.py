@@ -1,0 +1,218 @@
+"""`thresher prepare`: files to a store of token pairs, with an account of every row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from thresher.data.prepare import PrepareReport, Progress
+    from thresher.data.settings import DataSettings, OnBadRow, Truncation
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def prepare(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="Files, globs, URLs; with --config, key=value ... of the config.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Directory whose tokenizer is used.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory of the store to write.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Take files, model and settings from a config.")] = None,
+    validation: Annotated[bool, typer.Option(help="With --config: the validation files instead.")] = False,
+    template: Annotated[str, typer.Option(help="auto, raw, or the path of a Jinja file.")] = "auto",
+    sequence_length: Annotated[int, typer.Option(help="Most tokens of prompt plus longer response.")] = 1024,
+    truncation: Annotated[str, typer.Option(help="drop, prompt_start or response_end.")] = "drop",
+    on_bad_row: Annotated[str, typer.Option(help="fail, skip or quarantine.")] = "fail",
+    chosen_key: Annotated[str | None, typer.Option(help="Column of the chosen response.")] = None,
+    rejected_key: Annotated[str | None, typer.Option(help="Column of the rejected response.")] = None,
+    prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
+    num_processes: Annotated[int | None, typer.Option("--num-processes", "-n", help="Processes that tokenise.")] = None,
+    against: Annotated[Path | None, typer.Option(help="A store that must share nothing with this one.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old store at the output.")] = False,
+) -> None:
+    """Turn preference data into a store of token pairs, and tell what became of every row."""
+    from thresher.data.settings import DataSettings
+    from thresher.errors import UserError
+
+    if config is not None:
+        settings, config_model = _from_config(config, files or [], validation=validation)
+        model = model or config_model
+    else:
+        settings = DataSettings(
+            file_name=files or [],
+            template=template,
+            sequence_length=sequence_length,
+            truncation=_as_truncation(truncation),
+            on_bad_row=_as_on_bad_row(on_bad_row),
+            chosen_key=chosen_key,
+            rejected_key=rejected_key,
+            prompt_key=prompt_key,
+        )
+    if model is None:
+        raise UserError("no tokenizer is named; pass --model DIR")
+    if output is None:
+        raise UserError("no store is named; pass --output DIR")
+    run_prepare(settings, model, output, num_processes, against=against, overwrite=overwrite)
+
+
+def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple[DataSettings, str | None]:
+    from thresher.assembly.data import data_settings
+    from thresher.config import load_config
+    from thresher.errors import UserError
+
+    config = load_config(path, overrides)
+    if validation and config.validation is None:
+        raise UserError(f"{path} has no section `validation`; leave --validation out")
+    args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
+    return data_settings(config, args), config.policy_path
+
+
+def _as_truncation(value: str) -> Truncation:
+    return value  # type: ignore[return-value]  # DataSettings refuses other words, with their mend
+
+
+def _as_on_bad_row(value: str) -> OnBadRow:
+    return value  # type: ignore[return-value]  # as above
+
+
+def run_prepare(
+    settings: DataSettings,
+    model: str,
+    output: Path,
+    num_processes: int | None = None,
+    *,
+    against: Path | None = None,
+    overwrite: bool = False,
+) -> PrepareReport:
+    """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
+    from thresher.cli.terminal import announce
+    from thresher.data.lint import find_leaks
+    from thresher.data.prepare import NoPairsError, PrepareReport, store_identity
+    from thresher.data.prepare import prepare as build
+    from thresher.data.store import PairStore
+    from thresher.models.load import load_tokenizer
+
+    if num_processes is not None:
+        settings = replace(settings, num_processes=num_processes)
+    tokenizer = load_tokenizer(model)
+    if (output / "manifest.json").is_file() and not overwrite:
+        store = PairStore.open(output, expected_identity=store_identity(settings, tokenizer))
+        announce(f"{output} holds these pairs already")
+        report = PrepareReport.from_json(store.manifest["report"])
+    else:
+        try:
+            with show_progress() as show:
+                report = build(settings, tokenizer, output, show, overwrite=overwrite)
+        except NoPairsError as error:
+            print_report(error.report)
+            raise
+        announce(f"wrote {report.pairs_kept:,} pairs to {output}")
+    print_report(report)
+    if against is not None:
+        for leak in find_leaks(PairStore.open(output), PairStore.open(against)):
+            announce(
+                f"{leak.name}: {leak.count:,} of {report.pairs_kept:,} also in {against} {_examples(leak.examples)}"
+            )
+    return report
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[Progress], None]]:
+    """Show a bar on a terminal, and a line now and then elsewhere."""
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from thresher.cli.terminal import announce, console
+
+    if not console.is_terminal:
+        yield _progress_lines(announce)
+        return
+    columns = (TextColumn("preparing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(progress: Progress) -> None:
+            described = f"{progress.rows_read:,} rows, {progress.pairs_kept:,} pairs"
+            total = progress.bytes_total or None
+            bar.update(task, completed=progress.bytes_read, total=total, description=described)
+
+        yield show
+
+
+def _progress_lines(announce: Callable[[str], None]) -> Callable[[Progress], None]:
+    last = time.monotonic()
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
+            announce(f"preparing: {progress.rows_read:,} rows read{done}, {progress.pairs_kept:,} pairs kept")
+
+    return show
+
+
+def print_report(report: PrepareReport) -> None:
+    """Print what became of every row, how long the pairs are, and what to look at."""
+    from rich.table import Table
+
+    from thresher.cli.terminal import console
+    from thresher.data.report import PERCENTILES
+
+    table = Table("", "count", title="prepared", title_justify="left")
+    table.columns[1].justify = "right"
+    for name, count in _count_rows(report):
+        table.add_row(name, f"{count:,}")
+    console.print(table)
+    if report.percentiles:
+        names = ["shortest" if p == 0 else "longest" if p == 100 else f"{p} %" for p in PERCENTILES]
+        lengths = Table("tokens", *names, title="lengths", title_justify="left")
+        for name, values in report.percentiles.items():
+            lengths.add_row(name, *(f"{value:,}" for value in values))
+        console.print(lengths)
+    for line in _note_lines(report):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
+    yield "rows read", report.rows_read
+    yield "pairs kept", report.pairs_kept
+    if report.rows_joined:
+        yield "rows joined to another's pair", report.rows_joined
+    for cause, count in report.dropped.items():
+        yield f"dropped: {cause.replace('_', ' ')}", count
+    if report.bad_rows:
+        yield "bad rows", report.bad_rows
+    for kind, count in report.truncated.items():
+        yield f"truncated: {kind.replace('_', ' ')}", count
+    if report.splits_moved:
+        yield "splits moved back over a merged token", report.splits_moved
+    if report.headers_shortened:
+        yield "answers that do not begin with the whole generation prompt", report.headers_shortened
+
+
+def _note_lines(report: PrepareReport) -> Iterator[str]:
+    for file in report.files:
+        unused = f"; not read: {', '.join(file.unused_columns)}" if file.unused_columns else ""
+        yield f"{file.name}: {file.rows:,} rows of shape {file.shape}{unused}"
+    for reason, count in report.bad_reasons.items():
+        yield f"bad rows: {count:,} x {reason}"
+    for finding in report.findings:
+        yield f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs {_examples(finding.examples)}"
+    if report.length_bias is not None:
+        bias = report.length_bias
+        yield (
+            f"length: chosen is longer in {bias.share_chosen_longer:.0%} of pairs, equal in {bias.share_equal:.0%}; "
+            f"means {bias.mean_chosen:.1f} and {bias.mean_rejected:.1f} tokens"
+        )
+
+
+def _examples(numbers: tuple[int, ...]) -> str:
+    return f"(such as pair {', '.join(map(str, numbers))})" if numbers else ""

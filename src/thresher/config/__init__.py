@@ -1,0 +1,27 @@
+"""DPOConfig and its sections: data, validated once at the edge."""
+
+from thresher.config.dpo import DPOConfig, LossConfig
+from thresher.config.load import load_config, parse_config
+from thresher.config.roles import (
+    DataArgs,
+    ModelArgs,
+    PolicyConfig,
+    ReferenceConfig,
+    StrategyArgs,
+    TrainingArgs,
+    ValidationConfig,
+)
+
+__all__ = [
+    "DPOConfig",
+    "DataArgs",
+    "LossConfig",
+    "ModelArgs",
+    "PolicyConfig",
+    "ReferenceConfig",
+    "StrategyArgs",
+    "TrainingArgs",
+    "ValidationConfig",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,60 @@
+"""Read a config: a YAML composed by Hydra plus `key=value` overrides, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from thresher.config.dpo import DPOConfig
+from thresher.config.section import readable_errors
+from thresher.errors import UserError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
+    """Compose a YAML file with overrides and validate the result."""
+    return parse_config(compose_yaml(Path(path), overrides))
+
+
+def parse_config(values: Mapping[str, Any]) -> DPOConfig:
+    """Validate plain values; mistakes come back as one readable message."""
+    try:
+        return DPOConfig.model_validate(values)
+    except ValidationError as error:
+        raise readable_errors(error, DPOConfig) from None
+
+
+def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Let Hydra resolve defaults lists, interpolations and overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist; give the path of a YAML file")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
+            composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"config {path} cannot be read: {str(error).strip()}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config {path} holds a {type(values).__name__}; it must be a mapping of keys")
+    return {str(key): value for key, value in values.items()}
+
+
+def _added(override: str, config_dir: Path) -> str:
+    """Let `key=value` set a key that the YAML leaves out; the schema judges whether it exists."""
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise UserError(f"override {override!r} is not of the form key=value")
+    if key.endswith("device_mapping") and "(" in value and not value.startswith(("'", '"')):
+        override = f'{key}="{value}"'  # Hydra would read `list(range(0,8))` as a call of its own
+    is_group = (config_dir / key.partition("@")[0]).is_dir()
+    return override if is_group or override.startswith(("+", "~")) else f"++{override}"

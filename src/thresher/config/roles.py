@@ -1,0 +1,202 @@
+"""The blocks of one role (policy or reference): model, training, data, strategy, devices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+
+from thresher.config.devices import parse_device_mapping
+from thresher.config.section import Section
+
+NonNegative = Annotated[float, Field(ge=0)]
+DType = Literal["fp32", "bf16"]
+
+
+def _as_list(value: object) -> object:
+    # a bare string is one name, never a sequence of characters
+    return [value] if isinstance(value, str) else value
+
+
+StringList = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class ModelArgs(Section):
+    """Which weights, in which precision, with which adapter."""
+
+    model_name_or_path: str | None = None
+    """Directory or GGUF file; `pretrain` when absent."""
+    model_type: Literal["causal_lm"] | None = None
+    """Only causal language models are trained; kept for configs that name it."""
+    dtype: DType = "bf16"
+    """Precision of forward and backward."""
+    master_dtype: DType = "fp32"
+    """Precision of the stored weights and the optimizer's state."""
+    attn_implementation: str = "sdpa"
+    pad_token: str | None = None
+    """An existing token to pad with, for tokenizers that have none."""
+    trust_remote_code: bool = False
+    """Run Python code that a model repository brings. Off unless you trust it."""
+    lora_rank: PositiveInt | None = None
+    """Rank of LoRA adapters; absent trains all weights."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """LoRA scale; twice the rank when absent."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_target: StringList = ["all-linear"]
+    """Modules that get an adapter: names, or `all-linear`."""
+
+    @model_validator(mode="after")
+    def _lora_settings_need_a_rank(self) -> ModelArgs:
+        set_without_rank = {"lora_alpha", "lora_dropout", "lora_target"} & self.model_fields_set
+        if self.lora_rank is None and set_without_rank:
+            raise ValueError(f"{', '.join(sorted(set_without_rank))} has no effect without lora_rank; set lora_rank")
+        return self
+
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+)
+
+
+class TrainingArgs(Section):
+    """Optimizer, schedule and micro-batches. Batch sizes are in pairs."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 5e-7
+    per_device_train_batch_size: PositiveInt = 8
+    """Pairs in one micro-batch of one data-parallel rank."""
+    gradient_accumulation_steps: PositiveInt = 1
+    per_device_eval_batch_size: PositiveInt | None = None
+    """Pairs in one evaluation batch; the training size when absent."""
+    weight_decay: NonNegative = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0 leaves it alone."""
+    lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of all steps that warm up; give this or warmup_steps."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Floor of `cosine_with_min_lr`, as a share of learning_rate."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`."""
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> TrainingArgs:
+        given = self.model_fields_set
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("warmup_steps and warmup_ratio are both set; keep one")
+        if "min_lr_ratio" in given and self.lr_scheduler_type != "cosine_with_min_lr":
+            raise ValueError("min_lr_ratio only acts with lr_scheduler_type=cosine_with_min_lr")
+        if "lr_power" in given and self.lr_scheduler_type != "polynomial":
+            raise ValueError("lr_power only acts with lr_scheduler_type=polynomial")
+        if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
+            raise ValueError("a constant schedule has no warm-up; use lr_scheduler_type=constant_with_warmup")
+        return self
+
+    @property
+    def pairs_per_rank(self) -> int:
+        """Pairs that one data-parallel rank contributes to a step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def pairs_per_eval_batch(self) -> int:
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        if self.warmup_ratio is not None:
+            return round(self.warmup_ratio * num_steps)
+        return self.warmup_steps or 0
+
+
+class DataArgs(Section):
+    """Where pairs come from and how rows become tokens."""
+
+    file_name: StringList = []
+    """One file, directory, glob or URL, or a list of them."""
+    store: str | None = None
+    """A store made by `thresher prepare`; instead of file_name."""
+    template: str = "auto"
+    """`auto`: the tokenizer's chat template; `raw`: plain text; or the path of a Jinja file."""
+    truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
+    on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
+    preprocessing_num_workers: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataArgs:
+        if self.store and self.file_name:
+            raise ValueError("file_name and store are both set; keep one")
+        return self
+
+
+STRATEGIES = (
+    "fsdp2_train",
+    "fsdp2_infer",
+    "deepspeed_train",
+    "deepspeed_infer",
+    "megatron_train",
+    "megatron_infer",
+    "hf_infer",
+)
+
+
+class StrategyArgs(Section):
+    """Which engine runs the role."""
+
+    strategy_name: Literal[STRATEGIES] = "fsdp2_train"  # type: ignore[valid-type]
+    strategy_config: dict[str, Any] = {}
+
+
+class RoleConfig(Section):
+    """What policy and reference have in common."""
+
+    model_args: ModelArgs = ModelArgs()
+    strategy_args: StrategyArgs = StrategyArgs()
+    device_mapping: list[int] | None = None
+
+    @field_validator("device_mapping", mode="before")
+    @classmethod
+    def _parse_devices(cls, value: Any) -> list[int] | None:
+        return parse_device_mapping(value)
+
+
+class PolicyConfig(RoleConfig):
+    """`actor_train`: the model in training."""
+
+    training_args: TrainingArgs = TrainingArgs()
+    data_args: DataArgs = DataArgs()
+
+
+class ReferenceConfig(RoleConfig):
+    """`reference`: the frozen model."""
+
+    strategy_args: StrategyArgs = StrategyArgs(strategy_name="hf_infer")
+    mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
+    infer_batch_size: PositiveInt = 8
+    """Pairs scored at once when the reference is precomputed."""
+    sync_steps: PositiveInt | None = None
+    """TR-DPO: pull the reference towards the policy every so many steps."""
+    sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """TR-DPO: share of the policy in the pulled reference."""
+
+    @model_validator(mode="after")
+    def _sync_settings_agree(self) -> ReferenceConfig:
+        if self.sync_steps is None and "sync_alpha" in self.model_fields_set:
+            raise ValueError("sync_alpha has no effect without sync_steps; set sync_steps")
+        if self.sync_steps is not None and self.mode not in ("auto", "concurrent"):
+            raise ValueError(f"a reference that is synced must be alive: use mode=concurrent, not {self.mode}")
+        return self
+
+
+class ValidationConfig(Section):
+    """`validation`: the held-out pairs."""
+
+    data_args: DataArgs = DataArgs()

@@ -1,0 +1,175 @@
+"""One block of rows to pairs in the store's columns: the work of one process, a function of the block alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thresher.data.batch import Pair
+from thresher.data.lint import Keys, to_keys
+from thresher.data.messages import has_content
+from thresher.data.readers import BadRowError, Block, parse_row
+from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, to_preference_row
+from thresher.data.settings import DataSettings
+from thresher.data.store_writer import hash_pair, pairs_to_record_batch
+from thresher.data.template import RenderedRow, Template, render
+from thresher.data.tokenize import PairTokenizer, TokenizedRow
+from thresher.data.truncate import truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not become a pair, and why."""
+
+    file: str
+    unit: str
+    number: int
+    reason: str
+    content: Any
+
+    @classmethod
+    def of(cls, block: Block, index: int, error: BadRowError) -> BadRow:
+        content = block.contents[index]
+        raw = content.decode("utf-8", errors="replace").rstrip("\n") if isinstance(content, bytes) else content
+        return cls(block.file, block.unit, block.numbers[index], str(error), raw)
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """A block and how its file is to be read; bad rows and rows joined were found before it was sent."""
+
+    block: Block
+    shape: str
+    column_names: Mapping[str, str]
+    rows_read: int
+    rows_joined: int = 0
+    bad: tuple[BadRow, ...] = ()
+
+
+@dataclass
+class BlockResult:
+    """The pairs of a block and what became of its other rows."""
+
+    task: BlockTask
+    pairs: Any = None
+    keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+    swapped_keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+    bad: list[BadRow] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[str] = field(default_factory=Counter)
+    splits_moved: int = 0
+    headers_shortened: int = 0
+    control_tokens: list[int] = field(default_factory=list)  # positions among the kept pairs
+
+
+class BlockWorker:
+    """Turn blocks into pairs with one tokenizer; holds nothing of a block afterwards."""
+
+    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._template = template
+        self._to_tokens = PairTokenizer(tokenizer, template)
+        self._control_tokens = tuple(token for token in tokenizer.all_special_tokens if len(token) > 1)
+
+    def __call__(self, task: BlockTask) -> BlockResult:
+        result = BlockResult(task, bad=list(task.bad))
+        rows, rendered = self._render(task, result)
+        kept: list[Pair] = []
+        for row, tokenized in zip(rows, self._to_tokens(rendered), strict=True):
+            pair = self._keep(row, tokenized, result)
+            if isinstance(pair, str):
+                result.dropped[pair] += 1
+                continue
+            if self._writes_control_tokens(row):
+                result.control_tokens.append(len(kept))
+            kept.append(pair)
+        hashes = [hash_pair(pair) for pair in kept]
+        result.pairs = pairs_to_record_batch(kept, hashes)
+        result.keys = to_keys([each.pair for each in hashes])
+        result.swapped_keys = to_keys([each.swapped for each in hashes])
+        result.headers_shortened = sum(each.header_shortened for each in rendered)
+        return result
+
+    def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
+        shape = SHAPE_OF_NAME[task.shape]
+        rows: list[PreferenceRow] = []
+        texts: list[RenderedRow] = []
+        for index, content in enumerate(task.block.contents):
+            try:
+                row = to_preference_row(parse_row(content), shape, task.column_names)
+                if not (has_content(row.chosen) and has_content(row.rejected)):
+                    result.dropped["empty_response"] += 1
+                    continue
+                texts.append(render(row, self._template, self._tokenizer))
+            except BadRowError as error:
+                result.bad.append(BadRow.of(task.block, index, error))
+                continue
+            rows.append(row)
+        return rows, texts
+
+    def _keep(self, row: PreferenceRow, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
+        """Return the pair to keep, or the cause for which it is dropped."""
+        whole = tokenized.pair
+        if tokenized.has_empty_response:
+            return "empty_response"
+        if len(whole.prompt_ids) == 0:
+            return "empty_prompt"
+        if _is_identical(whole):
+            return "identical_sides"
+        settings = self._settings
+        pair = truncate(whole, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
+        if pair is None:
+            return "too_long"
+        if pair is not whole:
+            if _is_identical(pair) or not _has_scored_tokens(pair):
+                return "nothing_left_after_truncation"
+            result.truncated[settings.truncation] += 1
+        result.splits_moved += tokenized.split_moved
+        return Pair(
+            pair.prompt_ids,
+            pair.chosen_ids,
+            pair.rejected_ids,
+            pair.chosen_mask,
+            pair.rejected_mask,
+            row.weight,
+            row.margin,
+        )
+
+    def _writes_control_tokens(self, row: PreferenceRow) -> bool:
+        messages = (*row.prompt, *row.chosen, *row.rejected)
+        return any(token in message["content"] for message in messages for token in self._control_tokens)
+
+
+def _is_identical(pair: Pair) -> bool:
+    return np.array_equal(pair.chosen_ids, pair.rejected_ids)
+
+
+def _has_scored_tokens(pair: Pair) -> bool:
+    return all(mask is None or bool(mask.any()) for mask in (pair.chosen_mask, pair.rejected_mask))
+
+
+_worker: BlockWorker | None = None
+
+
+def start_worker(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
+    """Set up a process of the pool."""
+    global _worker
+    # one thread a process: the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = BlockWorker(settings, tokenizer, template)
+
+
+def run_in_worker(task: BlockTask) -> BlockResult:
+    """Turn a block into pairs in a process that `start_worker` set up."""
+    if _worker is None:
+        raise AssertionError("a process of the pool was not set up")
+    return _worker(task)

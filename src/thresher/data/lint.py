@@ -1,0 +1,78 @@
+"""What is odd about a set of pairs: repeats, contradictions, leaks between sets, and bias of length.
+
+Nothing is dropped here; identical and empty sides are dropped, and counted, before a pair is kept. Pairs are
+told apart by the first 64 bits of their hashes: 16 bytes a pair in memory, and in 100 million pairs a false
+match once in thousands of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.data.store import Hashes, Lengths, PairStore
+
+Keys = npt.NDArray[np.uint64]
+NUM_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Pairs to look at: how many there are, and the numbers of the first few."""
+
+    name: str
+    count: int
+    examples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LengthBias:
+    """How far length alone tells the sides apart, in tokens of the responses."""
+
+    share_chosen_longer: float
+    share_equal: float
+    mean_chosen: float
+    mean_rejected: float
+
+
+def to_keys(hashes: Sequence[bytes] | Hashes) -> Keys:
+    """Shorten 16-byte hashes to 64 bits."""
+    joined = b"".join(hashes) if not isinstance(hashes, np.ndarray) else hashes.tobytes()
+    return np.frombuffer(joined, dtype="<u8")[::2].copy()
+
+
+def find_repeats(pairs: Keys, swapped: Keys) -> tuple[Finding, Finding]:
+    """Find pairs that occurred before (same prompt and sides), and pairs that another one says the other way round."""
+    _, first = np.unique(pairs, return_index=True)
+    is_repeat = np.ones(len(pairs), dtype=np.bool_)
+    is_repeat[first] = False
+    return _finding("duplicates", is_repeat), _finding("contradictions", np.isin(swapped, pairs))
+
+
+def find_leaks(store: PairStore, other: PairStore) -> tuple[Finding, Finding]:
+    """Find pairs, and prompts, of `store` that are also in `other`; training and evaluation should share none."""
+    found = []
+    for name, column in (("leaked_pairs", "hash"), ("leaked_prompts", "prompt_hash")):
+        known = np.unique(np.concatenate([to_keys(hashes) for hashes in other.hashes(column)]))
+        leaks = [np.isin(to_keys(hashes), known) for hashes in store.hashes(column)]
+        found.append(_finding(name, np.concatenate(leaks)))
+    return found[0], found[1]
+
+
+def measure_length_bias(lengths: Lengths) -> LengthBias:
+    """Compare the lengths of chosen and rejected responses; `lengths` is [pairs, (prompt, chosen, rejected)]."""
+    chosen, rejected = lengths[:, 1], lengths[:, 2]
+    return LengthBias(
+        share_chosen_longer=float(np.mean(chosen > rejected)),
+        share_equal=float(np.mean(chosen == rejected)),
+        mean_chosen=float(chosen.mean(dtype=np.float64)),
+        mean_rejected=float(rejected.mean(dtype=np.float64)),
+    )
+
+
+def _finding(name: str, is_found: npt.NDArray[np.bool_]) -> Finding:
+    numbers = np.flatnonzero(is_found)
+    return Finding(name, len(numbers), tuple(int(number) for number in numbers[:NUM_EXAMPLES]))

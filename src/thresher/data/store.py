@@ -1,0 +1,229 @@
+"""Tokenised pairs on disk, memory-mapped: how they are found and read. Writing them is `store_writer`'s.
+
+A store is a directory: `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` when some
+pair has loss masks. Opening reads the manifest only; a shard is mapped when one of its pairs is asked for, so that
+a hundred million pairs open as fast as ten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from thresher.data.batch import Pair, PairBatch
+from thresher.errors import UserError
+
+FORMAT_VERSION = 1
+ROWS_PER_RECORD_BATCH = 1024
+HASH_BYTES = 16
+# each mapped shard holds a file descriptor; common limits allow 1024 of them
+MAX_OPEN_SHARDS = 256
+
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+        pa.field("chosen_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+        pa.field("rejected_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+        pa.field("chosen_mask", pa.list_(pa.field("item", pa.bool_(), nullable=False))),
+        pa.field("rejected_mask", pa.list_(pa.field("item", pa.bool_(), nullable=False))),
+        pa.field("weight", pa.float32(), nullable=False),
+        pa.field("margin", pa.float32(), nullable=False),
+        pa.field("hash", pa.binary(HASH_BYTES), nullable=False),
+        pa.field("prompt_hash", pa.binary(HASH_BYTES), nullable=False),
+    ]
+)
+LENGTH_DTYPE = np.dtype("<u4")
+Lengths = npt.NDArray[np.uint32]
+Hashes = npt.NDArray[np.void]
+
+
+class ShardIndex:
+    """Find the shard of a pair from the number of pairs in each shard, in O(log shards)."""
+
+    def __init__(self, pairs_per_shard: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self.ends = np.cumsum(np.asarray(pairs_per_shard, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def locate(self, pair_id: int) -> tuple[int, int]:
+        """Return (shard, row in that shard)."""
+        shard = int(np.searchsorted(self.ends, pair_id, side="right"))
+        return shard, pair_id - (int(self.ends[shard - 1]) if shard else 0)
+
+
+class Shard:
+    """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        self._batches: dict[int, Any] = {}
+
+    def _batch(self, number: int) -> Any:
+        if number not in self._batches:
+            self._batches[number] = self._reader.get_batch(number)
+        return self._batches[number]
+
+    def pair(self, row: int) -> Pair:
+        batch, row = self._batch(row // ROWS_PER_RECORD_BATCH), row % ROWS_PER_RECORD_BATCH
+        # copies, not views: a pair stays valid and writable after its shard is unmapped
+        prompt, chosen, rejected = (batch.column(column)[row].values.to_numpy().copy() for column in range(3))
+        return Pair(
+            prompt_ids=prompt,
+            chosen_ids=chosen,
+            rejected_ids=rejected,
+            chosen_mask=_mask(batch.column(3)[row]),
+            rejected_mask=_mask(batch.column(4)[row]),
+            weight=batch.column(5)[row].as_py(),
+            margin=batch.column(6)[row].as_py(),
+        )
+
+    def hashes(self, column: str) -> Hashes:
+        parts = [self._reader.get_batch(number).column(column) for number in range(self._reader.num_record_batches)]
+        return np.concatenate([_fixed_bytes(part) for part in parts])
+
+
+def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
+    # bits in the file, bytes in memory: always a copy
+    return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
+
+
+def _fixed_bytes(array: Any) -> Hashes:
+    buffer = np.frombuffer(array.buffers()[1], dtype=f"V{HASH_BYTES}")
+    return buffer[array.offset : array.offset + len(array)]
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """A file of the store as the manifest tells it; num_pairs is 0 for what is no shard."""
+
+    name: str
+    size: int
+    sha256: str
+    num_pairs: int = 0
+
+
+class PairStore:
+    """Read pairs by number from a prepared directory."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._shard_files = [StoreFile(**entry) for entry in manifest["shards"]]
+        self._index = ShardIndex([shard.num_pairs for shard in self._shard_files])
+        self._open_shards: OrderedDict[int, Shard] = OrderedDict()
+        self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
+        has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
+        self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
+
+    @classmethod
+    def open(cls, path: str | Path, expected_identity: str | None = None) -> PairStore:
+        """Open a store, checking that its files have their sizes and, if asked, that it is the one expected."""
+        path = Path(path)
+        manifest = read_manifest(path)
+        if expected_identity is not None and manifest["identity"] != expected_identity:
+            raise UserError(
+                f"the store {path} was prepared from other rows, another tokenizer, template or other settings "
+                f"(identity {manifest['identity'][:12]}, expected {expected_identity[:12]}); "
+                "prepare it again, or name another output directory"
+            )
+        for file in _files(manifest):
+            size = (path / file.name).stat().st_size if (path / file.name).is_file() else None
+            if size != file.size:
+                found = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
+                raise UserError(f"the store {path} is damaged: {file.name} {found}; prepare it again")
+        return cls(path, manifest)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, pair_id: int) -> Pair:
+        return self.pair(pair_id)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all pairs in order, whatever the shards."""
+        return str(self.manifest["content_digest"])
+
+    @property
+    def identity(self) -> str:
+        """Digest of what the store was made from: sources, tokenizer, template and settings."""
+        return str(self.manifest["identity"])
+
+    @property
+    def scored_lengths(self) -> Lengths:
+        """Scored tokens of (chosen, rejected) per pair; equal to the lengths where no pair has masks."""
+        return self._scored if self._scored is not None else self.lengths[:, 1:]
+
+    def pair(self, pair_id: int) -> Pair:
+        """Read one pair by its number, from 0."""
+        pair_id = int(pair_id)
+        if not 0 <= pair_id < len(self):
+            raise IndexError(f"pair {pair_id} of a store that holds {len(self)} pairs")
+        shard, row = self._index.locate(pair_id)
+        return self._shard(shard).pair(row)
+
+    def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
+        """Read pairs in the order given."""
+        pair_ids = np.asarray(pair_ids, dtype=np.int64)
+        return PairBatch(pair_ids, tuple(self.pair(pair_id) for pair_id in pair_ids.tolist()))
+
+    def hashes(self, column: str = "hash") -> Iterator[Hashes]:
+        """Yield the content hashes of each shard's pairs, in order; `prompt_hash` yields those of the prompts."""
+        for shard in range(len(self._shard_files)):
+            yield self._shard(shard).hashes(column)
+
+    def verify(self) -> None:
+        """Read every byte and compare it with the manifest's digests."""
+        for file in _files(self.manifest):
+            with (self.path / file.name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
+                    raise UserError(f"the store {self.path} is damaged: {file.name} has other bytes; prepare it again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # maps do not travel between processes; the other side opens them again
+        return {"path": self.path, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["manifest"])  # type: ignore[misc]
+
+    def _shard(self, number: int) -> Shard:
+        if number in self._open_shards:
+            self._open_shards.move_to_end(number)
+            return self._open_shards[number]
+        if len(self._open_shards) >= MAX_OPEN_SHARDS:
+            self._open_shards.popitem(last=False)
+        self._open_shards[number] = Shard(self.path / self._shard_files[number].name)
+        return self._open_shards[number]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a store's manifest, refusing what is no store or has another format."""
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"{path} is no pair store: it has no manifest.json; make one with `thresher prepare`")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has store format {version}, this thresher reads {FORMAT_VERSION}; prepare it again")
+    return manifest
+
+
+def _files(manifest: Mapping[str, Any]) -> list[StoreFile]:
+    return [StoreFile(**entry) for entry in (*manifest["shards"], *manifest["indexes"])]
+
+
+def _map_lengths(path: Path, num_pairs: int, width: int) -> Lengths:
+    return np.memmap(path, dtype=LENGTH_DTYPE, mode="r", shape=(num_pairs, width))

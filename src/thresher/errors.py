@@ -1,0 +1,12 @@
+"""The errors a person can mend: what was wrong, what we got, what to try.
+
+The command line prints a `UserError` as one message and exits with code 2; every other exception is a defect of ours.
+"""
+
+
+class UserError(Exception):
+    """A mistake in the input, the configuration or the environment, with its mend in the text."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, torn or made for another run."""

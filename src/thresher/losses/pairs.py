@@ -1,0 +1,117 @@
+"""What a loss may see: per-token log-probabilities of the scored response tokens, nothing else.
+
+Flat values with lengths instead of padded rectangles, so that every layout, engine and micro-batch size hands over
+the same numbers. Tokens outside a loss mask are not in here at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResponseLogps:
+    """Logps of one side of `num_pairs` pairs.
+
+    values: [num_tokens], pair after pair, fp32 or wider.
+    lengths: [num_pairs] int64, scored tokens of each pair; sums to num_tokens.
+    log_collision: [num_tokens] log(sum_v p(v)^2) at each position, only where an objective asked for it (WPO).
+    """
+
+    values: Tensor
+    lengths: Tensor
+    log_collision: Tensor | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        return self.lengths.numel()
+
+    def sums(self, token_weights: Tensor | None = None) -> Tensor:
+        """Sum each pair's logps: [num_pairs]. A pair's sum does not depend on its neighbours, bitwise."""
+        values = self.values if token_weights is None else self.values * token_weights
+        return segment_sums(values, self.lengths)
+
+    def positions(self) -> Tensor:
+        """Number each token within its response, from 0: [num_tokens] int64."""
+        ends = self.lengths.cumsum(0)
+        # output_size is known here; without it a GPU would have to be asked, which stalls the step.
+        starts = torch.repeat_interleave(ends - self.lengths, self.lengths, output_size=self.values.numel())
+        return torch.arange(self.values.numel(), device=self.values.device) - starts
+
+    def detach(self) -> ResponseLogps:
+        return ResponseLogps(self.values.detach(), self.lengths, self.log_collision)
+
+
+@dataclass(frozen=True)
+class SidesLogps:
+    """Both sides of the same pairs, scored by one model."""
+
+    chosen: ResponseLogps
+    rejected: ResponseLogps
+
+    @property
+    def num_pairs(self) -> int:
+        return self.chosen.num_pairs
+
+    def detach(self) -> SidesLogps:
+        return SidesLogps(self.chosen.detach(), self.rejected.detach())
+
+
+@dataclass(frozen=True)
+class PairLogps:
+    """The whole input of an objective for `num_pairs` pairs.
+
+    reference is None for losses that need none. weight and margin are [num_pairs], from the data set, or None.
+    """
+
+    policy: SidesLogps
+    reference: SidesLogps | None = None
+    weight: Tensor | None = None
+    margin: Tensor | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        return self.policy.num_pairs
+
+
+def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum consecutive runs of `lengths` values: [num_tokens] -> [num_segments]; an empty run sums to 0."""
+    # segment_reduce adds each segment on its own and in order: deterministic on every device, unlike index_add.
+    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
+
+
+def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
+    """Join the same side of several micro-batches into one."""
+    collisions = [part.log_collision for part in parts]
+    joined = None if any(c is None for c in collisions) else torch.cat([c for c in collisions if c is not None])
+    return ResponseLogps(
+        torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]), joined
+    )
+
+
+def concat_pairs(parts: Sequence[PairLogps]) -> PairLogps:
+    """Join micro-batches into one input, as losses that couple the pairs of a step need it."""
+    references = [part.reference for part in parts if part.reference is not None]
+    if references and len(references) != len(parts):
+        raise ValueError(f"{len(references)} of {len(parts)} micro-batches carry reference logps; all or none must")
+    return PairLogps(
+        _concat_sides([part.policy for part in parts]),
+        _concat_sides(references) if references else None,
+        _concat_optional([part.weight for part in parts]),
+        _concat_optional([part.margin for part in parts]),
+    )
+
+
+def _concat_sides(parts: Sequence[SidesLogps]) -> SidesLogps:
+    return SidesLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
+
+
+def _concat_optional(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    if present and len(present) != len(parts):
+        raise ValueError(f"{len(present)} of {len(parts)} micro-batches carry a pair column; all or none must")
+    return torch.cat(present) if present else None

@@ -1,0 +1,6 @@
+"""Layouts: how the pairs of a micro-batch lie in a model's input. One interface, one numerics."""
+
+from thresher.models.layouts.layout import ArrangedBatch, Layout
+from thresher.models.layouts.padded import PaddedLayout
+
+__all__ = ["ArrangedBatch", "Layout", "PaddedLayout"]

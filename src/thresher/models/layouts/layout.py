@@ -1,0 +1,43 @@
+"""The seam between pairs and a model's forward: a layout arranges tokens and says which rows are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from thresher.data.batch import PairBatch
+
+
+@dataclass(frozen=True)
+class ArrangedBatch:
+    """Model inputs of one micro-batch and where its response tokens are predicted.
+
+    model_inputs: keyword arguments of the backbone's forward.
+    scored_rows: [num_scored] flat row of the hidden states that predicts each scored token, all chosen sides first,
+        then all rejected sides, pair after pair.
+    targets: [num_scored] the tokens predicted there.
+    chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
+    """
+
+    model_inputs: dict[str, Tensor]
+    scored_rows: Tensor
+    targets: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+    num_useful_tokens: int
+    num_padding_tokens: int
+
+    @property
+    def num_pairs(self) -> int:
+        return self.chosen_lengths.numel()
+
+
+class Layout(Protocol):
+    """Arrange pairs for a model, on the host; moving to a device is the engine's business."""
+
+    @property
+    def name(self) -> str: ...
+
+    def arrange(self, batch: PairBatch) -> ArrangedBatch: ...

@@ -1,0 +1,58 @@
+"""The padded layout: two rows a pair, padded on the right to the longest. The oracle that other layouts answer to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from thresher.data.batch import PairBatch, TokenIds
+from thresher.errors import UserError
+from thresher.models.layouts.layout import ArrangedBatch
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """All chosen rows, then all rejected rows."""
+
+    pad_id: int
+    name: str = "padded"
+
+    def arrange(self, batch: PairBatch) -> ArrangedBatch:
+        """Pad and stack both sides; only positions that predict scored response tokens are listed."""
+        sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
+        sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
+        width = max(len(prompt) + len(response) for prompt, response, _ in sides)
+        input_ids = np.full((len(sides), width), self.pad_id, dtype=np.int64)
+        attention_mask = np.zeros((len(sides), width), dtype=np.int64)
+        rows: list[TokenIds] = []
+        targets: list[TokenIds] = []
+        for i, (prompt, response, mask) in enumerate(sides):
+            if len(prompt) == 0:
+                raise UserError(
+                    f"pair {batch.pair_ids[i % len(batch)]} has an empty prompt, so nothing predicts its first token"
+                )
+            end = len(prompt) + len(response)
+            input_ids[i, : len(prompt)] = prompt
+            input_ids[i, len(prompt) : end] = response
+            attention_mask[i, :end] = 1
+            scored = np.arange(len(response)) if mask is None else np.flatnonzero(mask)
+            # the hidden state at t predicts the token at t + 1
+            rows.append((i * width + len(prompt) - 1 + scored).astype(np.int32))
+            targets.append(response[scored])
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        num_useful = int(attention_mask.sum())
+        return ArrangedBatch(
+            model_inputs={
+                "input_ids": torch.from_numpy(input_ids),
+                "attention_mask": torch.from_numpy(attention_mask),
+                "position_ids": torch.arange(width).expand(len(sides), width),
+            },
+            scored_rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+            targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+            chosen_lengths=lengths[: len(batch)],
+            rejected_lengths=lengths[len(batch) :],
+            num_useful_tokens=num_useful,
+            num_padding_tokens=input_ids.size - num_useful,
+        )

@@ -1,0 +1,123 @@
+"""Load models and tokenizers: Hugging Face directories (safetensors) and GGUF files.
+
+Decides: no code from model repositories unless trusted, no pickled weights, every dropout off.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from thresher.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies with a model."""
+    directory, gguf = _location(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, **gguf
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model with every dropout off."""
+    directory, gguf = _location(path)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if gguf else True,
+            **gguf,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"no model can be loaded from {path}: {_first_line(error)}") from error
+    if gguf:
+        model = _without_quantization(model, dtype)
+    turn_dropout_off(model)
+    model.config.use_cache = False
+    return model
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Set every dropout to zero: policy and reference must agree at step 0, and a step must be repeatable."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # attention layers of transformers keep their rate as a plain float
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int:
+    """Return the padding id; a tokenizer without one needs `model_args.pad_token`."""
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise UserError(f"pad_token {pad_token!r} is not in the vocabulary of {path}; name an existing token")
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None:
+        known = [token for token in (tokenizer.unk_token, tokenizer.eos_token) if token]
+        example = known[0] if known else "<a token of its vocabulary>"
+        raise UserError(
+            f"the tokenizer of {path} has no pad token; name one that exists, such as "
+            f"`actor_train.model_args.pad_token={example}`"
+        )
+    return int(tokenizer.pad_token_id)
+
+
+def _location(path: str) -> tuple[str, dict[str, Any]]:
+    """Split a GGUF file into what transformers wants: its directory and its name."""
+    location = Path(path)
+    if location.suffix == ".gguf":
+        if not location.is_file():
+            raise UserError(f"model file {path} does not exist")
+        return str(location.parent), {"gguf_file": location.name}
+    if location.is_dir():
+        if not (location / "config.json").is_file():
+            raise UserError(
+                f"model directory {path} has no config.json; give a Hugging Face model directory, or the path of a "
+                "`.gguf` file"
+            )
+        return str(location), {}
+    if path.startswith((".", "/", "~")) or location.suffix:
+        raise UserError(f"model directory {path} does not exist")
+    return path, {}
+
+
+def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Rebuild a dequantised model: one that was loaded from GGUF refuses to be saved."""
+    values = model.config.to_dict()
+    values.pop("quantization_config", None)
+    config = AutoConfig.for_model(**values)
+    config._attn_implementation = model.config._attn_implementation
+    plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,28 @@
+"""Peak memory of this process and its CUDA devices, in units of 10^9 bytes."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def memory_metrics() -> dict[str, float]:
+    """Give the peaks since the process began; those of CUDA are the largest over this process's devices."""
+    metrics = {"memory/peak_rss_gb": _peak_rss_bytes() / 1e9}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        metrics["memory/peak_cuda_allocated_gb"] = max(map(torch.cuda.max_memory_allocated, devices)) / 1e9
+        metrics["memory/peak_cuda_reserved_gb"] = max(map(torch.cuda.max_memory_reserved, devices)) / 1e9
+    return metrics
+
+
+def _peak_rss_bytes() -> int:
+    # Linux hands the parent's ru_maxrss on to a new process; VmHWM is this process's own.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

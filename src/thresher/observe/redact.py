@@ -1,0 +1,71 @@
+"""Configurations without their secrets.
+
+Decides by key (`hf_token`, `api_key`, `password`) and by what is surely a credential wherever it stands: a
+login in a URL, a signed URL, a token with a well-known prefix. Words of this field that only look like
+secrets (`max_tokens`, `pad_token`) stay.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+MASK = "***"
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_WORD = re.compile(r"secrets?|password|passwd|passphrase|pwd|credentials?|apikey|authorization")
+_SECRET_PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("account", "key"), ("signing", "key")}
+_TOKENIZER_WORD = re.compile(
+    r"pad|eos|bos|unk|sep|cls|mask|image|video|audio|special|stop|start|begin|end|prefix|suffix|per"
+)
+_WHOSE_TOKENS = re.compile(r"api|auth|access|hub|hf|refresh|bearer")
+# Up to the last @ of the authority; a password with an unescaped slash in it is taken as well, a port is not.
+_AUTHORITY = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S*)@")
+_QUERY = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]+)")
+_KNOWN_TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
+    r"|glpat-[\w-]{16,}|wandb_v1_\w{16,}|A[KS]IA[0-9A-Z]{16})|(?<=Bearer )\S+"
+)
+
+
+def redact(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a configuration with every secret masked. Redacting twice changes nothing."""
+    return {key: _mask_all(value) if _is_secret(str(key), value) else _clean(value) for key, value in config.items()}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def redact_text(text: str) -> str:
+    """Mask logins, signatures and well-known tokens in a text."""
+    text = _AUTHORITY.sub(f"{MASK}@", text)
+    text = _QUERY.sub(lambda m: f"{m[1]}={MASK}" if _is_secret_parameter(m[1]) else m[0], text)
+    return _KNOWN_TOKEN.sub(MASK, text)
+
+
+def _mask_all(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mask_all(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mask_all(item) for item in value]
+    # None and booleans tell that a secret is set or used, which is worth knowing and harmless.
+    return value if value is None or isinstance(value, bool) else MASK
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    words = [word.lower() for word in _WORD.findall(key)]
+    if any(map(_SECRET_WORD.fullmatch, words)) or _SECRET_PAIRS.intersection(pairwise(words)):
+        return True
+    if any(map(_TOKENIZER_WORD.fullmatch, words)) or isinstance(value, int | float):
+        # Counts of tokens are numbers, tokens of a vocabulary are named for their role; credentials are neither.
+        return False
+    return words[-1:] == ["token"] or (words[-1:] == ["tokens"] and any(map(_WHOSE_TOKENS.fullmatch, words)))
+
+
+def _is_secret_parameter(name: str) -> bool:
+    return _is_secret(name, "") or name.lower() in ("sig", "signature", "key") or "signature" in name.lower()

@@ -1,0 +1,45 @@
+"""Rates of a run: pairs and tokens over time, with what stands outside left out and the reference counted in."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class StepClock:
+    """Rates since the last log; evaluation and saving stand outside, the reference's cost inside."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._started = time.perf_counter()
+        self._pairs = self._useful_tokens = self._steps = 0
+
+    def count(self, pairs: int, useful_tokens: int) -> None:
+        """Note a finished step."""
+        self._pairs += pairs
+        self._useful_tokens += useful_tokens
+        self._steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens in the block."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - since
+
+    def take(self, reference_seconds_per_pair: float) -> dict[str, float]:
+        """Return the rates and start over; a reference scored in advance is charged to the pairs that use it."""
+        training = time.perf_counter() - self._started
+        seconds = training + reference_seconds_per_pair * self._pairs
+        rates = {
+            "pairs_per_second": self._pairs / seconds,
+            "useful_tokens_per_second": self._useful_tokens / seconds,
+            "time/step": training / max(1, self._steps),
+        }
+        self.restart()
+        return rates

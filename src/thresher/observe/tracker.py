@@ -1,0 +1,115 @@
+"""What a tracker is, and the fan-out to several of them.
+
+Decides who may fail: the local log must work, because it is the record of the run; any other tracker that
+fails after a good configuration is reported once and left out, because a dashboard's outage must not cost a
+training run.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from thresher.errors import UserError
+from thresher.observe.redact import redact, redact_text
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may know about a run. `run_dir` exists."""
+
+    exp_name: str
+    run_dir: Path
+    config: Mapping[str, Any]
+    total_steps: int
+    total_pairs: int
+
+
+class Tracker(Protocol):
+    """Somewhere that metrics go."""
+
+    @property
+    def name(self) -> str:
+        """The name that a configuration calls it by."""
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Begin, or go on after `resume_step`: what was logged for later steps is to be logged again."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step. A step may come in several parts, but steps never go back."""
+
+    def close(self, status: Status) -> None:
+        """End, with everything written."""
+
+
+class Trackers:
+    """Several trackers as one. Errors of `required` are raised, errors of `optional` reported once each."""
+
+    name = "trackers"
+
+    def __init__(self, required: Sequence[Tracker], optional: Sequence[Tracker], report: Callable[[str], None]) -> None:
+        self._required = list(required)
+        self._optional = list(optional)
+        self._report = report
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Start all; a mistake that a person can mend stops the run here, before any work is done."""
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        # Redacted here whatever the caller did: no tracker may ever see a secret.
+        run = replace(run, config=redact(run.config))
+        for tracker in self._required:
+            tracker.start(run, resume_step)
+        self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log to all."""
+        for tracker in self._required:
+            tracker.log(step, metrics)
+        self._each_optional(lambda tracker: tracker.log(step, metrics))
+
+    def close(self, status: Status) -> None:
+        """Close all, the local log first and also when another one fails."""
+        try:
+            for tracker in self._required:
+                tracker.close(status)
+        finally:
+            self._each_optional(lambda tracker: tracker.close(status))
+
+    def _each_optional(self, call: Callable[[Tracker], None], *, raise_user_errors: bool = False) -> None:
+        for tracker in list(self._optional):
+            try:
+                call(tracker)
+            except Exception as error:
+                if raise_user_errors and isinstance(error, UserError):
+                    raise
+                self._optional.remove(tracker)
+                # A server's address in the error may carry a login.
+                reason = redact_text(f"{type(error).__name__}: {error}")
+                self._report(
+                    f"tracker {tracker.name} failed and gets no more metrics; the local log has them all ({reason})"
+                )
+
+
+def import_tracker_library(module: str, extra: str) -> ModuleType:
+    """Import a library that only one tracker needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"tracker {extra} needs a package that is not installed ({error}); "
+            f"run `pip install 'thresher[{extra}]'` or leave {extra} out of the trackers"
+        ) from error
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename what an earlier run left at `path` to the next free number; None if there was nothing."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)

@@ -1,0 +1,97 @@
+"""DPOPipeline: a run from config to final checkpoint, top to bottom, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from thresher.assembly.data import open_store
+from thresher.assembly.engines import build_policy
+from thresher.assembly.objective import build_objective, build_schedule
+from thresher.assembly.reference import build_reference_parts
+from thresher.assembly.run import build_checkpoints, build_layout, build_tracking, describe_run, fit_settings, track
+from thresher.config import DPOConfig
+from thresher.data.plan import make_plan
+from thresher.data.prepare import PrepareReport
+from thresher.observe.console import ConsoleTracker
+from thresher.observe.redact import redact
+from thresher.reference.invariant import check_step_zero
+from thresher.trainer import DPOTrainer, Split
+
+
+class DPOPipeline:
+    """One run in this process.
+
+    announce takes lines for a person, progress takes (what, done, total), report takes each preparation's outcome,
+    and console is where a person watches the training.
+    """
+
+    def __init__(
+        self,
+        config: DPOConfig,
+        *,
+        console: ConsoleTracker | None = None,
+        announce: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        report: Callable[[PrepareReport], None] = lambda outcome: None,
+    ):
+        self.config = config
+        self._console = console
+        self._announce = announce
+        self._progress = progress
+        self._report = report
+
+    def run(self) -> dict[str, float]:
+        """Prepare, train, evaluate, save; return the last evaluation."""
+        config, announce = self.config, self._announce
+
+        objective = build_objective(config)
+        tokenizer, layout = build_layout(config)
+        train = open_store(config, config.actor_train.data_args, tokenizer, announce, self._report)
+        held_out = config.validation and config.validation.data_args
+        validation = open_store(config, held_out, tokenizer, announce, self._report) if held_out else None
+        plan = make_plan(
+            len(train),
+            seed=config.seed,
+            pairs_per_step=config.actor_train.training_args.pairs_per_rank,
+            max_steps=config.max_steps,
+            num_epochs=config.num_train_epochs,
+        )
+        policy = build_policy(config, layout)
+        reference = build_reference_parts(
+            config, objective, policy, layout, plan, train, validation, progress=self._progress
+        )
+        trackers = build_tracking(config, self._console)
+        trainer = DPOTrainer(
+            strategy=policy,
+            objective=objective,
+            plan=plan,
+            schedule=build_schedule(config, plan.num_steps),
+            train=Split(train, reference.train),
+            validation=None if validation is None else Split(validation, reference.validation),
+            settings=fit_settings(config),
+            checkpoints=build_checkpoints(config, announce),
+            trackers=trackers,
+            identity={
+                "data": train.digest,
+                "pairs per step": plan.pairs_per_step,
+                "seed": plan.seed,
+                "reference": reference.digest,
+            },
+            config=redact(config.model_dump(mode="json")),
+            extra=reference.synced,
+        )
+
+        checkpoint = trainer.resume(config.resume_from_checkpoint)
+        announce(describe_run(objective, plan, reference.mode, layout.name, checkpoint))
+        if trainer.state.step == 0:
+            first = trainer.first_micro_batch()
+            policy.check_logps(first.pairs)
+            if reference.equals_policy:
+                check_step_zero(policy, first, config.actor_train.model_args.dtype)
+        with track(trackers, config, plan, resume_step=trainer.state.step if checkpoint else None):
+            return trainer.fit()
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir)

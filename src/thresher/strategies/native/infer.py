@@ -1,0 +1,41 @@
+"""The native engine without gradients: scores pairs for evaluation and as a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from thresher.data.batch import PairBatch
+from thresher.losses.pairs import SidesLogps
+from thresher.models.layouts import Layout
+from thresher.models.logps import PairModel
+
+
+class NativeInfer:
+    """A model that only scores."""
+
+    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype):
+        self.model = model
+        self._layout = layout
+        self._pair_model = PairModel(model, compute_dtype)
+
+    @torch.no_grad()
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+        """Score a micro-batch in evaluation mode and leave the model's mode as it was."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self._pair_model.score(self._layout.arrange(batch), with_log_collision=with_log_collision).detach()
+        finally:
+            self.model.train(was_training)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def pull_towards(self, weights: Mapping[str, Tensor], alpha: float) -> None:
+        """TR-DPO: move to alpha * weights + (1 - alpha) * own."""
+        for name, own in self.model.named_parameters():
+            own.lerp_(weights[name].to(own.dtype), alpha)

@@ -1,0 +1,147 @@
+"""The native engine: plain torch on one device; parallel axes wrap the model before it gets here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from thresher.checkpoint.state import load_state, save_state
+from thresher.checkpoint.tensors import load_tensors, save_tensors
+from thresher.data.batch import PairBatch
+from thresher.errors import CheckpointError
+from thresher.losses.objective import Objective
+from thresher.losses.pairs import SidesLogps
+from thresher.models.layouts import Layout
+from thresher.models.logps import PairModel
+from thresher.models.lora import without_adapter
+from thresher.models.selfcheck import check_against_own_forward
+from thresher.strategies.accumulate import accumulate_gradients
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.strategy import Metrics, MicroBatch, StepOutcome, TokenCounts
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and clipping; max_grad_norm 0 leaves gradients alone."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+class NativeTrain:
+    """A policy in training on one data-parallel rank."""
+
+    data_rank = 0
+    num_data_ranks = 1
+
+    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, optimizer: OptimizerSettings):
+        self.model = model
+        self._layout = layout
+        self._pair_model = PairModel(model, compute_dtype)
+        self._infer = NativeInfer(model, layout, compute_dtype)
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._tokens = TokenCounts()
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = _adamw(list(self._names), optimizer)
+        model.train()
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        num_pairs_in_step: int,
+        learning_rate: float,
+    ) -> StepOutcome:
+        """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
+        self._tokens = TokenCounts()
+        metrics = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        grad_norm = self._clip()
+        skipped = not (math.isfinite(grad_norm) and math.isfinite(float(metrics["loss"].sum)))
+        if not skipped:
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(self.reduce(metrics), grad_norm, skipped, self._tokens)
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Metrics:
+        """Leave the step's gradient in the parameters."""
+
+        def score(batch: PairBatch) -> SidesLogps:
+            arranged = self._layout.arrange(batch)
+            self._tokens += TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens)
+            return self._pair_model.score(arranged, with_log_collision=objective.needs_log_collision)
+
+        return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step)
+
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+        return self._infer.score(batch, with_log_collision=with_log_collision)
+
+    def score_base(self, batch: PairBatch) -> SidesLogps:
+        with without_adapter(self.model):
+            return self._infer.score(batch)
+
+    def reduce(self, metrics: Metrics) -> Metrics:
+        return metrics
+
+    def check_logps(self, batch: PairBatch) -> None:
+        check_against_own_forward(self._pair_model, self._layout, batch)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.detach() for p, name in self._names.items()}
+
+    def frozen_weights(self) -> Mapping[str, Tensor]:
+        """The base under an adapter."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
+
+    @property
+    def device(self) -> torch.device:
+        return self._pair_model.device
+
+    def save(self, directory: Path) -> None:
+        """Write the trainable weights and the optimizer's state."""
+        save_tensors(directory, "weights", self.weights())
+        save_state(directory, "optimizer", optimizer_state(self._optimizer, self._names))
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, bitwise."""
+        stored = load_tensors(directory, "weights")
+        if set(stored) != set(self._names.values()):
+            odd = sorted(set(stored) ^ set(self._names.values()))
+            raise CheckpointError(
+                f"the checkpoint in {directory} was made for another model: {len(odd)} weights differ, such as "
+                f"{odd[0]}; resume with the same pretrain and lora settings"
+            )
+        with torch.no_grad():
+            for parameter, name in self._names.items():
+                parameter.copy_(stored[name])
+        load_optimizer_state(self._optimizer, self._names, load_state(directory, "optimizer"))
+
+    def _clip(self) -> float:
+        limit = self._max_grad_norm or math.inf
+        return float(nn.utils.clip_grad_norm_(self._names, limit))
+
+
+def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
+    # norms and biases are not decayed, as everywhere in this field
+    decayed = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=True,
+    )

@@ -1,0 +1,98 @@
+"""The seam under the trainer: an engine takes micro-batches and an objective, and makes one optimizer step.
+
+The trainer knows no ranks beyond its share of the plan, no axes, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from thresher.data.batch import PairBatch
+from thresher.losses.metrics import MetricSum
+from thresher.losses.objective import Objective
+from thresher.losses.pairs import SidesLogps
+
+Metrics = dict[str, MetricSum]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Pairs with what the reference says of them; reference is None for losses without one."""
+
+    pairs: PairBatch
+    reference: SidesLogps | None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens that went through the policy's forward."""
+
+    useful: int = 0
+    padding: int = 0
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.useful + other.useful, self.padding + other.padding)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did. A step that was skipped for a non-finite loss or gradient left no trace."""
+
+    metrics: Metrics
+    grad_norm: float
+    skipped: bool
+    tokens: TokenCounts
+
+
+class Scorer(Protocol):
+    """A model that scores pairs without gradient."""
+
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps: ...
+
+
+class TrainStrategy(Scorer, Protocol):
+    """The policy's engine."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def num_data_ranks(self) -> int: ...
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        num_pairs_in_step: int,
+        learning_rate: float,
+    ) -> StepOutcome:
+        """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer."""
+        ...
+
+    def score_base(self, batch: PairBatch) -> SidesLogps:
+        """Score with the adapter off."""
+        ...
+
+    def reduce(self, metrics: Metrics) -> Metrics:
+        """Add up the metrics of all data-parallel ranks."""
+        ...
+
+    def check_logps(self, batch: PairBatch) -> None:
+        """Compare our logps with those of the model's own forward; stop the run when they part."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The trainable weights by name."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer state into a checkpoint that is being staged."""
+        ...
+
+    def load(self, directory: Path) -> None: ...

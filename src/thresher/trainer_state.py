@@ -1,0 +1,44 @@
+"""What a trainer carries from step to step, apart from weights: counters and the metrics not yet logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from thresher.losses.metrics import MetricSum, merge_metrics
+
+
+@dataclass
+class TrainerState:
+    """Counters of a run; everything here goes through a checkpoint unchanged.
+
+    step: optimizer steps done, skipped ones included. window: metric sums since the last logged step.
+    """
+
+    step: int = 0
+    pairs_seen: int = 0
+    useful_tokens_seen: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    grad_norm: float = 0.0
+    window: dict[str, MetricSum] = field(default_factory=dict)
+
+    def add_to_window(self, metrics: Mapping[str, MetricSum]) -> None:
+        plain = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
+        self.window = merge_metrics([self.window, plain])
+
+    def take_window(self) -> dict[str, float]:
+        """Return the means since the last call and start a new window."""
+        means = {name: metric.mean for name, metric in self.window.items()}
+        self.window = {}
+        return means
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if name != "window"}
+        return values | {"window": {name: [m.sum, m.count] for name, m in self.window.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrainerState:
+        window = {name: MetricSum(total, count) for name, (total, count) in values["window"].items()}
+        return cls(**{**values, "window": window})

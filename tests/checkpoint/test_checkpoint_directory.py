@@ -1,0 +1,257 @@
+"""Publication is all or nothing, and a checkpoint proves that it is whole."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thresher.checkpoint import (
+    create_staging,
+    discard,
+    latest,
+    publish,
+    read_manifest,
+    record_files,
+    recover,
+    staging,
+    verify,
+)
+from thresher.errors import CheckpointError
+
+
+def save(root: Path, step: int, content: bytes = b"weights", **metrics: float) -> Path:
+    with staging(root, step, metrics=metrics) as directory:
+        (directory / "model.bin").write_bytes(content)
+        (directory / "rank-0").mkdir()
+        (directory / "rank-0" / "state.bin").write_bytes(b"state of rank 0")
+    return root / f"step-{step:08d}"
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_a_published_checkpoint_verifies_and_lists_sizes_and_digests(tmp_path: Path) -> None:
+    path = save(tmp_path, 123, loss=0.25)
+    manifest = verify(path)
+    assert path.name == "step-00000123"
+    assert manifest.step == 123
+    assert manifest.metrics == {"loss": 0.25}
+    assert list(manifest.files) == ["model.bin", "rank-0/state.bin"]
+    assert manifest.files["model.bin"].size == 7
+    assert manifest.files["model.bin"].sha256 == hashlib.sha256(b"weights").hexdigest()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000123"]
+
+
+def test_saving_the_same_state_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "a", 7, loss=0.1), save(tmp_path / "b", 7, loss=0.1)
+    assert snapshot(first) == snapshot(second)
+
+
+def test_an_exception_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def fail_halfway() -> None:
+        with staging(tmp_path, 1) as directory:
+            (directory / "half").write_bytes(b"x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_equal_checkpoint_of_the_same_step_is_kept(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    before = path.stat().st_ino
+    assert save(tmp_path, 5).stat().st_ino == before
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("tear", [False, True])
+def test_a_different_or_torn_checkpoint_of_the_same_step_is_replaced(tmp_path: Path, tear: bool) -> None:
+    path = save(tmp_path, 5, b"new" if tear else b"old")
+    if tear:
+        (path / "model.bin").write_bytes(b"torn")
+    save(tmp_path, 5, b"new")
+    verify(path)
+    assert (path / "model.bin").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_several_writers_share_one_staging_directory(tmp_path: Path) -> None:
+    stage = create_staging(tmp_path, 9)
+    records = {}
+    for rank in range(3):
+        name = f"rank-{rank}.bin"
+        (stage.path / name).write_bytes(bytes([rank]) * 10)
+        records |= record_files(stage.path, [name])
+    (stage.path / "shared.bin").write_bytes(b"shared")
+    path = publish(stage, records=records)
+    assert list(verify(path).files) == ["rank-0.bin", "rank-1.bin", "rank-2.bin", "shared.bin"]
+
+
+def test_a_file_that_rank_0_cannot_see_stops_the_publication(tmp_path: Path) -> None:
+    stage = create_staging(tmp_path, 9)
+    (stage.path / "rank-1.bin").write_bytes(b"x")
+    records = record_files(stage.path, ["rank-1.bin"])
+    (stage.path / "rank-1.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot see rank-1\.bin.*shared file system"):
+        publish(stage, records=records)
+    assert list(tmp_path.iterdir()) == []
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "model.bin", 3)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "model.bin").read_bytes())
+    data[2] ^= 1
+    (path / "model.bin").write_bytes(bytes(data))
+
+
+def remove_a_file(path: Path) -> None:
+    (path / "rank-0" / "state.bin").unlink()
+
+
+def add_a_pickle(path: Path) -> None:
+    (path / "optimizer.pt").write_bytes(b"\x80\x04cos\nabort\n(tR.")
+
+
+def flip_a_digit_of_the_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("0.25", "0.24"))
+
+
+def cut_the_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 40)
+
+
+def remove_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def link_a_file(path: Path) -> None:
+    (path / "link").symlink_to("model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (truncate, r"model\.bin has 3 bytes instead of 7"),
+        (flip_a_bit, r"model\.bin has other content"),
+        (remove_a_file, r"rank-0/state\.bin is missing"),
+        (add_a_pickle, r"optimizer\.pt is not in the manifest"),
+        (flip_a_digit_of_the_manifest, r"manifest\.json was changed"),
+        (cut_the_manifest, r"manifest\.json is not the JSON it should be"),
+        (remove_the_manifest, r"no manifest\.json"),
+        (link_a_file, r"link is a symbolic link"),
+    ],
+)
+def test_damage_is_named_and_passed_over(tmp_path: Path, damage: Callable[[Path], None], fault: str) -> None:
+    good, bad = save(tmp_path, 1, loss=0.25), save(tmp_path, 2, loss=0.25)
+    damage(bad)
+    with pytest.raises(CheckpointError, match=fault):
+        verify(bad)
+    reasons: list[str] = []
+    assert latest(tmp_path, reasons.append) == good
+    assert len(reasons) == 1
+    assert "step-00000002" in reasons[0]
+
+
+def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    truncate(path)
+    remove_a_file(path)
+    with pytest.raises(CheckpointError, match=r"state\.bin is missing; model\.bin has 3 bytes"):
+        verify(path)
+
+
+def test_a_manifest_of_another_format_names_the_mend(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match=r"format 2.*resume with the version that wrote it"):
+        read_manifest(path)
+
+
+def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    save(tmp_path, 2).rename(tmp_path / "step-00000003")
+    reasons: list[str] = []
+    assert latest(tmp_path, reasons.append) == good
+    assert "holds step 2" in reasons[0]
+
+
+def test_a_full_disk_is_a_readable_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = save(tmp_path, 1)
+    before = snapshot(good)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"step 2.*No space left.*free some space.*unharmed"):
+            save(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="No space left"), staging(tmp_path, 2):
+        full()
+    assert latest(tmp_path) == good
+    assert snapshot(good) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1, b"old")
+    rename = Path.rename
+
+    def refuse_staging(self: Path, target: Path) -> Path:
+        if self.name.startswith(".staging-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_staging)
+    with pytest.raises(CheckpointError, match="step 1"):
+        save(tmp_path, 1, b"new")
+    verify(path)
+    assert (path / "model.bin").read_bytes() == b"old"
+
+
+def test_recover_spares_a_staging_directory_in_use(tmp_path: Path) -> None:
+    stage = create_staging(tmp_path, 4)
+    (stage.path / "model.bin").write_bytes(b"x")
+    assert recover(tmp_path) == []
+    verify(publish(stage))
+
+
+def test_recover_removes_what_a_killed_save_left(tmp_path: Path) -> None:
+    stage = create_staging(tmp_path, 4)
+    stage.lock.close()  # what the death of the process does
+    (done,) = recover(tmp_path)
+    assert stage.path.name in done
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recover_on_a_root_that_does_not_exist_does_nothing(tmp_path: Path) -> None:
+    assert recover(tmp_path / "no") == []
+
+
+def test_recover_touches_no_foreign_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    save(tmp_path, 1)
+    recover(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "notes", "step-00000001"]
+
+
+def test_discard_is_complete(tmp_path: Path) -> None:
+    discard(create_staging(tmp_path, 4))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copied_checkpoint_verifies_elsewhere(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1), tmp_path / "elsewhere" / "my-copy")
+    assert verify(tmp_path / "elsewhere" / "my-copy").step == 1

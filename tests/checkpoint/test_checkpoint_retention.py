@@ -1,0 +1,118 @@
+"""Which checkpoint is resumed from, which ones are kept."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from thresher.checkpoint import best, latest, list_checkpoints, prune, resolve_resume, staging
+from thresher.errors import CheckpointError
+
+
+def save(root: Path, step: int, **metrics: float) -> Path:
+    with staging(root, step, metrics=metrics) as directory:
+        (directory / "model.bin").write_bytes(b"%d" % step)
+    return root / f"step-{step:08d}"
+
+
+def tear(path: Path) -> None:
+    (path / "model.bin").write_bytes(b"?")
+
+
+def steps(root: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(root)]
+
+
+def test_order_is_by_step_not_by_text(tmp_path: Path) -> None:
+    for step in (999_999_999, 5, 100_000_000):
+        save(tmp_path, step)
+    assert steps(tmp_path) == [5, 100_000_000, 999_999_999]
+
+
+def test_auto_finds_the_newest_that_verifies(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    good = save(tmp_path, 2)
+    tear(save(tmp_path, 3))
+    reasons: list[str] = []
+    assert resolve_resume("auto", tmp_path, reasons.append) == good
+    assert len(reasons) == 1
+
+
+@pytest.mark.parametrize("value", ["auto", False])
+def test_a_root_that_does_not_exist_yet_starts_afresh(tmp_path: Path, value: str | bool) -> None:
+    assert resolve_resume(value, tmp_path / "later") is None
+    assert latest(tmp_path / "later") is None
+
+
+def test_false_ignores_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert resolve_resume(False, tmp_path) is None
+
+
+def test_true_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="use `auto` to start afresh"):
+        resolve_resume(True, tmp_path)
+    path = save(tmp_path, 1)
+    assert resolve_resume(True, tmp_path) == path
+
+
+def test_a_path_is_verified(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    assert resolve_resume(str(path), tmp_path / "other") == path
+    tear(path)
+    with pytest.raises(CheckpointError, match=r"model\.bin has other content"):
+        resolve_resume(str(path), tmp_path)
+
+
+def test_a_path_that_is_missing_or_one_level_too_high_names_the_mend(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*check the path"):
+        resolve_resume(str(tmp_path / "step-00000009"), tmp_path)
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"did you mean .*step-00000003\?"):
+        resolve_resume(str(tmp_path), tmp_path)
+
+
+def test_best_is_known_from_the_disk(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.3), (3, 0.3), (4, math.nan), (5, 0.4)):
+        save(tmp_path, step, loss=loss)
+    save(tmp_path, 6)
+    assert best(tmp_path, "loss", higher_is_better=False) == tmp_path / "step-00000002"
+    assert best(tmp_path, "loss", higher_is_better=True) == tmp_path / "step-00000001"
+    assert best(tmp_path, "accuracy", higher_is_better=True) is None
+
+
+def test_prune_keeps_the_last_ones_and_the_best(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.3), (3, 0.6), (4, 0.4), (5, 0.7)):
+        save(tmp_path, step, loss=loss)
+    deleted = prune(tmp_path, 2, best(tmp_path, "loss", higher_is_better=False))
+    assert [path.name for path in deleted] == ["step-00000001", "step-00000003"]
+    assert steps(tmp_path) == [2, 4, 5]
+    assert prune(tmp_path, 2, 2) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_prune_never_deletes_the_only_one_that_verifies(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        save(tmp_path, step)
+    for step in (1, 3, 4):
+        tear(tmp_path / f"step-{step:08d}")
+    prune(tmp_path, 1)
+    assert steps(tmp_path) == [2, 4]
+    assert latest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_prune_does_not_read_a_checkpoint_it_may_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 4):
+        save(tmp_path, step)
+
+    def unread(path: Path) -> str | None:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr("thresher.checkpoint.retention._fault", unread)
+    prune(tmp_path, 1, trusted=tmp_path / "step-00000003")
+    assert steps(tmp_path) == [3]
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        prune(tmp_path, 0)

@@ -1,0 +1,330 @@
+"""State comes back bit for bit: tensors, numbers, optimizers and random streams."""
+
+import math
+import os
+import random
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from thresher.checkpoint import (
+    State,
+    capture_rng,
+    load_json,
+    load_optimizer_state,
+    load_state,
+    load_tensors,
+    optimizer_state,
+    restore_rng,
+    save_json,
+    save_state,
+    save_tensors,
+)
+from thresher.checkpoint.exact_json import dumps, loads
+from thresher.errors import CheckpointError
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+many_examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def assert_same_bits(left: Tensor, right: Tensor) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    left, right = left.contiguous().reshape(-1), right.contiguous().reshape(-1)
+    assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@st.composite
+def any_tensor(draw: st.DrawFn) -> Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    num_bytes = math.prod(shape) * dtype.itemsize
+    data = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
+    return tensor.transpose(0, -1) if tensor.ndim > 1 and draw(st.booleans()) else tensor
+
+
+@many_examples
+@given(
+    tensors=st.dictionaries(st.text("abc./", min_size=1, max_size=6), any_tensor(), max_size=5),
+    limit=st.none() | st.integers(1, 200),
+)
+def test_any_tensors_come_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor], limit: int | None
+) -> None:
+    directory = tmp_path_factory.mktemp("tensors")
+    names = save_tensors(directory, "model", tensors, max_shard_bytes=limit)
+    assert sorted(names) == sorted(path.name for path in directory.iterdir())
+    loaded = load_tensors(directory, "model")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same_bits(loaded[name], tensor)
+
+
+@pytest.mark.parametrize("limit", [None, 16])
+def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path, limit: int | None) -> None:
+    weight = torch.randn(4, 4)
+    names = save_tensors(
+        tmp_path, "model", {"embed": weight, "head": weight, "other": torch.randn(8)}, max_shard_bytes=limit
+    )
+    loaded = load_tensors(tmp_path, "model")
+    assert loaded["head"] is loaded["embed"]
+    assert_same_bits(loaded["head"], weight)
+    num_bytes = sum((tmp_path / name).stat().st_size for name in names if name.endswith(".safetensors"))
+    assert num_bytes < 2 * weight.nbytes + 32 + 400
+
+
+def test_overlapping_views_come_back_as_separate_copies(tmp_path: Path) -> None:
+    base = torch.arange(6.0).reshape(2, 3)
+    tensors = {"base": base, "flat": base.view(-1), "row": base[1], "transposed": base.T, "wide": base[:1].expand(4, 3)}
+    save_tensors(tmp_path, "model", tensors)
+    loaded = load_tensors(tmp_path, "model")
+    for name, tensor in tensors.items():
+        assert_same_bits(loaded[name], tensor)
+    loaded["base"].zero_()
+    assert loaded["row"].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_shards_stay_below_the_limit_unless_one_tensor_exceeds_it(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(100), "d": torch.zeros(5)}
+    names = save_tensors(tmp_path, "model", tensors, max_shard_bytes=80)
+    assert names == [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)] + ["model.safetensors.index.json"]
+    index = load_json(tmp_path / names[-1])
+    assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2]}
+    assert index["metadata"] == {"total_size": 500}
+
+
+def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
+    weight = torch.randn(4)
+    tensors = {"x": weight, "tied": weight, "y": torch.ones(2)}
+    contents = set()
+    for attempt in range(8):
+        save_tensors(tmp_path, str(attempt), dict(random.sample(list(tensors.items()), 3)))
+        contents.add((tmp_path / f"{attempt}.safetensors").read_bytes())
+    assert len(contents) == 1
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    save_tensors(tmp_path, "model", {"x": torch.ones(2)})
+    save_json(tmp_path / "state.json", {})
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "state.json").stat().st_mode
+    assert stat.S_ISREG((tmp_path / "model.safetensors").stat().st_mode)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save(Bomb(tmp_path / "boom"), tmp_path / "model.safetensors")
+    (tmp_path / "model.json").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        load_tensors(tmp_path, "model")
+    with pytest.raises(CheckpointError, match="not the JSON"):
+        load_json(tmp_path / "model.json")
+    assert not (tmp_path / "boom").exists()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        load_tensors(tmp_path, "model")
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        load_json(tmp_path / "state.json")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@many_examples
+@given(value=json_values)
+def test_any_json_value_comes_back_exactly(value: object) -> None:
+    # repr tells 1 from 1.0 and True, 0.0 from -0.0, and shows NaN.
+    assert repr(loads(dumps(value))) == repr(value)
+
+
+@many_examples
+@given(value=st.floats())
+def test_floats_survive_the_file(tmp_path: Path, value: float) -> None:
+    save_json(tmp_path / "x.json", {"v": value})
+    assert repr(load_json(tmp_path / "x.json")["v"]) == repr(value)
+
+
+@pytest.mark.parametrize("value", [{1: 2}, {"$float": 1}, np.float64(1.0), {"x": {3}}, b"bytes"])
+def test_what_json_would_change_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="saved state"):
+        dumps(value)  # type: ignore[arg-type]
+
+
+def make_mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def make_optimizer(model: nn.Module, **options: object) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), **options)
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(6, 5, generator=generator).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_continues_bitwise_from_a_saved_optimizer(
+    tmp_path: Path, options: dict[str, bool], dtype: torch.dtype
+) -> None:
+    straight = make_mlp(dtype)
+    straight_optimizer = make_optimizer(straight, **options)
+    train(straight, straight_optimizer, range(8))
+
+    first = make_mlp(dtype)
+    first_optimizer = make_optimizer(first, **options)
+    train(first, first_optimizer, range(5))
+    save_tensors(tmp_path, "model", first.state_dict())
+    save_state(tmp_path, "optimizer", optimizer_state(first_optimizer, names_of(first)))
+
+    second = make_mlp(dtype)
+    second_optimizer = make_optimizer(second, **options)
+    second.load_state_dict(load_tensors(tmp_path, "model"))
+    load_optimizer_state(second_optimizer, names_of(second), load_state(tmp_path, "optimizer"))
+    assert second_optimizer.param_groups[0]["betas"] == (0.8, 0.95)
+    train(second, second_optimizer, range(5, 8))
+
+    for name, parameter in straight.named_parameters():
+        assert_same_bits(dict(second.named_parameters())[name].detach(), parameter.detach())
+    ours = optimizer_state(second_optimizer, names_of(second))
+    theirs = optimizer_state(straight_optimizer, names_of(straight))
+    assert ours.values == theirs.values
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        assert_same_bits(ours.tensors[name], tensor)
+
+
+def test_fp32_moments_of_bf16_parameters_keep_their_bits(tmp_path: Path) -> None:
+    model = make_mlp(torch.bfloat16)
+    optimizer = make_optimizer(model)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(parameter.shape)}
+    state = optimizer_state(optimizer, names_of(model))
+    save_state(tmp_path, "optimizer", state)
+    other = make_optimizer(model)
+    load_optimizer_state(other, names_of(model), load_state(tmp_path, "optimizer"))
+    for parameter in model.parameters():
+        assert_same_bits(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
+    model = make_mlp()
+    optimizer = make_optimizer(model)
+    used = next(model.parameters())
+    used.grad = torch.ones_like(used)
+    optimizer.step()
+    save_state(tmp_path, "optimizer", optimizer_state(optimizer, names_of(model)))
+    other = make_optimizer(model)
+    train(model, other, range(1))  # state of every parameter, which must be gone after the load
+    load_optimizer_state(other, names_of(model), load_state(tmp_path, "optimizer"))
+    assert list(other.state) == [used]
+
+
+def test_a_learning_rate_that_is_a_tensor_survives(tmp_path: Path) -> None:
+    model = make_mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.125))
+    save_state(tmp_path, "optimizer", optimizer_state(optimizer, names_of(model)))
+    other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    load_optimizer_state(other, names_of(model), load_state(tmp_path, "optimizer"))
+    assert_same_bits(other.param_groups[0]["lr"], torch.tensor(0.125))
+
+
+def test_state_of_another_model_or_optimizer_is_refused_and_changes_nothing() -> None:
+    model = make_mlp()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(1))
+    state = optimizer_state(optimizer, names_of(model))
+
+    renamed = {parameter: f"base.{name}" for parameter, name in names_of(model).items()}
+    with pytest.raises(CheckpointError, match=r"base\.0\.weight is not in the checkpoint.*same model"):
+        load_optimizer_state(optimizer, renamed, state)
+    wider = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    wider_optimizer = make_optimizer(wider)
+    with pytest.raises(CheckpointError, match=r"0\.weight has shape \[8, 5\].*\[9, 5\]"):
+        load_optimizer_state(wider_optimizer, names_of(wider), state)
+    assert not wider_optimizer.state
+    with pytest.raises(CheckpointError, match="AdamW, this run uses SGD"):
+        load_optimizer_state(torch.optim.SGD(model.parameters(), lr=1.0), names_of(model), state)
+    with pytest.raises(CheckpointError, match="2 parameter groups, this run's has 1"):
+        load_optimizer_state(torch.optim.AdamW(model.parameters()), names_of(model), state)
+    with pytest.raises(CheckpointError, match="has no name"):
+        optimizer_state(optimizer, {})
+
+
+def draw_from_all() -> list[object]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
+
+
+def test_random_streams_continue_bitwise(tmp_path: Path) -> None:
+    draw_from_all()  # an odd number of gaussians: each generator holds a spare one back
+    save_state(tmp_path, "rng", capture_rng())
+    expected = [draw_from_all() for _ in range(5)]
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    assert restore_rng(load_state(tmp_path, "rng")) == []
+    assert [draw_from_all() for _ in range(5)] == expected
+
+
+def test_capturing_does_not_advance_the_streams() -> None:
+    state = capture_rng()
+    again = capture_rng()
+    assert state.values == again.values
+    assert all(torch.equal(state.tensors[name], again.tensors[name]) for name in state.tensors)
+
+
+def test_other_cuda_devices_are_said() -> None:
+    tensors, values = capture_rng()
+    (message,) = restore_rng(State({**tensors}, {**values, "num_cuda_devices": torch.cuda.device_count() + 1}))
+    assert "CUDA devices" in message

@@ -1,0 +1,30 @@
+"""Real data and models beside the checkout, and small parts that several tests build on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+def shared_path(*parts: str) -> Path:
+    """A file of the real data beside the checkout; the test is skipped where it is missing."""
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"needs ../shared/{'/'.join(parts)}, which is not beside this checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories_dir() -> Path:
+    """A real Llama of 260 thousand parameters."""
+    return shared_path("models", "stories260K_hf")
+
+
+@pytest.fixture(scope="session")
+def polite_file() -> Path:
+    """1,100 real pairs: polite answers against rude ones."""
+    return shared_path("data", "rasbt-preference", "instruction-data-with-preference.json")

@@ -1,0 +1,260 @@
+"""What is written is read back, damage is seen, and size costs nothing before it is used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from thresher.data.batch import Pair
+from thresher.data.lint import find_leaks
+from thresher.data.store import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore, ShardIndex
+from thresher.data.store_writer import StoreWriter, hash_pair, pairs_to_record_batch
+from thresher.errors import UserError
+
+FIELDS = {"identity": "me"}
+
+
+def write_store(path: Path, pairs: list[Pair], shard_rows: int = 4, pieces: int = 1, **options: Any) -> PairStore:
+    with StoreWriter(path, shard_rows) as writer:
+        for start in range(0, len(pairs), pieces):
+            part = pairs[start : start + pieces]
+            writer.append(pairs_to_record_batch(part, [hash_pair(pair) for pair in part]))
+        writer.finish(FIELDS, **options)
+    return PairStore.open(path)
+
+
+def make_pair(seed: int, *, masked: bool = False) -> Pair:
+    rng = np.random.default_rng(seed)
+    prompt, chosen, rejected = (rng.integers(0, 50_000, rng.integers(1, 30)).astype(np.int32) for _ in range(3))
+    mask = rng.random(len(chosen)) < 0.5 if masked else None
+    return Pair(prompt, chosen, rejected, chosen_mask=mask, weight=1.5, margin=seed)
+
+
+def assert_equal(left: Pair, right: Pair) -> None:
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"):
+        mine, other = getattr(left, name), getattr(right, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert mine.dtype == other.dtype
+            np.testing.assert_array_equal(mine, other)
+    assert (left.weight, left.margin) == (right.weight, right.margin)
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8).map(lambda each: np.asarray(each, np.int32))
+finite = st.floats(0, 100, width=32)
+
+
+@st.composite
+def any_pair(draw: st.DrawFn) -> Pair:
+    prompt, chosen, rejected = draw(ids), draw(ids), draw(ids)
+    masks = [
+        np.asarray(draw(st.lists(st.booleans(), min_size=len(side), max_size=len(side))))
+        if draw(st.booleans())
+        else None
+        for side in (chosen, rejected)
+    ]
+    return Pair(prompt, chosen, rejected, *masks, weight=draw(finite), margin=draw(finite))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(any_pair(), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 5))
+def test_pairs_come_back_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], shard_rows: int, pieces: int
+) -> None:
+    store = write_store(tmp_path_factory.mktemp("store") / "s", pairs, shard_rows, pieces)
+    store.verify()
+    assert len(store) == len(pairs)
+    for number, pair in enumerate(pairs):
+        assert_equal(store[number], pair)
+        sizes = [len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids)]
+        assert store.lengths[number].tolist() == sizes
+        scored = [
+            size if mask is None else int(mask.sum())
+            for size, mask in zip(sizes[1:], (pair.chosen_mask, pair.rejected_mask), strict=True)
+        ]
+        assert store.scored_lengths[number].tolist() == scored
+
+
+def test_bytes_do_not_depend_on_the_pieces_that_arrive(tmp_path: Path) -> None:
+    pairs = [make_pair(seed, masked=seed % 3 == 0) for seed in range(23)]
+    write_store(tmp_path / "a", pairs, shard_rows=10, pieces=23)
+    write_store(tmp_path / "b", pairs, shard_rows=10, pieces=3)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert [str(file) for file in files if file.suffix == ".arrow"] == [f"shards/0000{n}.arrow" for n in range(3)]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_pairs_past_the_first_record_batch_of_a_shard_are_found(tmp_path: Path) -> None:
+    pairs = [make_pair(seed) for seed in range(2100)]
+    store = write_store(tmp_path / "s", pairs, shard_rows=2050, pieces=512)
+    for number in (0, 1023, 1024, 2047, 2048, 2049, 2050, 2099):
+        assert_equal(store[number], pairs[number])
+
+
+def test_read_keeps_the_order_asked_for(tmp_path: Path) -> None:
+    pairs = [make_pair(seed) for seed in range(9)]
+    batch = write_store(tmp_path / "s", pairs).read(np.array([8, 0, 5, 5]))
+    assert batch.pair_ids.tolist() == [8, 0, 5, 5]
+    assert [pair.margin for pair in batch.pairs] == [8, 0, 5, 5]
+
+
+def test_the_content_digest_tells_pairs_and_not_shards(tmp_path: Path) -> None:
+    pairs = [make_pair(seed) for seed in range(9)]
+    digests = [write_store(tmp_path / str(rows), pairs, shard_rows=rows).digest for rows in (2, 4, 100)]
+    assert len(set(digests)) == 1
+    assert write_store(tmp_path / "other", pairs[::-1]).digest != digests[0]
+
+
+def test_a_pair_outlives_its_store_and_may_be_written_to(tmp_path: Path) -> None:
+    pair = write_store(tmp_path / "s", [make_pair(1)])[0]
+    pair.chosen_ids[0] = 7
+    assert pair.chosen_ids[0] == 7
+
+
+def test_a_store_travels_to_another_process_by_its_path(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [make_pair(1)])
+    assert_equal(pickle.loads(pickle.dumps(store))[0], store[0])  # noqa: S301
+
+
+def test_numbers_outside_the_store_are_refused(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [make_pair(1)])
+    for number in (-1, 1):
+        with pytest.raises(IndexError, match=f"pair {number} of a store that holds 1 pairs"):
+            store[number]
+
+
+def test_a_flipped_byte_in_a_shard_is_found_by_verify(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [make_pair(seed) for seed in range(9)])
+    store.verify()
+    shard = tmp_path / "s" / "shards" / "00001.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"shards/00001.arrow has other bytes; prepare it again"):
+        PairStore.open(tmp_path / "s").verify()
+
+
+@pytest.mark.parametrize("name", ["shards/00000.arrow", "lengths.bin"])
+def test_a_torn_or_missing_file_is_found_at_opening(tmp_path: Path, name: str) -> None:
+    write_store(tmp_path / "s", [make_pair(1)])
+    file = tmp_path / "s" / name
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UserError, match=f"{name} has .* bytes instead of"):
+        PairStore.open(tmp_path / "s")
+    file.unlink()
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        PairStore.open(tmp_path / "s")
+
+
+def test_a_store_for_something_else_is_refused(tmp_path: Path) -> None:
+    write_store(tmp_path / "s", [make_pair(1)])
+    PairStore.open(tmp_path / "s", expected_identity="me")
+    with pytest.raises(UserError, match="prepared from other rows, another tokenizer, template or other settings"):
+        PairStore.open(tmp_path / "s", expected_identity="you")
+
+
+def test_what_is_no_store_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no pair store: it has no manifest.json"):
+        PairStore.open(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest.json is damaged"):
+        PairStore.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format_version": 0}')
+    with pytest.raises(UserError, match=f"has store format 0, this thresher reads {FORMAT_VERSION}"):
+        PairStore.open(tmp_path)
+
+
+def test_nothing_is_left_behind_by_a_writer_that_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        with StoreWriter(tmp_path / "s", 4) as writer:
+            pair = make_pair(1)
+            writer.append(pairs_to_record_batch([pair], [hash_pair(pair)]))
+            raise RuntimeError("torn")
+
+    with pytest.raises(RuntimeError, match="torn"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_store_is_ever_overwritten(tmp_path: Path) -> None:
+    write_store(tmp_path / "s", [make_pair(1)])
+    with pytest.raises(UserError, match="exists already; name another directory, or pass --overwrite"):
+        write_store(tmp_path / "s", [make_pair(2)])
+    assert_equal(write_store(tmp_path / "s", [make_pair(2)], overwrite=True)[0], make_pair(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="is no pair store and is not overwritten"):
+        write_store(tmp_path / "mine", [make_pair(2)], overwrite=True)
+
+
+def test_hashes_tell_tokens_and_masks_but_not_weights() -> None:
+    pair = make_pair(1)
+    heavier = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, weight=9.0)
+    masked = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, np.zeros(len(pair.chosen_ids), bool))
+    all_scored = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, np.ones(len(pair.chosen_ids), bool))
+    swapped = Pair(pair.prompt_ids, pair.rejected_ids, pair.chosen_ids)
+    assert hash_pair(pair) == hash_pair(heavier) == hash_pair(all_scored)
+    assert hash_pair(masked).pair != hash_pair(pair).pair
+    assert hash_pair(swapped).pair == hash_pair(pair).swapped
+
+
+def test_leaks_between_stores_are_found_by_pair_and_by_prompt(tmp_path: Path) -> None:
+    train = [make_pair(seed) for seed in range(9)]
+    other_answer = Pair(train[3].prompt_ids, make_pair(70).chosen_ids, train[3].rejected_ids)
+    held_out = [make_pair(50), train[7], other_answer]
+    pairs, prompts = find_leaks(write_store(tmp_path / "e", held_out), write_store(tmp_path / "t", train))
+    assert (pairs.count, pairs.examples) == (1, (1,))
+    assert (prompts.count, prompts.examples) == (2, (1, 2))
+
+
+def test_the_shard_of_any_of_100_million_pairs_is_found() -> None:
+    sizes = np.full(1526, 65_536)
+    sizes[-1] = 100_000_000 - sizes[:-1].sum()
+    index = ShardIndex(sizes)
+    assert len(index) == 100_000_000
+    for number in (0, 65_535, 65_536, 31_415_926, 99_999_999):
+        assert index.locate(number) == divmod(number, 65_536)
+
+
+def test_a_store_of_100_million_pairs_opens_without_touching_its_pairs(tmp_path: Path) -> None:
+    num_pairs, rows = 100_000_000, 65_536
+    write_store(tmp_path / "real", [make_pair(seed) for seed in range(3)])
+    path = tmp_path / "huge"
+    (path / "shards").mkdir(parents=True)
+    shards = []
+    for number in range(-(-num_pairs // rows)):
+        name = f"shards/{number:05d}.arrow"
+        (path / name).touch()
+        count = min(rows, num_pairs - number * rows)
+        shards.append({"name": name, "size": 0, "sha256": "", "num_pairs": count})
+    with (path / "lengths.bin").open("wb") as stream:
+        stream.truncate(12 * num_pairs)  # a hole: no disk is used
+    index = {"name": "lengths.bin", "size": 12 * num_pairs, "sha256": "", "num_pairs": 0}
+    manifest = json.loads((tmp_path / "real" / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "shards": shards, "indexes": [index]}))
+    start = time.perf_counter()
+    store = PairStore.open(path)
+    assert len(store) == num_pairs
+    assert store.lengths.shape == (num_pairs, 3)
+    assert store.lengths[99_999_999].tolist() == [0, 0, 0]
+    assert time.perf_counter() - start < 2.0
+    assert len(store._open_shards) == 0
+
+
+def test_open_shards_stay_below_the_usual_limit_of_files(tmp_path: Path) -> None:
+    pairs = [make_pair(seed) for seed in range(MAX_OPEN_SHARDS + 10)]
+    store = write_store(tmp_path / "s", pairs, shard_rows=1)
+    for number, pair in enumerate(pairs):
+        assert_equal(store[number], pair)
+    assert len(store._open_shards) == MAX_OPEN_SHARDS
+    assert_equal(store[0], pairs[0])

@@ -1,0 +1,170 @@
+"""What a person sees of `thresher prepare` and `thresher inspect`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from typer.testing import CliRunner
+
+from thresher.cli.inspect import inspect, render_side
+from thresher.cli.prepare import prepare
+from thresher.data.batch import Pair
+from thresher.data.store import PairStore
+from thresher.errors import UserError
+
+app = typer.Typer()
+app.command()(prepare)
+app.command()(inspect)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> str:
+    return save_model(tmp_path / "model", "<|im_end|>")
+
+
+def save_model(path: Path, eos_token: str) -> str:
+    """Save a tokenizer and as much of a model as loading a tokenizer asks for."""
+    tokenizer = make_tokenizer(eos_token=eos_token)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return str(path)
+
+
+def run(*arguments: str | Path) -> str:
+    """Run a verb; a `UserError` is raised, as `main` prints it."""
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What goes to the terminal, which is stderr."""
+    import io
+
+    from rich.console import Console
+
+    from thresher.cli import terminal
+
+    stream = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=stream, width=200, highlight=False))
+    return stream
+
+
+ROWS = [
+    {"prompt": "Why?", "chosen": "yes", "rejected": "no", "score": 1},
+    {"prompt": "Why?", "chosen": "yes", "rejected": "yes"},
+]
+
+
+def test_prepare_ends_with_an_account_of_every_row(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+    run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
+    told = " ".join(seen.getvalue().split())
+    for fact in (
+        "wrote 1 pairs",
+        "│ rows read │ 2 │",
+        "│ pairs kept │ 1 │",
+        "│ dropped: identical sides │ 1 │",
+        "2 rows of shape prompt; not read: score",
+        "length: chosen is longer in",
+    ):
+        assert fact in told, told
+
+
+def test_prepare_keeps_a_store_that_fits_and_refuses_one_that_does_not(
+    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any
+) -> None:
+    arguments = ["prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s"]
+    run(*arguments)
+    before = (tmp_path / "s" / "manifest.json").stat().st_mtime_ns
+    run(*arguments)
+    assert "holds these pairs already" in seen.getvalue()
+    assert (tmp_path / "s" / "manifest.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="prepare it again, or name another output directory"):
+        run(*arguments, "--sequence-length", "64")
+    run(*arguments, "--sequence-length", "64", "--overwrite")
+
+
+def test_prepare_tells_leaks_against_another_store(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+    name = write_rows(*ROWS)
+    run("prepare", name, "--model", model_dir, "--output", tmp_path / "train")
+    run("prepare", name, "--model", model_dir, "--output", tmp_path / "eval", "--against", tmp_path / "train")
+    assert "leaked_pairs: 1 of 1 also in" in seen.getvalue()
+
+
+def test_prepare_prints_the_account_even_when_no_pair_is_left(
+    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any
+) -> None:
+    with pytest.raises(UserError, match="none of 1 rows became a pair"):
+        run("prepare", write_rows(ROWS[1]), "--model", model_dir, "--output", tmp_path / "s")
+    assert "dropped: identical sides" in seen.getvalue()
+
+
+def test_prepare_asks_for_what_is_missing(tmp_path: Path, write_rows: Any) -> None:
+    with pytest.raises(UserError, match="names no file"):
+        run("prepare", "--model", "m", "--output", tmp_path)
+    with pytest.raises(UserError, match="pass --model DIR"):
+        run("prepare", write_rows(*ROWS), "--output", tmp_path)
+    with pytest.raises(UserError, match="pass --output DIR"):
+        run("prepare", write_rows(*ROWS), "--model", "m")
+
+
+def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(*ROWS)}\n    template: auto\n"
+    )
+    run("prepare", "--config", config, "--output", tmp_path / "s", "actor_train.data_args.template=raw")
+    assert PairStore.open(tmp_path / "s").manifest["template"] == "raw"
+    with pytest.raises(UserError, match="has no section `validation`"):
+        run("prepare", "--config", config, "--output", tmp_path / "v", "--validation")
+
+
+def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+    run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
+    run("inspect", tmp_path / "s", "--verify")
+    assert "1 pairs in 1 shards" in seen.getvalue()
+    shown = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0")
+    assert "chosen: " in shown
+    assert "response tokens, 2 scored" in shown
+    assert "<|im_start|>assistant\nyes<|im_end|>" in shown
+    with_ids = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0", "--ids")
+    assert "<|im_end|>:3" in with_ids
+    with pytest.raises(UserError, match="there is no pair 7; the store holds pairs 0 to 0"):
+        run("inspect", tmp_path / "s", "--pair", "7")
+    with pytest.raises(UserError, match="pass --model DIR"):
+        run("inspect", tmp_path / "s", "--pair", "0")
+
+
+def test_inspect_refuses_another_tokenizer(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+    run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
+    save_model(tmp_path / "other", "</s>")
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        run("inspect", tmp_path / "s", "--model", tmp_path / "other", "--pair", "0")
+
+
+def test_inspect_colours_what_is_scored() -> None:
+    tokenizer = make_tokenizer()
+    ids = [np.asarray(tokenizer(text, add_special_tokens=False).input_ids, np.int32) for text in ("Q", "abc", "z")]
+    pair = Pair(*ids, chosen_mask=np.asarray([True, False, True]))
+    text = render_side(pair, "chosen", tokenizer, ids=False)
+    spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
+    assert spans == [("Q", "dim"), ("a", "green"), ("b", "bright_black"), ("c", "green")]
+    assert render_side(pair, "rejected", tokenizer, ids=False).spans[-1].style == "red"
+
+
+def test_the_commands_import_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'pyarrow', 'numpy'}"
+    code = f"import sys, thresher.cli.prepare, thresher.cli.inspect; print({heavy} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,299 @@
+"""Files to a store: every row accounted for, the same bytes however it is done, mistakes told with their place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from thresher.data.prepare import DataSettings, NoPairsError, PrepareReport, Progress, prepare, store_identity
+from thresher.data.prepare import tokenizer_digest as digest_of
+from thresher.data.store import PairStore
+from thresher.errors import UserError
+
+
+def row(prompt: str = "Why?", chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(store)): file.read_bytes() for file in store.rglob("*") if file.is_file()}
+
+
+def counts(report: PrepareReport) -> tuple[int, int, int, dict[str, int]]:
+    return report.rows_read, report.pairs_kept, report.bad_rows, dict(report.dropped)
+
+
+def test_every_row_is_kept_or_counted_by_its_cause(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(
+        row(), row(rejected="yes"), row(chosen=" \n"), row(chosen="long " * 50), {"prompt": "Why?"}, row("And?")
+    )
+    settings = DataSettings(name, sequence_length=40, on_bad_row="skip")
+    report = prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert counts(report) == (6, 2, 1, {"empty_response": 1, "identical_sides": 1, "too_long": 1})
+    store = PairStore.open(tmp_path / "s")
+    assert len(store) == 2
+    assert PrepareReport.from_json(store.manifest["report"]) == report
+
+
+def test_an_account_that_does_not_add_up_is_a_defect() -> None:
+    with pytest.raises(AssertionError, match="3 rows were read, but 2 are accounted for"):
+        PrepareReport(files=(), rows_read=3, pairs_kept=1, dropped={"too_long": 1})
+
+
+def test_weight_and_margin_reach_the_store(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    prepare(DataSettings(write_rows(row(weight=0.5, margin=2))), chat_tokenizer, tmp_path / "s")
+    pair = PairStore.open(tmp_path / "s")[0]
+    assert (pair.weight, pair.margin) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept", "truncated", "dropped"),
+    [
+        ("drop", 1, {}, {"too_long": 2}),
+        ("prompt_start", 2, {"prompt_start": 1}, {"too_long": 1}),
+        ("response_end", 2, {"response_end": 1}, {"too_long": 1}),
+    ],
+)
+def test_truncation_is_counted_by_kind(
+    tmp_path: Path,
+    write_rows: Any,
+    truncation: Any,
+    kept: int,
+    truncated: dict[str, int],
+    dropped: dict[str, int],
+) -> None:
+    long_prompt, long_response = row("w" * 90 + "?"), row(chosen="yes" + "w" * 90)
+    tokenizer = make_tokenizer()
+    settings = DataSettings(
+        write_rows(row(), long_prompt, long_response), "raw", sequence_length=40, truncation=truncation
+    )
+    report = prepare(settings, tokenizer, tmp_path / "s")
+    assert (report.pairs_kept, report.truncated, report.dropped) == (kept, truncated, dropped)
+    store = PairStore.open(tmp_path / "s")
+    assert all(int(each[0] + each[1:].max()) <= 40 for each in store.lengths)
+
+
+def test_sides_made_equal_by_a_cut_are_dropped_and_counted(tmp_path: Path, write_rows: Any) -> None:
+    same = "w" * 90
+    name = write_rows(row(), row(chosen=f"{same}a", rejected=f"{same}b"))
+    settings = DataSettings(name, "raw", sequence_length=40, truncation="response_end")
+    report = prepare(settings, make_tokenizer(), tmp_path / "s")
+    assert report.dropped == {"nothing_left_after_truncation": 1}
+    assert report.truncated == {}
+
+
+def test_a_bad_row_stops_with_its_file_and_line(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(row(), row(), {"prompt": "Why?", "chosen": 3, "rejected": "no"})
+    with pytest.raises(UserError) as error:
+        prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
+    assert str(error.value).startswith(f"{name}, line 3: `chosen` must be text or messages, got int.")
+    assert "data_args.on_bad_row=skip" in str(error.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_line_that_is_not_json_or_not_utf8_is_a_bad_row(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(row())
+    with Path(name).open("ab") as stream:
+        stream.write(b'{"prompt": \n{"prompt": "\xff"}\n[1]\n')
+    report = prepare(DataSettings(name, on_bad_row="quarantine"), chat_tokenizer, tmp_path / "s")
+    assert counts(report) == (4, 1, 3, {})
+    quarantined = [json.loads(line) for line in (tmp_path / "s.quarantine.jsonl").read_text().splitlines()]
+    assert [each["number"] for each in quarantined] == [2, 3, 4]
+    assert [each["reason"].split(":")[0] for each in quarantined] == [
+        "not JSON",
+        "not UTF-8",
+        "expected an object with columns, got list",
+    ]
+    assert quarantined[0] == {**quarantined[0], "file": name, "unit": "line", "content": '{"prompt": '}
+
+
+def test_the_first_row_decides_the_shape_and_no_other(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(row(), {"instruction": "Why?", "chosen": "yes", "rejected": "no"})
+    report = prepare(DataSettings(name, on_bad_row="skip"), chat_tokenizer, tmp_path / "s")
+    assert counts(report) == (2, 1, 1, {})
+    assert [file.shape for file in report.files] == ["prompt"]
+
+
+def test_each_file_has_its_own_shape_and_unread_columns_are_told(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    names = [
+        write_rows(row(score=3), name="a.jsonl"),
+        write_rows({"instruction": "Why?", "output": "o", "chosen": "yes", "rejected": "no!"}, name="b.jsonl"),
+    ]
+    report = prepare(DataSettings(names), chat_tokenizer, tmp_path / "s")
+    assert [(file.shape, file.rows, file.unused_columns) for file in report.files] == [
+        ("prompt", 1, ("score",)),
+        ("instruction", 1, ("output",)),
+    ]
+
+
+def test_rows_with_labels_add_up(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any) -> None:
+    answers = [("p", "good", True), ("p", "bad", False), ("q", "alone", True), ("p", "worse", False)]
+    rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in answers]
+    report = prepare(DataSettings(write_rows(*rows)), chat_tokenizer, tmp_path / "s")
+    assert (report.rows_read, report.pairs_kept, report.rows_joined) == (4, 1, 1)
+    assert report.dropped == {"unpaired": 2}
+    pair = PairStore.open(tmp_path / "s")[0]
+    assert chat_tokenizer.decode(pair.chosen_ids) == "good<|im_end|>"
+    assert chat_tokenizer.decode(pair.rejected_ids) == "bad<|im_end|>"
+
+
+def test_no_pairs_at_all_tells_why_and_leaves_no_store(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows({"prompt": "p", "completion": "c", "label": True})
+    with pytest.raises(NoPairsError, match=r"none of 1 rows became a pair: 1 unpaired \(a pair needs a good") as error:
+        prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
+    assert error.value.report.dropped == {"unpaired": 1}
+    assert not (tmp_path / "s").exists()
+
+
+def test_one_file_without_pairs_is_fine_beside_another(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    names = [write_rows(row(), name="a.jsonl"), write_rows(row(rejected="yes"), name="b.jsonl")]
+    assert prepare(DataSettings(names), chat_tokenizer, tmp_path / "s").pairs_kept == 1
+
+
+def test_moved_splits_are_counted(tmp_path: Path, write_rows: Any) -> None:
+    # " the" is one token, so a prompt that ends in " t" is merged with "he"
+    name = write_rows(row("of t", "he light", "wo"), row("of", " the", " two"))
+    assert prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s").splits_moved == 1
+
+
+def test_repeats_contradictions_and_control_tokens_are_found_but_kept(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(row(), row("And?"), row(), row("And?", "no", "yes"), row("<|im_end|>?"))
+    report = prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
+    assert report.pairs_kept == 5
+    assert {(each.name, each.count, each.examples) for each in report.findings} == {
+        ("duplicates", 1, (2,)),
+        ("contradictions", 2, (1, 3)),
+        ("control_tokens_in_text", 1, (4,)),
+    }
+
+
+def test_length_bias_is_measured_in_response_tokens(tmp_path: Path, write_rows: Any) -> None:
+    tokenizer = make_tokenizer()
+    name = write_rows(row(chosen="zzz", rejected="z"), row(chosen="zz", rejected="qq"), row(chosen="z", rejected="zz"))
+    bias = prepare(DataSettings(name, "raw"), tokenizer, tmp_path / "s").length_bias
+    assert bias is not None
+    assert (bias.share_chosen_longer, bias.share_equal) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert (bias.mean_chosen, bias.mean_rejected) == (pytest.approx(3.0), pytest.approx(8 / 3))
+
+
+def many_rows(write_rows: Any) -> list[str]:
+    rows = [row(f"q{n}?", "yes " * (n % 7 + 1), "no " * (n % 5)) for n in range(1500)]
+    labelled = [{"prompt": f"l{n % 9}", "completion": f"a{n}", "label": n % 2 == 0} for n in range(700)]
+    return [write_rows(*rows, {"broken": 1}, name="a.jsonl"), write_rows(*labelled, name="b.jsonl")]
+
+
+def test_a_rebuild_gives_the_same_bytes(tmp_path: Path, stories_free_tokenizer: Any, write_rows: Any) -> None:
+    settings = DataSettings(many_rows(write_rows), on_bad_row="skip", shard_rows=600)
+    first = prepare(settings, stories_free_tokenizer, tmp_path / "a")
+    assert first == prepare(settings, stories_free_tokenizer, tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert len(PairStore.open(tmp_path / "a").manifest["shards"]) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_one_and_four_processes_give_the_same_bytes(
+    tmp_path: Path, stories_free_tokenizer: Any, write_rows: Any
+) -> None:
+    settings = DataSettings(many_rows(write_rows), on_bad_row="quarantine", shard_rows=600)
+    prepare(settings, stories_free_tokenizer, tmp_path / "one")
+    prepare(replace(settings, num_processes=4), stories_free_tokenizer, tmp_path / "four")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "four")
+    quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("one", "four")]
+    assert quarantined[0] == quarantined[1] != b""
+
+
+@pytest.fixture
+def stories_free_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_an_identity_tells_everything_that_changes_the_pairs(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(row())
+    settings = DataSettings(name)
+    identity = store_identity(settings, chat_tokenizer)
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert PairStore.open(tmp_path / "s", expected_identity=identity).identity == identity
+    assert store_identity(replace(settings, num_processes=3, shard_rows=5), chat_tokenizer) == identity
+    copy = write_rows(row(), name="copy.jsonl")
+    assert store_identity(replace(settings, file_name=copy), chat_tokenizer) == identity
+    others = [
+        replace(settings, sequence_length=99),
+        replace(settings, truncation="prompt_start"),
+        replace(settings, template="raw"),
+        replace(settings, template_arguments={"mood": "good"}),
+        replace(settings, file_name=write_rows(row("And?"), name="other.jsonl")),
+        replace(settings, file_name=[name, name]),
+    ]
+    identities = {store_identity(each, chat_tokenizer) for each in others}
+    assert len(identities) == len(others)
+    assert identity not in identities
+
+
+def test_a_tokenizer_digest_tells_ids_and_not_padding_or_template() -> None:
+    tokenizer, same, other = make_tokenizer(), make_tokenizer(), make_tokenizer(eos_token="</s>")
+    digest = digest_of(tokenizer)
+    same.pad_token = "</s>"
+    same(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    same.chat_template = "x"
+    assert digest_of(same) == digest != digest_of(other)
+    same.add_tokens(["<new>"])
+    assert digest_of(same) != digest
+
+
+def test_progress_reaches_the_end_of_the_files(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    seen: list[Progress] = []
+    name = write_rows(*[row(f"q{n}?") for n in range(1100)])
+    prepare(DataSettings(name), chat_tokenizer, tmp_path / "s", seen.append)
+    assert [each.rows_read for each in seen] == [512, 1024, 1100]
+    assert seen[-1].bytes_read == seen[-1].bytes_total == Path(name).stat().st_size
+
+
+def test_an_output_that_exists_is_refused_before_any_work(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    prepare(DataSettings(write_rows(row())), chat_tokenizer, tmp_path / "s")
+    with pytest.raises(UserError, match="exists already"):
+        prepare(DataSettings("not-there.jsonl"), chat_tokenizer, tmp_path / "s")
+
+
+def test_the_tail_of_a_file_is_not_dropped(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    name = write_rows(*[row(f"q{n}?") for n in range(1025)])
+    Path(name).write_text(Path(name).read_text().rstrip("\n"))
+    report = prepare(DataSettings(name, shard_rows=512), chat_tokenizer, tmp_path / "s")
+    store = PairStore.open(tmp_path / "s")
+    assert report.pairs_kept == len(store) == 1025
+    assert [shard["num_pairs"] for shard in store.manifest["shards"]] == [512, 512, 1]
+    assert "q1024?" in chat_tokenizer.decode(store[1024].prompt_ids)

@@ -1,0 +1,207 @@
+"""Every shape of row becomes the same kind of pair, and what is no shape says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thresher.data.messages import Segment
+from thresher.data.readers import BadRowError
+from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.unpaired import Partners
+from thresher.errors import UserError
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def read(row: dict[str, Any], **keys: str) -> PreferenceRow:
+    shape = detect_shape(row, keys, "rows.jsonl, line 1")
+    return to_preference_row(row, shape, keys)
+
+
+ASKED = [user("Why?")]
+GOOD, BAD = [assistant("Because.")], [assistant("No.")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "row"),
+    [
+        ("prompt", {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}),
+        ("prompt", {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}),
+        ("prompt", {"prompt": ASKED, "chosen": "Because.", "rejected": "No."}),
+        ("prompt", {"prompt": "Why?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD}),
+        ("messages", {"messages": ASKED, "chosen": GOOD[0], "rejected": BAD[0]}),
+        ("instruction", {"instruction": "Why?", "input": "", "output": "x", "chosen": "Because.", "rejected": "No."}),
+        (
+            "conversations",
+            {
+                "conversations": [{"from": "human", "value": "Why?"}],
+                "chosen": {"from": "gpt", "value": "Because."},
+                "rejected": {"from": "gpt", "value": "No."},
+            },
+        ),
+        ("whole_conversations", {"chosen": ASKED + GOOD, "rejected": ASKED + BAD}),
+        (
+            "transcripts",
+            {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
+        ),
+        ("openai", {"input": {"messages": ASKED}, "preferred_output": GOOD, "non_preferred_output": BAD}),
+        (
+            "evals",
+            {"question": "Why?", "answer_matching_behavior": "Because.", "answer_not_matching_behavior": "No."},
+        ),
+    ],
+)
+def test_every_shape_becomes_the_same_pair(shape: str, row: dict[str, Any]) -> None:
+    assert detect_shape(row, {}, "here").name == shape
+    pair = read(row)
+    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, BAD)
+
+
+def test_input_joins_the_prompt() -> None:
+    pair = read({"instruction": "Correct it.", "input": "freind", "output": "o", "chosen": "a", "rejected": "b"})
+    assert pair.prompt == [user("Correct it.\n\nfreind")]
+
+
+def test_system_tools_margin_and_weight_are_read() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    row = {"prompt": "Why?", "chosen": "a", "rejected": "b", "system": "Be kind.", "margin": 0.5, "weight": "2"}
+    pair = read({**row, "tools": tools})
+    assert pair.prompt[0] == {"role": "system", "content": "Be kind."}
+    assert (pair.margin, pair.weight, pair.tools) == (0.5, 2.0, tools)
+    assert read({**row, "tools": '[{"type": "function"}]'}).tools == [{"type": "function"}]
+
+
+def test_renamed_columns_win_over_those_of_our_names() -> None:
+    row = {"question": "Why?", "prompt": "x", "better": "Because.", "worse": "No.", "chosen": "y", "rejected": "z"}
+    pair = read(row, prompt="question", chosen="better", rejected="worse")
+    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, BAD)
+
+
+def test_thinking_and_tool_calls_stay_in_their_messages() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "name": None}
+    pair = read({"prompt": "Why?", "chosen": [call], "rejected": [{**GOOD[0], "thinking": "hm"}]})
+    assert pair.chosen == [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+    assert pair.rejected == [{**GOOD[0], "thinking": "hm"}]
+
+
+def test_text_parts_of_a_message_are_one_text() -> None:
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
+    assert read({"prompt": ASKED, "chosen": [{"role": "assistant", "content": parts}], "rejected": BAD}).chosen == GOOD
+
+
+def test_history_comes_before_the_instruction() -> None:
+    pair = read({"instruction": "And?", "history": [["Why?", "Because."]], "chosen": "a", "rejected": "b"})
+    assert pair.prompt == [*ASKED, *GOOD, user("And?")]
+
+
+def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs() -> None:
+    start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: Why?\n\nAssistant:"
+    pair = read({"chosen": f"{start} Because.", "rejected": f"{start} No.\n\nHuman: oh\n\nAssistant: Yes."})
+    assert pair.plain is not None
+    assert pair.plain.prompt == start
+    assert pair.plain.chosen == (Segment(" Because."),)
+    assert pair.plain.rejected == (
+        Segment(" No."),
+        Segment("\n\nHuman:", scored=False),
+        Segment(" oh", scored=False),
+        Segment("\n\nAssistant:", scored=False),
+        Segment(" Yes."),
+    )
+    assert pair.rejected == [assistant("No."), user("oh"), assistant("Yes.")]
+
+
+def test_neighbouring_turns_of_one_speaker_are_one_message() -> None:
+    start = "\n\nHuman: Why?\n\nAssistant:"
+    pair = read({"chosen": f"{start} Because.\n\nAssistant: Really.", "rejected": f"{start} No."})
+    assert pair.chosen == [assistant("Because.\n\nReally.")]
+
+
+def test_equal_conversations_still_have_a_response() -> None:
+    pair = read({"chosen": ASKED + GOOD, "rejected": ASKED + GOOD})
+    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "p", "chosen": "a"}, "no value for rejected"),
+        ({"prompt": "p", "chosen": "a", "rejected": 3}, "`rejected` must be text or messages, got int"),
+        ({"prompt": "p", "chosen": [{"role": "judge", "content": "a"}], "rejected": BAD}, "unknown role 'judge'"),
+        ({"prompt": "p", "chosen": [{"content": "a"}], "rejected": BAD}, "has no role; its keys are content"),
+        ({"prompt": "p", "chosen": GOOD, "rejected": [assistant("a"), user("b")]}, "got assistant, user"),
+        ({"prompt": "p", "chosen": GOOD, "rejected": []}, "`rejected` holds no message"),
+        ({"prompt": [], "chosen": GOOD, "rejected": BAD}, "the prompt holds no message"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "`weight` must not be negative"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number, got 'much'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "`margin` must be a finite number"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": "{"}, "`tools` is text but not JSON"),
+        (
+            {"prompt": "p", "chosen": [{"role": "assistant", "content": [{"type": "image"}]}], "rejected": BAD},
+            "content that is not text",
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], reason: str) -> None:
+    shape = detect_shape({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "here")
+    with pytest.raises(BadRowError, match=reason):
+        to_preference_row(row, shape, {})
+
+
+def test_conversations_without_a_shared_prompt_are_bad_rows() -> None:
+    with pytest.raises(BadRowError, match="share no prompt"):
+        read({"chosen": [user("a"), *GOOD], "rejected": [user("b"), *BAD]})
+
+
+def test_an_unknown_shape_lists_columns_shapes_and_the_nearest_key() -> None:
+    with pytest.raises(UserError) as error:
+        detect_shape({"prompt": "p", "choosen": "a", "reject": "b"}, {}, "rows.jsonl, line 1")
+    told = str(error.value)
+    assert told.startswith("rows.jsonl, line 1: the columns prompt, choosen, reject are no shape we know")
+    assert "chosen_key=choosen rejected_key=reject" in told
+    assert "  instruction: instruction, chosen, rejected" in told
+
+
+def test_a_prompt_that_is_missing_is_named() -> None:
+    with pytest.raises(UserError, match=r"the prompt not found\). Name your columns with prompt_key=COLUMN"):
+        detect_shape({"chosen": "a", "rejected": "b", "id": 1}, {}, "here")
+
+
+def test_a_key_that_names_no_column_is_told() -> None:
+    row = {"prompt": "p", "better": "a", "worse": "b"}
+    with pytest.raises(UserError, match=r"no column 'beter', which chosen_key names; .* did you mean 'better'"):
+        detect_shape(row, {"chosen": "beter", "rejected": "worse"}, "here")
+
+
+def test_rows_with_labels_are_joined_in_order_by_their_prompt() -> None:
+    partners = Partners()
+    shape = detect_shape({"prompt": "p", "completion": "c", "label": True}, {}, "here")
+    answers = [
+        ("p", "good 1", True),
+        ("q", "bad", False),
+        ("p", "good 2", "true"),
+        ("p", "bad 1", 0),
+        ("p", "bad 2", 0),
+    ]
+    rows = [partners.join({"prompt": p, "completion": c, "label": label}, shape) for p, c, label in answers]
+    assert rows[:3] == [None, None, None]
+    assert rows[3] == {"prompt": "p", "chosen": "good 1", "rejected": "bad 1"}
+    assert rows[4] == {"prompt": "p", "chosen": "good 2", "rejected": "bad 2"}
+    assert partners.num_waiting == 1
+
+
+def test_labelled_messages_split_before_the_last_answer() -> None:
+    partners = Partners()
+    shape = detect_shape({"messages": ASKED + GOOD, "label": True}, {}, "here")
+    assert partners.join({"messages": ASKED + GOOD, "label": True}, shape) is None
+    joined = partners.join({"messages": ASKED + BAD, "label": False}, shape)
+    assert joined == {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+    with pytest.raises(BadRowError, match="`label` must be true or false, got 'perhaps'"):
+        partners.join({"messages": ASKED + BAD, "label": "perhaps"}, shape)

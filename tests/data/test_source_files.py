@@ -1,0 +1,217 @@
+"""Which files are read, in which order, and what is said when there is nothing to read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from thresher.data.readers import ROWS_PER_BLOCK, read_blocks
+from thresher.data.settings import DataSettings
+from thresher.data.sources import resolve_sources, source_digest
+from thresher.errors import UserError
+
+ROWS = [{"prompt": f"p{n}", "chosen": f"c{n} é\u2028", "rejected": f"r{n}"} for n in range(1200)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def lines(rows: list[dict[str, str]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def write(path: Path) -> None:
+    name = path.name
+    if ".parquet" in name:
+        pyarrow.parquet.write_table(TABLE, path, row_group_size=100)
+    elif name == "file.arrow":
+        with pa.ipc.new_file(path, TABLE.schema) as sink:
+            sink.write_table(TABLE)
+    elif name == "stream.arrow":
+        with pa.ipc.new_stream(path, TABLE.schema) as sink:
+            sink.write_table(TABLE)
+    elif ".csv" in name:
+        pyarrow.csv.write_csv(TABLE, path)
+    else:
+        content = lines(ROWS) if ".jsonl" in name else json.dumps(ROWS).encode()
+        pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}.get(path.suffix, bytes)
+        path.write_bytes(pack(content))
+
+
+def read(name: str | Path) -> list[dict[str, str]]:
+    (source,) = resolve_sources([str(name)])
+    rows = [content for block in read_blocks(source) for content in block.contents]
+    return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.json",
+        "a.json.gz",
+        "a.jsonl",
+        "a.jsonl.gz",
+        "a.jsonl.bz2",
+        "a.jsonl.zst",
+        "a.json.zst",
+        "a.csv",
+        "a.parquet",
+        "file.arrow",
+        "stream.arrow",
+    ],
+)
+def test_every_format_yields_the_same_rows(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name)
+    assert read(tmp_path / name) == ROWS
+
+
+def test_a_saved_data_set_yields_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == ROWS
+
+
+def test_a_saved_data_set_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+    import datasets
+
+    part = datasets.Dataset.from_list(ROWS[:2])
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"several splits \(test, train\); name one"):
+        resolve_sources([str(tmp_path / "saved")])
+    assert read(tmp_path / "saved" / "test") == ROWS[:2]
+
+
+def test_a_gzip_file_of_several_members_is_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[:600])) + gzip.compress(lines(ROWS[600:])))
+    assert read(tmp_path / "a.jsonl.gz") == ROWS
+
+
+def test_line_numbers_count_blank_lines_but_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\n  \n{"a": 2}')
+    (block,) = read_blocks(resolve_sources([str(tmp_path / "a.jsonl")])[0])
+    assert block.numbers == (1, 4)
+    assert block.where(1) == f"{tmp_path / 'a.jsonl'}, line 4"
+
+
+def test_a_block_holds_at_most_so_many_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    blocks = list(read_blocks(resolve_sources([str(tmp_path / "a.parquet")])[0]))
+    assert [len(block) for block in blocks] == [ROWS_PER_BLOCK, ROWS_PER_BLOCK, 1200 - 2 * ROWS_PER_BLOCK]
+    assert blocks[-1].numbers[-1] == 1200
+
+
+def test_a_file_name_string_is_one_file_and_not_characters() -> None:
+    assert DataSettings("abc.jsonl").file_names == ("abc.jsonl",)
+    assert DataSettings(["a.jsonl", "b.jsonl"]).file_names == ("a.jsonl", "b.jsonl")
+
+
+def test_listed_files_keep_their_order_and_globs_are_sorted(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text('{"a": 1}\n')
+    listed = resolve_sources([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")])
+    assert [Path(source.name).name for source in listed] == ["c.jsonl", "a.jsonl", "b.jsonl"]
+
+
+def test_a_relative_glob_names_relative_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    assert [source.name for source in resolve_sources(["*.jsonl"])] == ["a.jsonl"]
+
+
+def test_object_store_urls_are_read_through_fsspec() -> None:
+    import fsspec
+
+    with fsspec.open("memory://bucket/rows.jsonl", "wb") as stream:
+        stream.write(lines(ROWS[:3]))
+    assert read("memory://bucket/rows.jsonl") == ROWS[:3]
+    (source,) = resolve_sources(["memory://bucket/*.jsonl"])
+    assert source.name == "memory:///bucket/rows.jsonl"
+    assert len(list(read_blocks(source))) == 1
+
+
+def test_a_digest_tells_content_and_not_name(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", "1"), ("b.jsonl", "1"), ("c.jsonl", "2")):
+        (tmp_path / name).write_text(text)
+    same, also, other = (source_digest(each) for each in resolve_sources([str(tmp_path / "*.jsonl")]))
+    assert same == also != other
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"trian.jsonl' does not exist; did you mean .*train.jsonl\?"):
+        resolve_sources([str(tmp_path / "trian.jsonl")])
+
+
+def test_a_missing_directory_is_said() -> None:
+    with pytest.raises(UserError, match="its directory 'nowhere' does not exist either"):
+        resolve_sources(["nowhere/a.jsonl"])
+
+
+def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("[]")
+    with pytest.raises(UserError, match=r"no file matches .*; did you mean .*rows.json\?"):
+        resolve_sources([str(tmp_path / "row*.jsonl")])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "prompt,chosen\n")])
+def test_a_file_without_rows_is_an_error(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"holds no rows; remove it from data_args.file_name"):
+        read(tmp_path / name)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(UserError, match="is empty; remove it"):
+        resolve_sources([str(tmp_path / "a.jsonl")])
+
+
+def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"cannot tell the format from .txt; known: .json .jsonl"):
+        resolve_sources([str(tmp_path / "a.txt")])
+
+
+def test_json_lines_under_the_name_of_json_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(lines(ROWS[:2]))
+    with pytest.raises(UserError, match=r"not valid JSON: .*; if it holds one object a line, name it .jsonl"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_a_torn_file_is_an_error_and_not_fewer_rows(tmp_path: Path, name: str) -> None:
+    whole = tmp_path / ("file.arrow" if name == "a.arrow" else f"whole.{name}")
+    write(whole)
+    (tmp_path / name).write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"cannot be read as .*check that the file is whole"):
+        read(tmp_path / name)
+
+
+def test_a_plain_directory_asks_for_its_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no saved data set; name its files, such as '.*/\*.jsonl'"):
+        resolve_sources([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"file_name": []}, "names no file"),
+        ({"file_name": "a", "truncation": "cut"}, "truncation is 'cut'; use one of drop, prompt_start, response_end"),
+        ({"file_name": "a", "on_bad_row": "ignore"}, "on_bad_row is 'ignore'; use one of fail, skip, quarantine"),
+        ({"file_name": "a", "sequence_length": 1}, "sequence_length must be at least 2, got 1"),
+        ({"file_name": "a", "num_processes": 0}, "num_processes must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        DataSettings(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""Where the prompt ends, what is scored, and how many BOS and EOS there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_tokenizer import make_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from thresher.data.readers import BadRowError
+from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.template import load_template, render
+from thresher.data.tokenize import PairTokenizer, TokenizedRow
+from thresher.errors import UserError
+
+
+def row_of(columns: dict[str, Any]) -> PreferenceRow:
+    return to_preference_row(columns, detect_shape(columns, {}, "here"), {})
+
+
+def tokenize(columns: dict[str, Any], tokenizer: Any, template: str = "auto", **arguments: Any) -> TokenizedRow:
+    loaded = load_template(tokenizer, template, arguments)
+    (result,) = PairTokenizer(tokenizer, loaded)([render(row_of(columns), loaded, tokenizer)])
+    return result
+
+
+def texts(prompt: str, chosen: str = "yes", rejected: str = "no") -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_the_assistant_header_is_not_scored(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    pair = tokenize(texts("Why?"), chat_tokenizer).pair
+    assert chat_tokenizer.decode(pair.prompt_ids) == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_tokenizer.decode(pair.chosen_ids) == "yes<|im_end|>"
+    assert chat_tokenizer.decode(pair.rejected_ids) == "no<|im_end|>"
+    assert pair.chosen_mask is None
+
+
+def test_there_is_one_bos_though_template_and_tokenizer_both_write_it(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    bos = chat_tokenizer.bos_token_id
+    assert chat_tokenizer("a").input_ids[0] == bos
+    for template in ("auto", "raw"):
+        ids = tokenize(texts("Why?"), chat_tokenizer, template).pair.prompt_ids.tolist()
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+    written_twice = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").pair.prompt_ids.tolist()
+    assert written_twice.count(bos) == 1
+
+
+def test_the_prompt_is_what_the_chat_template_gives_a_model_that_generates(
+    chat_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    pair = tokenize(texts("Why?"), chat_tokenizer).pair
+    generating = chat_tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
+    assert pair.prompt_ids.tolist() == generating["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["auto", "raw"])
+@pytest.mark.parametrize("ending", ["", "<|im_end|>", "<|im_end|>\n", "<|im_end|><|im_end|> "])
+def test_a_finished_response_ends_with_one_eos(
+    chat_tokenizer: PreTrainedTokenizerFast, template: str, ending: str
+) -> None:
+    pair = tokenize(texts("Why?", f"yes{ending}"), chat_tokenizer, template).pair
+    eos = chat_tokenizer.eos_token_id
+    assert pair.rejected_ids.tolist().count(eos) == 1
+    assert pair.chosen_ids[-1] == eos
+    if template == "raw":
+        assert pair.chosen_ids.tolist().count(eos) == 1
+
+
+def test_eos_is_added_where_the_template_ends_turns_with_another_token() -> None:
+    tokenizer = make_tokenizer(eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    assert tokenizer.decode(tokenize(texts("Why?"), tokenizer).pair.chosen_ids) == "yes<|im_end|></s>"
+
+
+def test_bos_that_is_also_eos_is_kept_at_both_ends() -> None:
+    tokenizer = make_tokenizer(eos_token="<s>")
+    pair = tokenize(texts("Why?", " yes", " no"), tokenizer, "raw").pair
+    assert tokenizer.decode(pair.prompt_ids) == "<s>Why?"
+    assert tokenizer.decode(pair.chosen_ids) == " yes<s>"
+
+
+def test_raw_texts_are_joined_as_they_are(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    pair = tokenize(texts("Once upon", " a time", " a mat"), chat_tokenizer, "raw").pair
+    assert chat_tokenizer.decode([*pair.prompt_ids, *pair.chosen_ids]) == "<s>Once upon a time<|im_end|>"
+
+
+def test_raw_messages_are_joined_by_blank_lines(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    columns = {"instruction": "Correct it.", "input": "freind", "system": "Be kind.", "chosen": "a", "rejected": "b"}
+    pair = tokenize(columns, chat_tokenizer, "raw").pair
+    assert chat_tokenizer.decode(pair.prompt_ids) == "<s>Be kind.\n\nCorrect it.\n\nfreind\n\n"
+
+
+def test_a_raw_transcript_is_its_own_text(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    start = "\n\nHuman: hi\n\nAssistant:"
+    pair = tokenize({"chosen": f"{start} yes", "rejected": f"{start} no"}, chat_tokenizer, "raw").pair
+    assert chat_tokenizer.decode(pair.prompt_ids) == f"<s>{start}"
+    assert chat_tokenizer.decode(pair.chosen_ids) == " yes<|im_end|>"
+
+
+def test_a_split_inside_a_merged_token_moves_back_and_is_told() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "bc": 3, "</s>": 4}, [("b", "c")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    moved = tokenize(texts("ab", "ca", "aa"), tokenizer, "raw")
+    assert moved.split_moved
+    assert moved.pair.prompt_ids.tolist() == [0]
+    assert moved.pair.chosen_ids.tolist() == [3, 0, 4]
+    assert moved.pair.rejected_ids.tolist() == [1, 0, 0, 4]
+    assert not tokenize(texts("ab", "aa", "a"), tokenizer, "raw").split_moved
+
+
+def test_only_assistant_turns_of_a_long_response_are_scored(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [("assistant", "yes"), ("user", "oh"), ("assistant", "good")]
+    chosen = [{"role": role, "content": content} for role, content in turns]
+    for template, scored in (("auto", "yes<|im_end|>good<|im_end|>"), ("raw", "yesgood<|im_end|>")):
+        pair = tokenize(
+            {"prompt": [{"role": "user", "content": "Why?"}], "chosen": chosen, "rejected": "no"},
+            chat_tokenizer,
+            template,
+        ).pair
+        assert pair.chosen_mask is not None
+        assert len(pair.chosen_mask) == len(pair.chosen_ids)
+        assert chat_tokenizer.decode(pair.chosen_ids[pair.chosen_mask]) == scored
+        assert pair.rejected_mask is None
+
+
+def test_later_turns_of_a_transcript_are_scored_only_where_the_assistant_speaks(
+    chat_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    start = "\n\nHuman: hi\n\nAssistant:"
+    columns = {"chosen": f"{start} yes\n\nHuman: oh\n\nAssistant: good", "rejected": f"{start} no"}
+    pair = tokenize(columns, chat_tokenizer, "raw").pair
+    assert chat_tokenizer.decode(pair.chosen_ids[pair.chosen_mask]) == " yes good<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen_ids) == " yes\n\nHuman: oh\n\nAssistant: good<|im_end|>"
+
+
+def test_tools_and_thinking_reach_the_template(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    columns = texts("Why?", [{"role": "assistant", "content": "yes", "thinking": "hm"}])
+    pair = tokenize({**columns, "tools": [{"name": "now"}]}, chat_tokenizer).pair
+    assert '[{"name": "now"}]' in chat_tokenizer.decode(pair.prompt_ids)
+    assert chat_tokenizer.decode(pair.chosen_ids) == "<think>hm</think>yes<|im_end|>"
+
+
+def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    pair = tokenize(texts("Why?"), tokenizer, str(file), mood="good").pair
+    assert tokenizer.decode(pair.prompt_ids) == "goodWhy?"
+
+
+def test_a_thought_opened_by_the_generation_prompt_alone_is_no_part_of_the_prompt(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: <think>{% endif %}"
+    )
+    template = load_template(tokenizer, str(file), {})
+    rendered = render(row_of(texts("Why?")), template, tokenizer)
+    assert rendered.header_shortened
+    assert rendered.prompt == "<|im_start|>user: Why?<|im_end|><|im_start|>assistant: "
+
+
+def test_a_template_that_rewrites_the_prompt_makes_a_bad_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template = load_template(tokenizer, str(file), {})
+    with pytest.raises(BadRowError, match="writes the prompt differently when an answer follows"):
+        render(row_of(texts("Why?")), template, tokenizer)
+
+
+def test_a_template_that_refuses_a_row_makes_a_bad_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text("{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}x")
+    with pytest.raises(BadRowError, match="the chat template refuses the row: one turn only"):
+        render(row_of(texts("Why?")), load_template(tokenizer, str(file), {}), tokenizer)
+
+
+def test_raw_text_refuses_tools(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadRowError, match=r"`tools`, which data_args.template=raw cannot show"):
+        tokenize({**texts("Why?"), "tools": [{"name": "now"}]}, chat_tokenizer, "raw")
+
+
+def test_responses_that_become_no_token_are_empty() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenize(texts("a", "?", "a"), tokenizer, "raw").has_empty_response
+
+
+def test_a_missing_chat_template_names_both_mends() -> None:
+    with pytest.raises(UserError, match=r"data_args.template=raw .*data_args.template=FILE.jinja"):
+        load_template(make_tokenizer(), "auto", {})
+
+
+def test_a_missing_template_file_is_told() -> None:
+    with pytest.raises(UserError, match=r"'chat.jinja': no such file; use auto, raw or the path"):
+        load_template(make_tokenizer(), "chat.jinja", {})
+
+
+def test_a_template_that_is_not_jinja_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in %}")
+    with pytest.raises(UserError, match="is not valid Jinja"):
+        load_template(make_tokenizer(), str(tmp_path / "t.jinja"), {})
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    tokenizer = make_tokenizer(eos_token=None)
+    with pytest.raises(UserError, match=r'no EOS token.*set "eos_token" in its tokenizer_config.json'):
+        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}))
+
+
+def test_tokens_are_int32(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    pair = tokenize(texts("Why?"), chat_tokenizer).pair
+    assert {pair.prompt_ids.dtype, pair.chosen_ids.dtype, pair.rejected_ids.dtype} == {np.dtype(np.int32)}

@@ -1,0 +1,104 @@
+"""Every knob of every loss and modifier changes the result, and a wrong one is refused with its mend."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_cases import ALL_LOSSES, evaluate, objective_of, random_pairs
+
+from thresher.errors import UserError
+from thresher.losses import Objective, knob_defaults, make_loss
+
+TURNED = {"beta": 0.37, "label_smoothing": 0.21, "gamma": 0.4, "cpo_alpha": 0.3, "discopop_tau": 0.6}
+EVERY_KNOB = [(name, knob) for name in ALL_LOSSES for knob in knob_defaults(name)]
+
+
+@pytest.mark.parametrize(("name", "knob"), EVERY_KNOB)
+def test_every_knob_changes_value_and_gradient(name, knob):
+    pairs = random_pairs()
+    default = evaluate(objective_of(name), pairs)
+    turned = evaluate(objective_of(name, {knob: TURNED[knob]}), pairs)
+    assert (default.values - turned.values).abs().max() > 1e-3
+    assert (default.chosen_grad - turned.chosen_grad).abs().max() > 1e-4
+
+
+MODIFIERS = {
+    "f_divergence": "js_divergence",
+    "ld_alpha": 0.3,
+    "length_penalty": 0.2,
+    "rpo_alpha": 0.5,
+    "wpo": True,
+}
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
+def test_every_modifier_changes_value_and_gradient(modifier):
+    pairs = random_pairs(collision=True)
+    default = evaluate(objective_of("sigmoid"), pairs)
+    turned = evaluate(replace(objective_of("sigmoid"), **{modifier: MODIFIERS[modifier]}), pairs)
+    assert (default.values - turned.values).abs().max() > 1e-3
+    assert (default.chosen_grad - turned.chosen_grad).abs().max() > 1e-4
+
+
+def test_alpha_divergence_coef_changes_the_result():
+    pairs = random_pairs()
+    objective = replace(objective_of("sigmoid"), f_divergence="alpha_divergence")
+    one, other = evaluate(objective, pairs), evaluate(replace(objective, f_alpha_divergence_coef=0.9), pairs)
+    assert (one.values - other.values).abs().max() > 1e-3
+
+
+def test_no_modifier_of_the_objective_is_left_out_here():
+    fields = set(Objective.__dataclass_fields__) - {"terms", "f_alpha_divergence_coef"}
+    assert fields == set(MODIFIERS)
+
+
+@pytest.mark.parametrize("column", ["weight", "margin"])
+def test_pair_columns_change_value_and_gradient(column):
+    pairs = random_pairs()
+    default = evaluate(objective_of("sigmoid"), pairs)
+    turned = evaluate(objective_of("sigmoid"), replace(pairs, **{column: torch.linspace(0.2, 2.0, 6)}))
+    assert (default.values - turned.values).abs().max() > 1e-2
+    assert (default.chosen_grad - turned.chosen_grad).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_LOSSES if name != "sft"])
+@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), float("inf"), True, "0.1"])
+def test_beta_must_be_a_positive_number(name, beta):
+    with pytest.raises(UserError, match=rf"{name}: beta must be above 0, got .*; try"):
+        make_loss(name, {"beta": beta})
+
+
+@pytest.mark.parametrize(
+    ("name", "knob", "value"),
+    [
+        ("sigmoid", "label_smoothing", 0.6),
+        ("sigmoid", "label_smoothing", -0.1),
+        ("robust", "label_smoothing", 0.5),
+        ("exo_pair", "label_smoothing", 0.0),
+        ("aot", "label_smoothing", 0.6),
+        ("aot_unpaired", "label_smoothing", -0.1),
+        ("simpo", "gamma", -1.0),
+        ("cpo", "cpo_alpha", -1.0),
+        ("discopop", "discopop_tau", 0.0),
+        ("discopop", "discopop_tau", 1.5),
+    ],
+)
+def test_knob_out_of_range_is_refused_with_its_mend(name, knob, value):
+    with pytest.raises(UserError, match=rf"{name}: {knob} must be .*, got {value}; try"):
+        make_loss(name, {knob: value})
+
+
+@pytest.mark.parametrize(
+    ("modifier", "value"),
+    [
+        ("ld_alpha", 1.5),
+        ("ld_alpha", -0.1),
+        ("length_penalty", -0.1),
+        ("rpo_alpha", -1.0),
+        ("f_divergence", "kl"),
+        ("f_alpha_divergence_coef", float("nan")),
+    ],
+)
+def test_modifier_out_of_range_is_refused(modifier, value):
+    with pytest.raises(UserError, match=r"try|use one of"):
+        replace(objective_of("sigmoid"), **{modifier: value})

@@ -1,0 +1,83 @@
+"""Losses by name: what is known, what is refused and with which words, and the table of the command line."""
+
+import subprocess
+import sys
+
+import pytest
+from loss_cases import ALL_LOSSES, REFERENCE_LOSSES
+
+import thresher.losses
+from thresher.errors import UserError
+from thresher.losses import Sigmoid, describe, knob_defaults, loss_class, loss_names, make_loss, make_losses
+from thresher.losses.registry import register
+
+
+def test_every_loss_is_registered():
+    assert loss_names() == sorted(ALL_LOSSES)
+    assert loss_class("sigmoid") is Sigmoid
+
+
+def test_public_names_exist():
+    assert all(hasattr(thresher.losses, name) for name in thresher.losses.__all__)
+
+
+def test_unknown_loss_names_the_nearest_and_all():
+    with pytest.raises(UserError, match=r"unknown loss 'sigmod', did you mean 'sigmoid'\?; the losses are aot, .*sppo"):
+        make_loss("sigmod", {})
+
+
+def test_foreign_knob_names_the_losses_that_use_it():
+    with pytest.raises(UserError, match="gamma is no knob of sigmoid; it belongs to simpo; sigmoid has beta, label"):
+        make_loss("sigmoid", {"gamma": 1.0})
+
+
+def test_unknown_knob_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown knob 'bta', did you mean 'beta'\?; sigmoid has beta"):
+        make_loss("sigmoid", {"bta": 1.0})
+
+
+def test_state_is_no_knob():
+    assert knob_defaults("bco_pair") == {"beta": 0.1}
+    with pytest.raises(UserError, match="unknown knob 'delta'"):
+        make_loss("bco_pair", {"delta": 1.0})
+
+
+def test_several_losses_share_the_knobs_they_have():
+    sigmoid, bco, sft = make_losses(["sigmoid", "bco_pair", "sft"], {"beta": 0.3, "label_smoothing": 0.1})
+    assert sigmoid == make_loss("sigmoid", {"beta": 0.3, "label_smoothing": 0.1})
+    assert bco == make_loss("bco_pair", {"beta": 0.3})
+    assert sft == make_loss("sft", {})
+    with pytest.raises(UserError, match=r"gamma is no knob of sigmoid \+ sft"):
+        make_losses(["sigmoid", "sft"], {"gamma": 1.0})
+
+
+def test_defaults_are_those_of_the_papers():
+    assert knob_defaults("simpo") == {"beta": 2.0, "gamma": 1.0}
+    assert knob_defaults("sigmoid") == {"beta": 0.1, "label_smoothing": 0.0}
+    assert knob_defaults("exo_pair")["label_smoothing"] == 1e-3
+    assert knob_defaults("discopop")["discopop_tau"] == 0.05
+    assert knob_defaults("cpo")["cpo_alpha"] == 1.0
+
+
+def test_a_name_cannot_be_taken_twice():
+    with pytest.raises(ValueError, match="two losses are named sigmoid"):
+        register(Sigmoid)
+
+
+def test_rows_describe_every_loss():
+    rows = {row.name: row for row in describe()}
+    assert list(rows) == loss_names()
+    assert {name for name, row in rows.items() if row.needs_reference} == set(REFERENCE_LOSSES)
+    for row in rows.values():
+        assert row.summary.endswith(".")
+        assert row.paper in (loss_class(row.name).__doc__ or "")
+
+
+def test_losses_import_nothing_above_them():
+    code = (
+        "import sys, thresher.losses; "
+        "above = [m for m in sys.modules if m.startswith('thresher.') and not m.startswith('thresher.losses')]; "
+        "assert above == ['thresher.errors'], above; "
+        "assert not {'transformers', 'ray', 'pydantic'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

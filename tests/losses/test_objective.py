@@ -1,0 +1,329 @@
+"""The objective: metrics, state, which combinations it refuses, and what it asks of its caller."""
+
+import dataclasses
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_cases import (
+    ALL_LOSSES,
+    COUPLED_LOSSES,
+    F_DIVERGENCE_LOSSES,
+    INDEPENDENT_LOSSES,
+    REFERENCE_LOSSES,
+    evaluate,
+    hand_pairs,
+    objective_of,
+    random_pairs,
+    side,
+    take_pairs,
+)
+
+from thresher.errors import UserError
+from thresher.losses import (
+    BCOPair,
+    MetricSum,
+    Objective,
+    PairLogps,
+    ResponseLogps,
+    SidesLogps,
+    concat_pairs,
+    make_loss,
+    merge_metrics,
+)
+
+
+def mixed(*names: str) -> Objective:
+    return Objective(tuple((make_loss(name, {}), 1.0) for name in names))
+
+
+def test_metrics_equal_their_hand_derivation():
+    metrics = objective_of("sigmoid", {"beta": 0.5})(hand_pairs(second=True)).metrics
+    means = {name: metric.mean for name, metric in metrics.items()}
+    # pairs: r_w 1 and 1/2, r_l -2 and 1; logits 3/2 and -1/4
+    expected = {
+        "loss": (math.log1p(math.exp(-1.5)) + math.log1p(math.exp(0.25))) / 2,
+        "rewards/chosen": 0.5 * 0.75,
+        "rewards/rejected": 0.5 * -0.5,
+        "rewards/accuracies": 0.5,
+        "rewards/margins": 0.5 * 1.25,
+        "logps/chosen": -2.0,
+        "logps/rejected": -4.5,
+        "lengths/chosen": 1.5,
+        "lengths/rejected": 2.0,
+        "kl": ((1 - 2) / 2 + (0.5 + 1) / 2) / 2,
+        "sft_loss": 4 / 3,  # 1 + 2 + 1 nats over 3 tokens, not a mean of means
+    }
+    assert means == pytest.approx(expected, abs=1e-12)
+
+
+def test_sft_loss_counts_tokens_and_the_rest_counts_pairs():
+    metrics = objective_of("sigmoid")(hand_pairs(second=True)).metrics
+    assert metrics.pop("sft_loss").count == 3
+    assert {metric.count for metric in metrics.values()} == {2}
+
+
+def test_ties_count_half():
+    sides = SidesLogps(side([[-1.0], [-1.0], [-3.0], [-2.0]]), side([[-1.0], [-2.0], [-2.0], [-2.0]]))
+    reference = SidesLogps(side([[-1.0]] * 4), side([[-1.0]] * 4))
+    metrics = objective_of("sigmoid")(PairLogps(sides, reference)).metrics
+    # tie, win, loss, tie
+    assert float(metrics["rewards/accuracies"].sum) == 0.5 + 1 + 0 + 0.5
+
+
+@pytest.mark.parametrize("name", ALL_LOSSES)
+def test_metrics_do_not_depend_on_micro_batches(name):
+    pairs = random_pairs(dtype=torch.float32)
+    objective = objective_of(name)
+    whole = objective(pairs).metrics
+    parts = merge_metrics([objective(take_pairs(pairs, part)).metrics for part in ([0, 1], [2], [3, 4, 5])])
+    assert set(whole) == set(parts)
+    for key, metric in whole.items():
+        if key == "loss" and name in COUPLED_LOSSES:
+            continue
+        assert metric.mean == pytest.approx(parts[key].mean, rel=1e-12), key
+        assert metric.count == parts[key].count
+
+
+def test_metrics_are_detached_and_wide():
+    for metric in objective_of("sigmoid")(random_pairs(dtype=torch.float32)).metrics.values():
+        assert not metric.sum.requires_grad
+        assert metric.sum.dtype is torch.float64
+
+
+def test_ld_alpha_does_not_change_what_logps_and_kl_mean():
+    plain = objective_of("sigmoid")(hand_pairs()).metrics
+    discounted = replace(objective_of("sigmoid"), ld_alpha=0.1)(hand_pairs()).metrics
+    for name in ("logps/chosen", "logps/rejected", "kl", "sft_loss"):
+        assert discounted[name].mean == plain[name].mean
+    assert discounted["rewards/rejected"].mean != plain["rewards/rejected"].mean
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "chosen", "rejected"),
+    [
+        ("sigmoid", {"beta": 0.5}, 0.5, -1.0),
+        ("nca_pair", {"beta": 0.5}, 0.5, -1.0),
+        ("ipo_sum", {"beta": 0.5}, 0.5, -1.0),
+        ("ipo", {"beta": 0.6}, 0.3, -0.4),  # length-averaged losses compare rewards per token
+        ("sigmoid_norm", {"beta": 3.0}, 1.5, -2.0),
+        ("simpo", {"beta": 2.0}, -3.0, -14 / 3),
+        ("orpo", {"beta": 0.6}, -0.9, -1.4),
+        ("cpo", {"beta": 0.5}, -1.5, -3.5),
+        ("sft", {}, -1.5, -7 / 3),
+    ],
+)
+def test_rewards_are_what_the_loss_compares(name, knobs, chosen, rejected):
+    metrics = objective_of(name, knobs)(hand_pairs()).metrics
+    assert metrics["rewards/chosen"].mean == pytest.approx(chosen, abs=1e-12)
+    assert metrics["rewards/rejected"].mean == pytest.approx(rejected, abs=1e-12)
+
+
+def test_rewards_come_from_the_first_term_that_compares_sides():
+    objective = Objective(((make_loss("sft", {}), 1.0), (make_loss("sigmoid", {"beta": 0.5}), 1.0)))
+    assert objective(hand_pairs()).metrics["rewards/chosen"].mean == pytest.approx(0.5)
+
+
+def test_kl_is_absent_without_a_reference():
+    pairs = PairLogps(random_pairs().policy)
+    assert "kl" not in objective_of("simpo")(pairs).metrics
+    assert "kl" in objective_of("simpo")(random_pairs()).metrics
+
+
+@pytest.mark.parametrize("name", REFERENCE_LOSSES)
+def test_missing_reference_is_refused_with_its_mend(name):
+    assert objective_of(name).needs_reference
+    with pytest.raises(UserError, match=r"no reference logps; set reference\.mode"):
+        objective_of(name)(PairLogps(random_pairs().policy))
+
+
+def test_objective_needs_what_one_of_its_terms_needs():
+    assert not mixed("simpo", "sft").needs_reference
+    assert mixed("sft", "sigmoid").needs_reference
+    assert mixed("sft", "aot").couples_pairs
+    assert not mixed("sft", "sigmoid").couples_pairs
+    assert mixed("sigmoid", "bco_pair").is_stateful
+    assert not mixed("sigmoid").is_stateful
+    assert replace(mixed("sigmoid"), wpo=True).needs_log_collision
+    assert not mixed("sigmoid").needs_log_collision
+
+
+def test_zero_margin_loss_adds_up_and_gives_way_to_modifiers():
+    objective = Objective(((make_loss("sigmoid", {}), 0.8), (make_loss("nca_pair", {}), 0.5)))
+    assert objective.zero_margin_loss == pytest.approx(1.8 * math.log(2))
+    assert replace(objective, rpo_alpha=1.0).zero_margin_loss is None
+    assert mixed("sigmoid", "sft").zero_margin_loss is None
+    assert replace(mixed("sigmoid"), length_penalty=0.1).zero_margin_loss is None
+
+
+@pytest.mark.parametrize("name", ALL_LOSSES)
+def test_f_divergence_is_refused_where_a_loss_uses_raw_ratios(name):
+    if name in F_DIVERGENCE_LOSSES:
+        assert replace(objective_of(name), f_divergence="forward_kl").f_divergence == "forward_kl"
+        return
+    with pytest.raises(UserError, match=f"does not act on {name}; .*supports it: discopop, exo_pair"):
+        replace(objective_of(name), f_divergence="forward_kl")
+
+
+@pytest.mark.parametrize(
+    ("names", "modifier"),
+    [
+        (("aot",), {"wpo": True}),
+        (("aot_unpaired",), {"wpo": True}),
+        (("sigmoid", "bco_pair"), {"f_divergence": "js_divergence"}),
+        (("nca_pair",), {"length_penalty": 0.1}),
+        (("orpo",), {"length_penalty": 0.1}),
+        (("simpo",), {"ld_alpha": 0.5}),
+        (("orpo",), {"ld_alpha": 0.5}),
+        (("sft",), {"f_divergence": "js_divergence"}),
+        (("sft",), {"wpo": True}),
+    ],
+)
+def test_modifier_that_a_loss_would_ignore_is_refused(names, modifier):
+    with pytest.raises(UserError, match=r"does not act on .*turn it off, or use a loss that supports it"):
+        replace(mixed(*names), **modifier)
+
+
+def test_sft_beside_a_preference_loss_does_not_forbid_its_modifiers():
+    objective = replace(mixed("sigmoid", "sft"), f_divergence="forward_kl", ld_alpha=0.5)
+    parts = [replace(mixed("sigmoid"), f_divergence="forward_kl", ld_alpha=0.5), mixed("sft")]
+    pairs = random_pairs()
+    expected = sum(evaluate(part, pairs).values for part in parts)
+    torch.testing.assert_close(evaluate(objective, pairs).values, expected)
+
+
+@pytest.mark.parametrize(("name", "column"), [("nca_pair", "margin"), ("orpo", "margin"), ("aot", "weight")])
+def test_pair_column_that_a_loss_would_ignore_is_refused(name, column):
+    pairs = replace(random_pairs(), **{column: torch.ones(6)})
+    with pytest.raises(UserError, match=f"a {column} column in the data does not act on {name}"):
+        objective_of(name)(pairs)
+
+
+@pytest.mark.parametrize("modifier", ["f_divergence", "ld_alpha", "length_penalty", "margin", "wpo"])
+@pytest.mark.parametrize("name", ALL_LOSSES)
+def test_a_loss_supports_a_modifier_exactly_when_it_changes_it(name, modifier):
+    """The `supports` lists are facts: what is listed changes the loss, what is not is refused."""
+    pairs = random_pairs(collision=True)
+    plain = objective_of(name)
+    before = evaluate(plain, pairs).values
+    changes = {"f_divergence": "js_divergence", "ld_alpha": 0.3, "length_penalty": 0.2, "wpo": True}
+    objective = plain
+    supported = modifier in plain.terms[0][0].supports
+    if modifier == "margin":
+        pairs = replace(pairs, margin=torch.ones(6))
+    elif supported:
+        objective = replace(plain, **{modifier: changes[modifier]})
+    if supported:
+        assert (evaluate(objective, pairs).values - before).abs().max() > 1e-3
+    else:
+        with pytest.raises(UserError, match="does not act on"):
+            objective(pairs) if modifier == "margin" else replace(plain, **{modifier: changes[modifier]})
+
+
+def test_sum_of_losses_is_checked():
+    with pytest.raises(UserError, match="at least one loss"):
+        Objective(())
+    with pytest.raises(UserError, match="once in a sum"):
+        mixed("sigmoid", "sigmoid")
+    with pytest.raises(UserError, match="weight in the sum"):
+        Objective(((make_loss("sigmoid", {}), 0.0),))
+
+
+def test_bco_delta_is_the_mean_reward_of_all_earlier_steps():
+    objective = mixed("sigmoid", "bco_pair")
+    seen: list[float] = []
+    for step in range(3):
+        pairs = random_pairs(2 + step, seed=step)
+        metrics = objective(pairs).metrics
+        for word in ("chosen", "rejected"):
+            policy, reference = getattr(pairs.policy, word), getattr(pairs.reference, word)
+            seen += (0.1 * (policy.sums() - reference.sums())).tolist()
+        objective = objective.advanced(metrics)
+        assert objective.state()["bco_pair"]["delta"] == pytest.approx(sum(seen) / len(seen), abs=1e-12)
+    assert objective.state()["bco_pair"]["num_pairs_seen"] == 2 + 3 + 4
+    assert abs(objective.state()["bco_pair"]["delta"]) > 1e-3
+
+
+def test_bco_delta_does_not_depend_on_micro_batches():
+    pairs, objective = random_pairs(), objective_of("bco_pair")
+    whole = objective.advanced(objective(pairs).metrics).state()
+    parts = [objective(take_pairs(pairs, part)).metrics for part in ([0, 1, 2, 3], [4, 5])]
+    split = objective.advanced(merge_metrics(parts)).state()
+    assert split["bco_pair"] == pytest.approx(whole["bco_pair"], rel=1e-12)
+
+
+def test_state_round_trip_restores_the_loss_exactly():
+    objective = mixed("sigmoid", "bco_pair")
+    trained = objective.advanced(objective(random_pairs()).metrics)
+    restored = objective.with_state(trained.state())
+    assert restored == trained
+    assert restored != objective
+    assert torch.equal(evaluate(restored, hand_pairs()).values, evaluate(trained, hand_pairs()).values)
+
+
+def test_state_of_another_objective_is_refused():
+    with pytest.raises(UserError, match="resume with the losses"):
+        mixed("sigmoid").with_state({"bco_pair": {"delta": 0.0, "num_pairs_seen": 1.0}})
+    with pytest.raises(UserError, match="resume with the losses"):
+        mixed("bco_pair").with_state({})
+    with pytest.raises(UserError, match="delta and num_pairs_seen"):
+        BCOPair().with_state({"delta": 1.0})
+
+
+def test_an_empty_step_does_not_move_the_running_mean():
+    assert BCOPair(delta=0.4, num_pairs_seen=3).advanced(0.0, 0.0, 0) == BCOPair(delta=0.4, num_pairs_seen=3)
+
+
+def test_stateless_objective_has_no_state():
+    objective = mixed("sigmoid")
+    assert objective.state() == {}
+    assert objective.with_state({}) == objective
+    assert objective.advanced(objective(hand_pairs()).metrics) == objective
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logps_are_refused(dtype):
+    pairs = hand_pairs()
+    chosen = dataclasses.replace(pairs.policy.chosen, values=pairs.policy.chosen.values.detach().to(dtype))
+    with pytest.raises(TypeError, match="losses need fp32 or fp64"):
+        objective_of("sft")(PairLogps(SidesLogps(chosen, pairs.policy.rejected)))
+
+
+def test_reference_of_other_tokens_is_refused():
+    pairs = hand_pairs()
+    other = SidesLogps(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
+    with pytest.raises(ValueError, match="both must score the same tokens"):
+        objective_of("sigmoid")(PairLogps(pairs.policy, other))
+
+
+def test_no_gradient_reaches_the_reference():
+    pairs = hand_pairs()
+    leaf = pairs.reference.chosen.values.clone().requires_grad_()
+    reference = SidesLogps(dataclasses.replace(pairs.reference.chosen, values=leaf), pairs.reference.rejected)
+    objective_of("sigmoid")(PairLogps(pairs.policy, reference)).per_pair.sum().backward()
+    assert leaf.grad is None
+    assert pairs.policy.chosen.values.grad is not None
+
+
+def test_metric_sums_merge_by_adding_sums_and_counts():
+    merged = MetricSum(3.0, 2).merge(MetricSum(torch.tensor(1.0), 6))
+    assert (float(merged.sum), merged.count, merged.mean) == (4.0, 8, 0.5)
+    assert MetricSum(0.0, 0).mean == 0.0
+
+
+@pytest.mark.parametrize("name", INDEPENDENT_LOSSES)
+def test_concatenated_micro_batches_keep_weight_and_margin(name):
+    pairs = replace(random_pairs(), weight=torch.rand(6))
+    parts = [take_pairs(pairs, [0, 1]), take_pairs(pairs, [2, 3, 4, 5])]
+    together = evaluate(objective_of(name), concat_pairs(parts))
+    assert torch.equal(together.values, evaluate(objective_of(name), pairs).values)
+
+
+def test_half_given_columns_are_refused():
+    pairs = random_pairs(2)
+    weighted = replace(pairs, weight=torch.ones(2))
+    with pytest.raises(ValueError, match="1 of 2 micro-batches"):
+        concat_pairs([pairs, weighted])
+    with pytest.raises(ValueError, match="1 of 2 micro-batches"):
+        concat_pairs([pairs, PairLogps(pairs.policy)])

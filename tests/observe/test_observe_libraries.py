@@ -1,0 +1,201 @@
+"""The real libraries, without a network: what goes in can be read back, and a resume goes on in the same run."""
+
+import math
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thresher.errors import UserError
+from thresher.observe import RunInfo, Tracker
+from thresher.observe.mlflow import MlflowTracker
+from thresher.observe.tensorboard import TensorBoardTracker
+from thresher.observe.wandb import WandbTracker
+
+
+def run_in(directory: Path) -> RunInfo:
+    config = {"actor_train": {"lr": 1e-6}, "beta": 0.1}
+    return RunInfo("my-run", directory, config, total_steps=6, total_pairs=60)
+
+
+def log_steps(tracker: Tracker, directory: Path, resume_step: int | None, steps: range) -> None:
+    tracker.start(run_in(directory), resume_step)
+    for step in steps:
+        tracker.log(step, {"loss": 1 / step, "rewards/margins": -step})
+        if step == 4:
+            tracker.log(step, {"eval/loss": 0.25})
+
+
+EXPECTED = [(step, pytest.approx(1 / step)) for step in range(1, 7)]
+
+
+class TestTensorBoard:
+    @staticmethod
+    def read(directory: Path, name: str) -> list[tuple[int, float]]:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        accumulator = EventAccumulator(str(directory / "tensorboard"))
+        accumulator.Reload()
+        return [(event.step, event.value) for event in accumulator.Scalars(name)]
+
+    def test_a_resumed_run_shows_each_step_once(self, tmp_path: Path) -> None:
+        first = TensorBoardTracker()
+        log_steps(first, tmp_path, None, range(1, 6))  # killed: never closed
+        assert len(self.read(tmp_path, "loss")) == 5
+        second = TensorBoardTracker()
+        log_steps(second, tmp_path, 3, range(4, 7))
+        second.close("finished")
+        assert self.read(tmp_path, "loss") == EXPECTED
+        assert self.read(tmp_path, "rewards/margins") == [(step, -step) for step in range(1, 7)]
+        assert self.read(tmp_path, "eval/loss") == [(4, 0.25)]
+        first.close("failed")
+
+    def test_a_new_run_sets_old_events_aside(self, tmp_path: Path) -> None:
+        for steps in (range(1, 6), range(1, 3)):
+            tracker = TensorBoardTracker()
+            log_steps(tracker, tmp_path, None, steps)
+            tracker.close("finished")
+        assert len(self.read(tmp_path, "loss")) == 2
+        assert (tmp_path / "tensorboard.1").is_dir()
+
+
+@pytest.mark.slow
+class TestMlflow:
+    @pytest.fixture(autouse=True)
+    def _needs_sqlite_store(self) -> None:
+        pytest.importorskip("sqlalchemy", reason="the mlflow extra is not installed")
+        pytest.importorskip("alembic", reason="the mlflow extra is not installed")
+
+    @staticmethod
+    def client(directory: Path) -> object:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
+
+    def test_a_resumed_run_is_the_same_run_with_each_step_once(self, tmp_path: Path) -> None:
+        log_steps(MlflowTracker(), tmp_path, None, range(1, 6))  # killed: never closed
+        second = MlflowTracker()
+        log_steps(second, tmp_path, 3, range(4, 7))
+        client = self.client(tmp_path)
+        experiment = client.get_experiment_by_name("my-run")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.status == "RUNNING"
+        second.close("finished")
+
+        def history(name: str) -> list[tuple[int, float]]:
+            return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+
+        assert history("loss") == [(step, 1 / step) for step in range(1, 7)]
+        assert history("eval/loss") == [(4, 0.25)]
+        assert client.get_run(run.info.run_id).info.status == "FINISHED"
+        assert run.data.params == {"actor_train.lr": "1e-06", "beta": "0.1"}
+
+    def test_a_new_run_in_the_same_directory_is_another_run(self, tmp_path: Path) -> None:
+        for status in ("failed", "interrupted"):
+            tracker = MlflowTracker()
+            tracker.start(run_in(tmp_path), None)
+            tracker.log(1, {"loss": math.nan})
+            tracker.close(status)
+        client = self.client(tmp_path)
+        runs = client.search_runs([client.get_experiment_by_name("my-run").experiment_id])
+        assert sorted(run.info.status for run in runs) == ["FAILED", "KILLED"]
+
+    def test_everything_lies_in_the_run_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "run").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        log_steps(MlflowTracker(), tmp_path / "run", None, range(1, 2))
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def read_wandb_history(path: Path) -> list[dict[str, str]]:
+    """Read a .wandb file: LevelDB's log format (32 KiB blocks of checksum, length, type, data) of protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts, rows = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last fragment
+            record = Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
+    return rows
+
+
+class TestWandb:
+    @pytest.fixture(autouse=True)
+    def _alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        import wandb
+
+        wandb.teardown()
+
+    @staticmethod
+    def runs(directory: Path) -> list[Path]:
+        return sorted((directory / "wandb").glob("offline-run-*"))
+
+    def test_without_a_key_it_runs_offline_and_a_resume_appends_to_the_same_id(self, tmp_path: Path) -> None:
+        first = WandbTracker(project="p")
+        log_steps(first, tmp_path, None, range(1, 6))
+        first.close("interrupted")
+        second = WandbTracker(project="p")
+        log_steps(second, tmp_path, 3, range(4, 7))
+        second.close("finished")
+        files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
+        assert len({path.name for path in files}) == 1
+        rows = [row for path in files for row in read_wandb_history(path)]
+        assert [(int(row["_step"]), float(row["loss"])) for row in rows] == EXPECTED
+        assert [row["_step"] for row in rows if "eval/loss" in row] == ["4"]
+
+    def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            tracker = WandbTracker(project="p", mode="offline")
+            log_steps(tracker, tmp_path, None, range(1, 2))
+            tracker.close("finished")
+        assert len({path.name.rpartition("-")[2] for path in self.runs(tmp_path)}) == 2
+
+    @pytest.mark.slow
+    def test_a_killed_process_loses_no_complete_step(self, tmp_path: Path) -> None:
+        code = (
+            "import os, signal, sys, time, pathlib; from thresher.observe import RunInfo; "
+            "from thresher.observe.wandb import WandbTracker; t = WandbTracker(project='p'); "
+            "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
+            "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == -9
+        assert done.stdout == ""
+        second = WandbTracker(project="p")
+        log_steps(second, tmp_path, 3, range(4, 7))
+        second.close("finished")
+        files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
+        steps = [int(row["_step"]) for path in files for row in read_wandb_history(path)]
+        assert steps == list(range(1, 7))
+
+    def test_online_without_a_key_names_the_mend_instead_of_asking(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"no API key.*wandb login.*offline"):
+            WandbTracker(project="p", mode="online").start(run_in(tmp_path), None)
+
+    def test_the_command_line_is_not_collected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["thresher", "hf_token=c4n4ry"])
+        tracker = WandbTracker(project="p")
+        log_steps(tracker, tmp_path, None, range(1, 2))
+        tracker.close("finished")
+        for path in tmp_path.rglob("*"):
+            assert not path.is_file() or b"c4n4ry" not in path.read_bytes()

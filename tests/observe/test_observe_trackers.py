@@ -1,0 +1,219 @@
+"""The fan-out, the registry, the console, timings and memory."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from thresher.errors import UserError
+from thresher.observe import (
+    ConsoleTracker,
+    JsonlTracker,
+    RunInfo,
+    Status,
+    Timings,
+    Trackers,
+    TrackerSettings,
+    make_trackers,
+    memory_metrics,
+    read_metrics,
+)
+
+
+def run_in(directory: Path, **config: object) -> RunInfo:
+    return RunInfo("my-run", directory, config, total_steps=10, total_pairs=640)
+
+
+class Recorder:
+    """Remembers its calls, and raises in one of them."""
+
+    def __init__(self, name: str = "recorder", fail_in: str = "", error: Exception | None = None) -> None:
+        self.name = name
+        self.calls: list[object] = []
+        self._fail_in = fail_in
+        self._error = error or ConnectionError("no route to https://me:hunter2@host/x")
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        self._note("start", (dict(run.config), resume_step))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        self._note("log", step)
+
+    def close(self, status: Status) -> None:
+        self._note("close", status)
+
+    def _note(self, call: str, argument: object) -> None:
+        self.calls.append(argument)
+        if call == self._fail_in:
+            raise self._error
+
+
+@pytest.mark.parametrize("fail_in", ["start", "log", "close"])
+def test_a_failing_tracker_is_reported_once_and_stops_nothing(tmp_path: Path, fail_in: str) -> None:
+    failing, sound, reports = Recorder("failing", fail_in), Recorder(), list[str]()
+    trackers = Trackers([JsonlTracker()], [failing, sound], reports.append)
+    trackers.start(run_in(tmp_path), None)
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": 0.5})
+    trackers.close("finished")
+    assert sound.calls == [({}, None), 1, 2, 3, "finished"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    (report,) = reports
+    assert "tracker failing failed" in report
+    assert "hunter2" not in report
+
+
+def test_a_failing_local_log_stops_the_run(tmp_path: Path) -> None:
+    trackers = Trackers([Recorder("jsonl", "log", OSError("disk full"))], [], pytest.fail)
+    trackers.start(run_in(tmp_path), None)
+    with pytest.raises(OSError, match="disk full"):
+        trackers.log(1, {})
+
+
+def test_a_mistake_that_can_be_mended_stops_the_run_at_its_start(tmp_path: Path) -> None:
+    trackers = Trackers([], [Recorder("wandb", "start", UserError("run `wandb login`"))], pytest.fail)
+    with pytest.raises(UserError, match="wandb login"):
+        trackers.start(run_in(tmp_path), None)
+
+
+def test_other_trackers_are_closed_when_the_local_log_cannot_be(tmp_path: Path) -> None:
+    sound = Recorder()
+    trackers = Trackers([Recorder("jsonl", "close", OSError("disk full"))], [sound], pytest.fail)
+    with pytest.raises(OSError, match="disk full"):
+        trackers.close("finished")
+    assert sound.calls == ["finished"]
+
+
+def test_no_tracker_sees_a_secret(tmp_path: Path) -> None:
+    recorder = Recorder()
+    Trackers([], [recorder], pytest.fail).start(run_in(tmp_path / "new", hf_token="canary", beta=0.1), 5)
+    assert recorder.calls == [({"hf_token": "***", "beta": 0.1}, 5)]
+
+
+def test_an_unknown_tracker_names_the_nearest_and_all() -> None:
+    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, jsonl, .*mlflow"):
+        make_trackers(["jsonl", "tensorbord"])
+    with pytest.raises(UserError, match="no tracker 'x'; the trackers are"):
+        make_trackers(["x"])
+
+
+def test_the_local_log_is_always_on_and_names_may_repeat(tmp_path: Path) -> None:
+    trackers = make_trackers(["jsonl", "jsonl"])
+    trackers.start(run_in(tmp_path), None)
+    trackers.log(1, {"loss": 0.5})
+    trackers.close("finished")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("mlflow", "sqlalchemy"),
+    ],
+)
+def test_a_missing_library_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"pip install 'thresher\[{name}\]'"):
+        make_trackers([name], TrackerSettings())
+
+
+def test_importing_observe_imports_no_tracker_library() -> None:
+    code = (
+        "import sys, thresher.observe; "
+        "print([m for m in ('wandb', 'mlflow', 'tensorboard', 'torch.utils.tensorboard') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def show(is_terminal: bool) -> tuple[str, list[str]]:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=is_terminal, width=200)
+    times = iter([0.0, 20.0, 30.0, 30.0, 30.0])
+    tracker = ConsoleTracker(console, clock=lambda: next(times))
+    tracker.start(run_in(Path("runs") / "a"), 2)
+    tracker.log(4, {"loss": 0.69314, "rewards/accuracies": 0.5, "pairs_per_second": 12.34, "lr": 1e-6})
+    tracker.print("saved [step-00000004] to " + "x" * 300)
+    tracker.log(4, {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75})
+    tracker.log(5, {"loss": 0.6})
+    tracker.close("finished")
+    return stream.getvalue(), stream.getvalue().splitlines()
+
+
+def test_a_pipe_gets_one_plain_line_per_log_call() -> None:
+    text, lines = show(is_terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert lines == [
+        "my-run: 10 steps, resumed after step 2, in runs/a",
+        # 2 steps in 20 seconds: the other 6 take 60.
+        "step 4/10  loss 0.6931  accuracy 0.500  12.3 pairs/s  eta 0:01:00",
+        "saved [step-00000004] to " + "x" * 300,
+        "step 4: eval/loss 0.5000  eval/rewards/accuracies 0.7500",
+        "step 5/10  loss 0.6000  eta 0:00:50",
+        "finished after 0:00:30",
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_whole_messages() -> None:
+    text, _ = show(is_terminal=True)
+    assert "5/10" in text
+    assert "loss 0.6000" in text
+    assert "saved [step-00000004] to " + "x" * 300 in text
+
+
+def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
+    code = (
+        "import pathlib; from thresher.observe import *; t = make_trackers(['console']); "
+        f"t.start(RunInfo('r', pathlib.Path({str(tmp_path)!r}), {{}}, 2, 2), None); "
+        "t.log(1, {'loss': 0.5}); t.close('finished')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "step 1/2  loss 0.5000" in done.stderr
+
+
+def test_timings_add_up_and_rates_are_per_second_of_all_time() -> None:
+    now = 0.0
+    timings = Timings(clock=lambda: now)
+    for seconds in (1.0, 2.0):
+        with timings.measure("forward_backward"):
+            now += seconds
+    now += 1.0
+    timings.add("reference", 0.5)
+    timings.count("pairs", 6)
+    timings.count("pairs", 2)
+    assert timings.drain() == {
+        "time/forward_backward": 3.0,
+        "time/reference": 0.5,
+        "time/total": 4.0,
+        "pairs_per_second": 2.0,
+    }
+    now += 2.0
+    assert timings.drain() == {"time/total": 2.0}
+
+
+def test_a_block_that_raises_is_measured_too() -> None:
+    times = iter([0.0, 1.0, 3.5, 4.0])  # made, entered, left, drained
+    timings = Timings(clock=lambda: next(times))
+    with pytest.raises(ZeroDivisionError), timings.measure("step"):
+        _ = 1 / 0
+    assert timings.drain() == {"time/step": 2.5, "time/total": 4.0}
+
+
+def test_peak_memory_sees_an_allocation() -> None:
+    code = (
+        "from thresher.observe import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
+        "print(b['memory/peak_rss_gb'] - a['memory/peak_rss_gb'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(0.5, abs=0.05)
+    assert 0 < memory_metrics()["memory/peak_rss_gb"] < 1000

@@ -1,0 +1,80 @@
+"""Run a config in child processes, each killed with SIGKILL at a chosen moment, the last one to its end.
+
+    python killed_run.py CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
+
+Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written), saved.
+Children are forked before any tensor exists, so that each is a fresh process without the cost of importing torch again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from thresher.config import load_config
+from thresher.pipeline import DPOPipeline
+from thresher.trainer import DPOTrainer
+
+PATCHED = {"step": "training_step", "logged": "_log", "evaluated": "_evaluate_and_log", "saved": "save"}
+
+
+def kill_at(moment: str, step: int) -> None:
+    """Arrange this process's death."""
+    if moment == "saving":
+        from thresher.strategies.native.train import NativeTrain
+
+        write = NativeTrain.save
+
+        def save_and_die(self: NativeTrain, directory: Path) -> None:
+            write(self, directory)
+            if int(directory.name.split("-")[2]) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        NativeTrain.save = save_and_die
+        return
+    method = getattr(DPOTrainer, PATCHED[moment])
+
+    def act_and_die(self: DPOTrainer) -> object:
+        result = method(self)
+        if self.state.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(DPOTrainer, PATCHED[moment], act_and_die)
+
+
+def run_child(config_path: str, output_dir: str, kill: str | None) -> int:
+    """Fork, run, and return the wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            if kill is not None:
+                moment, step = kill.split(":")
+                kill_at(moment, int(step))
+            config = load_config(config_path, [f"output_dir={output_dir}", "resume_from_checkpoint=auto"])
+            DPOPipeline(config, announce=lambda line: print(line, file=sys.stderr)).run()
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def main(config_path: str, output_dir: str, *kills: str) -> None:
+    for kill in kills:
+        status = run_child(config_path, output_dir, kill)
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            sys.exit(f"the run that was to die at {kill} ended with status {status}")
+    status = run_child(config_path, output_dir, None)
+    if status != 0:
+        sys.exit(f"the last run ended with status {status}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Real pairs as token ids and the pieces that train on them, for tests that compare numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from thresher.data.batch import Pair, PairBatch
+from thresher.losses.objective import Objective
+from thresher.losses.registry import make_losses
+from thresher.models.layouts import PaddedLayout
+from thresher.models.load import load_model
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.strategy import MicroBatch
+
+ROOT = Path(__file__).resolve().parents[2]
+TokenPair = tuple[list[int], list[int], list[int]]
+
+
+def minimal_dpo() -> ModuleType:
+    """The oracle: examples/minimal_dpo.py as a module."""
+    spec = importlib.util.spec_from_file_location("minimal_dpo", ROOT / "examples" / "minimal_dpo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def polite_rows(path: Path, count: int) -> list[dict[str, str]]:
+    rows = json.loads(path.read_text())
+    usable = [row for row in rows if row["chosen"] != row["rejected"]]
+    return [
+        {"prompt": row["instruction"] + "\n", "chosen": row["chosen"], "rejected": row["rejected"]}
+        for row in usable[:count]
+    ]
+
+
+def token_pairs(model_dir: Path, rows: Sequence[dict[str, str]]) -> list[TokenPair]:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    return [
+        (
+            [tokenizer.bos_token_id, *ids(row["prompt"])],
+            [*ids(row["chosen"]), tokenizer.eos_token_id],
+            [*ids(row["rejected"]), tokenizer.eos_token_id],
+        )
+        for row in rows
+    ]
+
+
+def as_batch(pairs: Sequence[TokenPair], first: int = 0) -> PairBatch:
+    arrays = tuple(Pair(*(np.array(side, dtype=np.int32) for side in pair)) for pair in pairs)
+    return PairBatch(np.arange(first, first + len(pairs)), arrays)
+
+
+def policy_on(model_dir: Path, dtype: torch.dtype = torch.float32, **optimizer: float) -> NativeTrain:
+    settings = OptimizerSettings(**{"learning_rate": 1e-3, **optimizer})
+    return NativeTrain(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype, settings)
+
+
+def reference_on(model_dir: Path, dtype: torch.dtype = torch.float32) -> NativeInfer:
+    return NativeInfer(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype)
+
+
+def micro_batches(pairs: Sequence[TokenPair], reference: NativeInfer | None, size: int) -> list[MicroBatch]:
+    batches = [as_batch(pairs[i : i + size], i) for i in range(0, len(pairs), size)]
+    return [MicroBatch(batch, None if reference is None else reference.score(batch)) for batch in batches]
+
+
+def objective_of(name: str, **knobs: float) -> Objective:
+    return Objective(terms=((make_losses([name], knobs)[0], 1.0),))

@@ -1,0 +1,132 @@
+"""A run that is killed with SIGKILL and started again ends exactly as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from real_pairs import polite_rows
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+# 40 pairs in steps of 8: an epoch has 5 steps, its borders are at 5 and 10; the run has 12 steps
+STEPS = 12
+NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+
+RUNS = {
+    "all weights": {},
+    "lora with dropout": {
+        "actor_train": {"model_args": {"lora_rank": 4, "lora_dropout": 0.1}, "training_args": {"learning_rate": 0.01}}
+    },
+    "synced reference": {"reference": {"sync_steps": 3, "sync_alpha": 0.5}},
+    "loss with state": {"pref_loss": "bco_pair"},
+}
+KILLS = ("step:1", "saving:2", "logged:3", "evaluated:4", "saved:4", "step:6", "saving:8", "evaluated:8", "step:11")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, polite_file):
+    """40 pairs to train on and 11 to evaluate on, a number that no batch size divides."""
+    directory = tmp_path_factory.mktemp("pairs")
+    rows = polite_rows(polite_file, 51)
+    for name, part in (("train", rows[:40]), ("held_out", rows[40:])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return directory
+
+
+def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Path:
+    config = {
+        "pretrain": str(stories_dir),
+        "max_steps": STEPS,
+        "logging_steps": 3,
+        "eval_steps": 4,
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "sequence_length": 512,
+        "track_with": [],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": str(files / "train.jsonl"), "template": "raw"},
+            "training_args": {
+                "learning_rate": 1e-3,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "warmup_steps": 2,
+            },
+        },
+        "validation": {"data_args": {"file_name": str(files / "held_out.jsonl"), "template": "raw"}},
+    }
+    path.write_text(yaml.safe_dump(merge(config, extra)))
+    return path
+
+
+def merge(base: dict, extra: dict) -> dict:
+    return base | {
+        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in extra.items()
+    }
+
+
+def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
+    script = Path(__file__).with_name("killed_run.py")
+    return subprocess.run(
+        [sys.executable, str(script), str(config), str(output), *kills],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def metric_log(output: Path) -> list[dict]:
+    lines = (output / "logs" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in record.items() if not k.startswith(NOT_REPEATABLE)} for record in records]
+
+
+@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS)
+def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, stories_dir, files, extra):
+    config = write_config(tmp_path / "run.yaml", stories_dir, files, extra)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first = run(config, whole)
+    assert first.returncode == 0, first.stderr
+    second = run(config, killed, *KILLS)
+    assert second.returncode == 0, second.stderr
+    assert "resuming from" in second.stderr
+
+    expected = metric_log(whole)
+    assert [record["step"] for record in expected] == [3, 4, 6, 8, 9, 12, 12]
+    assert metric_log(killed) == expected  # loss, rewards, lr, grad_norm, counters, evaluations: every bit
+    assert expected[0]["loss"] != expected[-2]["loss"]
+    last = f"checkpoints/step-{STEPS:08d}"
+    for name in ("weights", "optimizer", "rng"):
+        ours, theirs = load_file(killed / last / f"{name}.safetensors"), load_file(whole / last / f"{name}.safetensors")
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(ours[key], tensor), f"{name}: {key}"
+    assert (killed / last / "trainer.json").read_text() == (whole / last / "trainer.json").read_text()
+
+
+def test_the_final_step_is_saved_when_epochs_end_before_max_steps(tmp_path, stories_dir, files):
+    extra = {"max_steps": 100, "num_train_epochs": 0.5, "save_steps": 50}
+    assert run(write_config(tmp_path / "run.yaml", stories_dir, files, extra), tmp_path / "out").returncode == 0
+    # half of 5 steps is rounded up to 3, never to none
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert metric_log(tmp_path / "out")[-1]["step"] == 3
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path, stories_dir, files):
+    config = write_config(tmp_path / "run.yaml", stories_dir, files, {"max_steps": 2})
+    assert run(config, tmp_path / "out").returncode == 0
+    other = {"max_steps": 4, "actor_train": {"data_args": {"file_name": str(files / "held_out.jsonl")}}}
+    refused = run(write_config(tmp_path / "other.yaml", stories_dir, files, other), tmp_path / "out")
+    assert refused.returncode != 0
+    assert "belongs to another run: its data is" in refused.stderr
