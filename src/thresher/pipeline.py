@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from thresher.assembly.data import open_store
-from thresher.assembly.engines import build_policy
+from thresher.assembly.data import StoreBuilder, check_pairs, open_stores
+from thresher.assembly.engines import build_policy, check_engines
 from thresher.assembly.objective import build_objective, build_schedule
 from thresher.assembly.reference import build_reference_parts
 from thresher.assembly.run import build_checkpoints, build_layout, build_tracking, describe_run, fit_settings, track
 from thresher.config import DPOConfig
 from thresher.data.plan import make_plan
-from thresher.data.prepare import PrepareReport
+from thresher.data.prepare import prepare
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.redact import redact
 from thresher.reference.invariant import check_step_zero
@@ -22,8 +21,8 @@ from thresher.trainer import DPOTrainer, Split
 class DPOPipeline:
     """One run in this process.
 
-    announce takes lines for a person, progress takes (what, done, total), report takes each preparation's outcome,
-    and console is where a person watches the training.
+    announce takes lines for a person, progress takes (what, done, total), build_store prepares pairs that are not yet
+    there, and console is where a person watches the training.
     """
 
     def __init__(
@@ -33,23 +32,26 @@ class DPOPipeline:
         console: ConsoleTracker | None = None,
         announce: Callable[[str], None] = lambda line: None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-        report: Callable[[PrepareReport], None] = lambda outcome: None,
+        build_store: StoreBuilder = prepare,
     ):
         self.config = config
         self._console = console
         self._announce = announce
         self._progress = progress
-        self._report = report
+        self._build_store = build_store
 
     def run(self) -> dict[str, float]:
         """Prepare, train, evaluate, save; return the last evaluation."""
         config, announce = self.config, self._announce
 
+        # what needs no model comes first: a mistake is told in seconds
+        check_engines(config)
         objective = build_objective(config)
+        trackers = build_tracking(config, self._console)
+        checkpoints = build_checkpoints(config, announce)
+        checkpoint = checkpoints.resume(config.resume_from_checkpoint)
         tokenizer, layout = build_layout(config)
-        train = open_store(config, config.actor_train.data_args, tokenizer, announce, self._report)
-        held_out = config.validation and config.validation.data_args
-        validation = open_store(config, held_out, tokenizer, announce, self._report) if held_out else None
+        train, validation = open_stores(config, tokenizer, announce, self._build_store)
         plan = make_plan(
             len(train),
             seed=config.seed,
@@ -57,11 +59,12 @@ class DPOPipeline:
             max_steps=config.max_steps,
             num_epochs=config.num_train_epochs,
         )
+
         policy = build_policy(config, layout)
+        check_pairs(config, objective, policy.max_positions, [train, validation])
         reference = build_reference_parts(
             config, objective, policy, layout, plan, train, validation, progress=self._progress
         )
-        trackers = build_tracking(config, self._console)
         trainer = DPOTrainer(
             strategy=policy,
             objective=objective,
@@ -70,7 +73,7 @@ class DPOPipeline:
             train=Split(train, reference.train),
             validation=None if validation is None else Split(validation, reference.validation),
             settings=fit_settings(config),
-            checkpoints=build_checkpoints(config, announce),
+            checkpoints=checkpoints,
             trackers=trackers,
             identity={
                 "data": train.digest,
@@ -81,17 +84,17 @@ class DPOPipeline:
             config=redact(config.model_dump(mode="json")),
             extra=reference.synced,
         )
+        if checkpoint is not None:
+            for line in trainer.resume(checkpoint):
+                announce(line)
+        announce(describe_run(objective, plan, reference.mode, layout.name, policy.device, checkpoint))
 
-        checkpoint = trainer.resume(config.resume_from_checkpoint)
-        announce(describe_run(objective, plan, reference.mode, layout.name, checkpoint))
+        if trainer.state.step < plan.num_steps:
+            reference.score_in_advance()
         if trainer.state.step == 0:
             first = trainer.first_micro_batch()
             policy.check_logps(first.pairs)
             if reference.equals_policy:
-                check_step_zero(policy, first, config.actor_train.model_args.dtype)
-        with track(trackers, config, plan, resume_step=trainer.state.step if checkpoint else None):
+                check_step_zero(policy, first, objective, config.actor_train.model_args.dtype)
+        with track(trackers, config, plan, resume_step=None if checkpoint is None else trainer.state.step):
             return trainer.fit()
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.config.output_dir)

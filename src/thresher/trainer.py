@@ -108,6 +108,7 @@ class DPOTrainer:
         self._config = dict(config)
         self._extra = extra
         self._last_eval: dict[str, float] = {}
+        self._last_eval_step = -1
         self._clock = StepClock()
 
     def fit(self) -> dict[str, float]:
@@ -150,8 +151,8 @@ class DPOTrainer:
                 }
             )
             self.objective = self.objective.advanced(outcome.metrics)
-            if self._extra is not None:
-                self._extra.after_step(self.state.step)
+        if self._extra is not None:
+            self._extra.after_step(self.state.step)
         self._clock.count(len(self.plan.pair_ids(step)), outcome.tokens.useful)
         return outcome.metrics
 
@@ -167,14 +168,25 @@ class DPOTrainer:
     def save(self) -> Path:
         """Publish a checkpoint of this very step."""
         with self._clock.paused():
-            return self._checkpoints.save(self.state.step, self._write, self._last_eval)
+            measured = self._last_eval if self._last_eval_step == self.state.step else {}
+            return self._checkpoints.save(self.state.step, self._write, measured)
 
-    def resume(self, setting: bool | str) -> Path | None:
-        """Go on from a checkpoint where the setting finds one."""
-        checkpoint = self._checkpoints.resume(setting)
-        if checkpoint is not None:
-            self._read(checkpoint)
-        return checkpoint
+    def resume(self, checkpoint: Path) -> list[str]:
+        """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
+        values = load_json(checkpoint / "trainer.json")
+        for name, now in self._identity.items():
+            if (then := values["identity"].get(name)) != now:
+                raise CheckpointError(
+                    f"{checkpoint} belongs to another run: its {name} is {then}, this run's is {now}; resume with the "
+                    "same data, batch size, seed and reference, or set another output_dir"
+                )
+        self.strategy.load(checkpoint)
+        self.state = TrainerState.from_json(values["state"])
+        self.objective = self.objective.with_state(values["objective"])
+        self._last_eval = values["last_eval"]
+        if self._extra is not None:
+            self._extra.load(checkpoint)
+        return restore_rng(load_state(checkpoint, "rng"))
 
     def first_micro_batch(self) -> MicroBatch:
         """The first real pairs of the run, for checks at start-up."""
@@ -211,6 +223,7 @@ class DPOTrainer:
                 "epoch": self.plan.epoch_of(self.state.step),
                 "skipped_steps": self.state.skipped_steps,
                 "pairs_seen": self.state.pairs_seen,
+                "tokens/seen": self.state.useful_tokens_seen,
             }
             | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else 0.0)
             | memory_metrics(),
@@ -219,7 +232,7 @@ class DPOTrainer:
     def _evaluate_and_log(self) -> None:
         with self._clock.paused():
             started = time.perf_counter()
-            self._last_eval = self.evaluate()
+            self._last_eval, self._last_eval_step = self.evaluate(), self.state.step
             if self._last_eval:
                 seconds = {"time/evaluate": time.perf_counter() - started}
                 self._trackers.log(self.state.step, self._last_eval | seconds)
@@ -249,22 +262,6 @@ class DPOTrainer:
         save_json(directory / "config.json", self._config)
         if self._extra is not None:
             self._extra.save(directory)
-
-    def _read(self, checkpoint: Path) -> None:
-        values = load_json(checkpoint / "trainer.json")
-        for name, now in self._identity.items():
-            if (then := values["identity"].get(name)) != now:
-                raise CheckpointError(
-                    f"{checkpoint} belongs to another run: its {name} is {then}, this run's is {now}; resume with the "
-                    "same data, batch size, seed and reference, or start afresh with resume_from_checkpoint=false"
-                )
-        self.strategy.load(checkpoint)
-        self.state = TrainerState.from_json(values["state"])
-        self.objective = self.objective.with_state(values["objective"])
-        self._last_eval = values["last_eval"]
-        if self._extra is not None:
-            self._extra.load(checkpoint)
-        restore_rng(load_state(checkpoint, "rng"))
 
 
 def _read_micro_batch(split: Split, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:

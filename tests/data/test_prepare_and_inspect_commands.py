@@ -135,8 +135,7 @@ def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, wri
     run("inspect", tmp_path / "s", "--verify")
     assert "1 pairs in 1 shards" in seen.getvalue()
     shown = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0")
-    assert "chosen: " in shown
-    assert "response tokens, 2 scored" in shown
+    assert "chosen: 14 prompt tokens, 3 response tokens, 3 scored" in shown
     assert "<|im_start|>assistant\nyes<|im_end|>" in shown
     with_ids = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0", "--ids")
     assert "<|im_end|>:3" in with_ids

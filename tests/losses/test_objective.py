@@ -320,10 +320,14 @@ def test_concatenated_micro_batches_keep_weight_and_margin(name):
     assert torch.equal(together.values, evaluate(objective_of(name), pairs).values)
 
 
-def test_half_given_columns_are_refused():
+def test_a_micro_batch_without_a_column_joins_with_its_neutral_value():
     pairs = random_pairs(2)
-    weighted = replace(pairs, weight=torch.ones(2))
-    with pytest.raises(ValueError, match="1 of 2 micro-batches"):
-        concat_pairs([pairs, weighted])
+    joined = concat_pairs([pairs, replace(pairs, weight=torch.tensor([2.0, 3.0]), margin=torch.tensor([0.5, 0.0]))])
+    assert joined.weight.tolist() == [1.0, 1.0, 2.0, 3.0]
+    assert joined.margin.tolist() == [0.0, 0.0, 0.5, 0.0]
+
+
+def test_a_reference_of_some_micro_batches_only_is_refused():
+    pairs = random_pairs(2)
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
         concat_pairs([pairs, PairLogps(pairs.policy)])

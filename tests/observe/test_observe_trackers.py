@@ -1,4 +1,4 @@
-"""The fan-out, the registry, the console, timings and memory."""
+"""The fan-out, the registry, the console and memory."""
 
 import io
 import subprocess
@@ -15,7 +15,6 @@ from thresher.observe import (
     JsonlTracker,
     RunInfo,
     Status,
-    Timings,
     Trackers,
     TrackerSettings,
     make_trackers,
@@ -179,34 +178,6 @@ def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert "step 1/2  loss 0.5000" in done.stderr
-
-
-def test_timings_add_up_and_rates_are_per_second_of_all_time() -> None:
-    now = 0.0
-    timings = Timings(clock=lambda: now)
-    for seconds in (1.0, 2.0):
-        with timings.measure("forward_backward"):
-            now += seconds
-    now += 1.0
-    timings.add("reference", 0.5)
-    timings.count("pairs", 6)
-    timings.count("pairs", 2)
-    assert timings.drain() == {
-        "time/forward_backward": 3.0,
-        "time/reference": 0.5,
-        "time/total": 4.0,
-        "pairs_per_second": 2.0,
-    }
-    now += 2.0
-    assert timings.drain() == {"time/total": 2.0}
-
-
-def test_a_block_that_raises_is_measured_too() -> None:
-    times = iter([0.0, 1.0, 3.5, 4.0])  # made, entered, left, drained
-    timings = Timings(clock=lambda: next(times))
-    with pytest.raises(ZeroDivisionError), timings.measure("step"):
-        _ = 1 / 0
-    assert timings.drain() == {"time/step": 2.5, "time/total": 4.0}
 
 
 def test_peak_memory_sees_an_allocation() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from thresher.config import DataArgs, DPOConfig
-from thresher.data.prepare import PrepareReport, prepare, store_identity
+from thresher.data.lint import find_leaks
+from thresher.data.prepare import store_identity, tokenizer_digest
 from thresher.data.settings import DataSettings
 from thresher.data.store import PairStore
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+
+StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
 
 def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
@@ -27,21 +32,67 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
     )
 
 
-def open_store(
+def open_stores(
+    config: DPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    announce: Callable[[str], None],
+    build: StoreBuilder,
+) -> tuple[PairStore, PairStore | None]:
+    """Open the training and the held-out pairs, and say where they overlap."""
+    train = _open_store(config, config.actor_train.data_args, tokenizer, announce, build)
+    if config.validation is None:
+        return train, None
+    validation = _open_store(config, config.validation.data_args, tokenizer, announce, build)
+    pairs, prompts = find_leaks(train, validation)
+    if pairs.count or prompts.count:
+        announce(
+            f"warning: of {len(train):,} training pairs {pairs.count:,} are also in the validation set, and the prompts "
+            f"of {prompts.count:,} occur there; what is measured on them is memory"
+        )
+    return train, validation
+
+
+def check_pairs(
+    config: DPOConfig, objective: Objective, max_positions: int | None, stores: Sequence[PairStore | None]
+) -> None:
+    """Refuse pairs that the losses would misread or the model cannot hold, before anything is trained."""
+    for store in stores:
+        if store is None:
+            continue
+        objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
+        if store.longest_pair > config.sequence_length:
+            raise UserError(
+                f"{store.path} holds pairs of up to {store.longest_pair} tokens, more than sequence_length "
+                f"{config.sequence_length}; raise sequence_length or prepare the pairs again"
+            )
+        if max_positions is not None and store.longest_pair > max_positions:
+            raise UserError(
+                f"{store.path} holds pairs of up to {store.longest_pair} tokens, and the model takes {max_positions}; "
+                f"set sequence_length={max_positions}"
+            )
+
+
+def _open_store(
     config: DPOConfig,
     args: DataArgs,
     tokenizer: PreTrainedTokenizerBase,
     announce: Callable[[str], None],
-    report: Callable[[PrepareReport], None],
+    build: StoreBuilder,
 ) -> PairStore:
     """Open a prepared store, preparing it first where none fits the data, tokenizer and settings."""
     if args.store:
-        return PairStore.open(args.store)
+        store = PairStore.open(args.store)
+        if store.manifest["tokenizer_digest"] != tokenizer_digest(tokenizer):
+            raise UserError(
+                f"the store {args.store} was prepared with another tokenizer than the policy's; prepare it again with "
+                f"--model {config.policy_path}"
+            )
+        return store
     settings = data_settings(config, args)
     identity = store_identity(settings, tokenizer)
     path = Path(config.output_dir) / "data" / identity[:16]
     if path.exists():
         announce(f"using the pairs prepared in {path}")
     else:
-        report(prepare(settings, tokenizer, path))
+        build(settings, tokenizer, path)
     return PairStore.open(path, expected_identity=identity)

@@ -14,23 +14,19 @@ from thresher.models.lora import attach_lora
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 
+_AXIS_SIZES = ("tp_size", "pp_size", "cp_size", "dp_replicate")
 _BUILT_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
 def build_policy(config: DPOConfig, layout: Layout) -> NativeTrain:
     """Load the policy, attach adapters where asked, and give it to its engine."""
     role = config.actor_train
-    _check_engine(role, "actor_train")
     set_seed(config.seed)  # adapters start from this seed, and so does every later draw
-    model = _load(config.policy_path, role.model_args)
+    args = role.model_args
+    model = _load(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code)
     if role.training_args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module: torch.nn.Module = model
-    args = role.model_args
-    if args.lora_rank is not None:
-        module = attach_lora(
-            model, rank=args.lora_rank, alpha=args.lora_alpha, dropout=args.lora_dropout, target=args.lora_target
-        )
+    module = attach_adapters(model, args)
     training = role.training_args
     optimizer = OptimizerSettings(
         learning_rate=training.learning_rate,
@@ -43,24 +39,30 @@ def build_policy(config: DPOConfig, layout: Layout) -> NativeTrain:
     return NativeTrain(module.to(device_of(role)), layout, DTYPES[args.dtype], optimizer)
 
 
+def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
+    """Add LoRA adapters where the config asks for them."""
+    if args.lora_rank is None:
+        return model
+    return attach_lora(
+        model, rank=args.lora_rank, alpha=args.lora_alpha, dropout=args.lora_dropout, target=args.lora_target
+    )
+
+
 def build_reference(config: DPOConfig, layout: Layout) -> NativeInfer:
     """Load the frozen model; it computes in the policy's precision, or step 0 would not start at margin 0."""
     role = config.reference
-    _check_engine(role, "reference")
-    if role.model_args.lora_rank is not None:
-        raise UserError("reference.model_args.lora_rank has no effect: the reference is frozen; remove it")
-    given = role.model_args.model_fields_set
-    policy_args = config.actor_train.model_args
-    merged = role.model_args.model_copy(
-        update={
-            name: getattr(policy_args, name)
-            for name in ("dtype", "master_dtype", "attn_implementation")
-            if name not in given
-        }
+    own, policy = role.model_args, config.actor_train.model_args
+    trusted = own.trust_remote_code
+    if trusted is None:
+        trusted = policy.trust_remote_code and config.reference_path == config.policy_path
+    model = _load(
+        config.reference_path,
+        own.master_dtype or policy.master_dtype,
+        own.attn_implementation or policy.attn_implementation,
+        trusted,
     )
-    model = _load(config.reference_path, merged)
     model.requires_grad_(False)
-    return NativeInfer(model.eval().to(device_of(role)), layout, DTYPES[merged.dtype])
+    return NativeInfer(model.eval().to(device_of(role)), layout, DTYPES[own.dtype or policy.dtype])
 
 
 def device_of(role: RoleConfig) -> torch.device:
@@ -76,26 +78,37 @@ def device_of(role: RoleConfig) -> torch.device:
     return torch.device("cuda", mapping[0] if mapping else 0)
 
 
-def _load(path: str | None, args: ModelArgs) -> PreTrainedModel:
+def _load(path: str | None, dtype: str, attn_implementation: str | None, trust_remote_code: bool) -> PreTrainedModel:
     if path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
     return load_model(
         path,
-        dtype=DTYPES[args.master_dtype],
-        attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
+        dtype=DTYPES[dtype],
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
     )
+
+
+def check_engines(config: DPOConfig) -> None:
+    """Refuse engines and devices that one process cannot have."""
+    for role, section in ((config.actor_train, "actor_train"), (config.reference, "reference")):
+        _check_engine(role, section)
+        device_of(role)
 
 
 def _check_engine(role: RoleConfig, section: str) -> None:
     name, built = role.strategy_args.strategy_name, _BUILT_STRATEGIES[section]
-    if name not in built:
+    if name is not None and name not in built:
         raise UserError(
-            f"{section}.strategy_args.strategy_name {name} cannot run in one process; use {' or '.join(built)}"
+            f"{section}.strategy_args.strategy_name {name} is not available in this version; use {' or '.join(built)}"
         )
-    sizes = {key: size for key, size in role.strategy_args.strategy_config.items() if size != 1}
-    if sizes:
-        raise UserError(
-            f"{section}.strategy_args.strategy_config {sizes} asks for several processes or unknown settings, and this "
-            "run has one; leave it out"
-        )
+    for key, size in role.strategy_args.strategy_config.items():
+        if key not in _AXIS_SIZES:
+            raise UserError(
+                f"{section}.strategy_args.strategy_config has an unknown key {key}; known: {', '.join(_AXIS_SIZES)}"
+            )
+        if size != 1:
+            raise UserError(
+                f"{section}.strategy_args.strategy_config.{key} is {size}, and this run has one process; set it to 1 "
+                "or leave it out"
+            )

@@ -4,49 +4,60 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from thresher.assembly.engines import attach_adapters
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.tensors import load_tensors
-from thresher.config import DPOConfig, parse_config
+from thresher.config import ModelArgs
 from thresher.errors import CheckpointError, UserError
 from thresher.models.load import DTYPES, load_model, load_tokenizer, set_pad_token
-from thresher.models.lora import attach_lora, merged
+from thresher.models.lora import merged
 
 
-def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str | None = None) -> DPOConfig:
-    """Load the run's model, put the checkpoint's weights in, merge, save; return the run's config."""
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty; name a new directory")
+def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str | None = None) -> None:
+    """Load the run's model, put the checkpoint's weights in, merge and save."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is not an empty directory; name a new one")
     verify(checkpoint)
-    config = parse_config(load_json(checkpoint / "config.json"))
-    if config.policy_path is None:
-        raise UserError(f"{checkpoint} does not say which model it started from")
-    args = config.actor_train.model_args
-    model = load_model(config.policy_path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
-    module: torch.nn.Module = model
-    if args.lora_rank is not None:
-        module = attach_lora(
-            model, rank=args.lora_rank, alpha=args.lora_alpha, dropout=args.lora_dropout, target=args.lora_target
-        )
+    path, args = model_of(checkpoint)
+    model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
+    module = attach_adapters(model, args)
     _put_in(module, load_tensors(checkpoint, "weights"), checkpoint)
     plain = merged(module) if args.lora_rank is not None else model
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True
-    tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
-    plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, config.policy_path)
+    tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, path)
     # written aside and renamed: a directory that is there is whole
     staging = output.with_name(f".{output.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
     plain.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
+    readable = (staging / "config.json").stat().st_mode
+    for file in staging.glob("*.safetensors"):
+        file.chmod(readable)  # safetensors writes files that only their owner may read
     if output.exists():
         output.rmdir()
     staging.rename(output)
-    return config
+
+
+def model_of(checkpoint: Path) -> tuple[str, ModelArgs]:
+    """Say which model a run trained; no other key is read, so that checkpoints outlive changes of the config."""
+    config: dict[str, Any] = load_json(checkpoint / "config.json")
+    try:
+        args = ModelArgs.model_validate(config["actor_train"]["model_args"])
+        path = args.model_name_or_path or config["pretrain"]
+    except (ValidationError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the config in {checkpoint} does not describe a model: {error}") from error
+    if not path:
+        raise CheckpointError(f"the config in {checkpoint} names no model")
+    return str(path), args
 
 
 @torch.no_grad()

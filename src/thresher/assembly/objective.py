@@ -8,6 +8,8 @@ from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.schedule import Schedule
 
+_NORMALISED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
+
 
 def build_objective(config: DPOConfig) -> Objective:
     """Bind every given knob to the losses that take it."""
@@ -26,14 +28,14 @@ def build_objective(config: DPOConfig) -> Objective:
 
 
 def _check_length_normalization(config: DPOConfig, weights: dict[str, float]) -> None:
-    normalised = {"sigmoid_norm", "ipo", "simpo", "orpo"}
-    summed = {"sigmoid", "ipo_sum"}
-    wanted = {None: set(weights), True: normalised, False: summed}[config.length_normalization]
-    if not set(weights) <= wanted:
+    if config.length_normalization is None:
+        return
+    misfits = [name for name in weights if (name in _NORMALISED) != config.length_normalization]
+    if misfits:
         raise UserError(
-            f"length_normalization: {str(config.length_normalization).lower()} does not fit pref_loss "
-            f"{' + '.join(weights)}; losses over lengths-averaged logps are {', '.join(sorted(normalised))}, over sums "
-            f"{', '.join(sorted(summed))}; choose one of them or remove length_normalization"
+            f"length_normalization: {str(config.length_normalization).lower()} does not fit {', '.join(misfits)}; the "
+            f"losses over logps averaged by length are {', '.join(sorted(_NORMALISED))}, all others are over sums; "
+            "choose one that fits or remove length_normalization"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from thresher.models.layouts import Layout
 from thresher.reference.modes import resolve_mode
 from thresher.reference.scorers import LiveReference, PrecomputedReference, weights_digest
 from thresher.reference.synced import SyncedReference
+from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import ReferenceScorer
 
@@ -24,7 +26,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ReferenceParts:
-    """What the trainer needs of the reference. digest names its weights; equals_policy holds at step 0."""
+    """What the trainer needs of the reference.
+
+    digest names its weights. equals_policy holds at step 0. score_in_advance does the work of mode precompute; it is
+    left to the caller, so that a run that cannot start is told so before hours of scoring.
+    """
 
     mode: str
     train: ReferenceScorer | None
@@ -32,6 +38,7 @@ class ReferenceParts:
     digest: str
     equals_policy: bool
     synced: SyncedReference | None = None
+    score_in_advance: Callable[[], None] = lambda: None
 
 
 def build_reference_parts(
@@ -44,8 +51,8 @@ def build_reference_parts(
     validation: PairStore | None,
     progress: Progress,
 ) -> ReferenceParts:
-    """Decide how the reference is scored and, where that happens in advance, score it."""
-    same_weights = config.reference_path == config.policy_path
+    """Decide how the reference is scored and load it where it is a model of its own."""
+    same_weights = _same_place(config.reference_path, config.policy_path)
     mode = resolve_mode(
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
@@ -54,36 +61,52 @@ def build_reference_parts(
         is_synced=config.reference.sync_steps is not None,
     )
     if mode == "none":
-        return ReferenceParts(mode, None, None, "none", equals_policy=False)
+        # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
+        return ReferenceParts(mode, None, None, weights_digest(policy.frozen_weights()), equals_policy=False)
     if mode == "adapter":
-        live = LiveReference(policy.score_base)
+        live = LiveReference(policy.score_base, policy.device)
         return ReferenceParts(mode, live, live, weights_digest(policy.frozen_weights()), equals_policy=True)
     reference = build_reference(config, layout)
     digest = weights_digest(reference.weights())
     if mode == "concurrent":
-        live = LiveReference(reference.score)
+        live = LiveReference(reference.score, policy.device)
         synced = None
         if config.reference.sync_steps is not None:
             synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
         return ReferenceParts(mode, live, live, digest, same_weights, synced)
 
-    def table(store: PairStore, pair_ids: PairIds, num_visits: int, what: str) -> PrecomputedReference:
-        scored = PrecomputedReference(config.reference.infer_batch_size, policy.device)
-        scored.fill(
-            store,
-            reference.score,
-            pair_ids,
-            num_visits=num_visits,
-            advance=lambda done, total: progress(f"scoring the reference: {what}", done, total),
-        )
-        return scored
+    tables = {"training": PrecomputedReference(config.reference.infer_batch_size, policy.device)}
+    if validation is not None:
+        tables["held-out"] = PrecomputedReference(config.reference.infer_batch_size, policy.device)
+
+    def score_in_advance() -> None:
+        _fill(tables["training"], train, reference, plan.visited_pairs(), plan.num_visits, "training", progress)
+        if validation is not None:
+            every = np.arange(len(validation), dtype=np.int64)
+            _fill(tables["held-out"], validation, reference, every, len(every), "held-out", progress)
 
     return ReferenceParts(
-        mode,
-        table(train, plan.visited_pairs(), plan.num_visits, "training pairs"),
-        None
-        if validation is None
-        else table(validation, np.arange(len(validation)), len(validation), "held-out pairs"),
-        digest,
-        same_weights,
+        mode, tables["training"], tables.get("held-out"), digest, same_weights, score_in_advance=score_in_advance
     )
+
+
+def _fill(
+    table: PrecomputedReference,
+    store: PairStore,
+    reference: NativeInfer,
+    pair_ids: PairIds,
+    num_visits: int,
+    what: str,
+    progress: Progress,
+) -> None:
+    table.fill(
+        store,
+        reference.score,
+        pair_ids.tolist(),
+        num_visits=num_visits,
+        advance=lambda done, total: progress(f"scoring the reference: {what} pairs", done, total),
+    )
+
+
+def _same_place(one: str | None, other: str | None) -> bool:
+    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())

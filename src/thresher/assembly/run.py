@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from thresher.checkpoint.keeper import CheckpointKeeper
@@ -73,17 +74,22 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     trackers.start(run, resume_step)
     try:
         yield
+    except KeyboardInterrupt:
+        trackers.close("interrupted")
+        raise
     except BaseException:
         trackers.close("failed")
         raise
     trackers.close("finished")
 
 
-def describe_run(objective: Objective, plan: Plan, mode: str, layout: str, checkpoint: Path | None) -> str:
+def describe_run(
+    objective: Objective, plan: Plan, mode: str, layout: str, device: torch.device, checkpoint: Path | None
+) -> str:
     """One line on what is about to happen."""
     losses = " + ".join(f"{weight:g} x {loss}" for loss, weight in objective.terms)
     line = (
         f"{losses}; {plan.num_steps} steps of {plan.pairs_per_step} pairs = {plan.num_epochs:.3g} epochs of "
-        f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}"
+        f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}; on {device}"
     )
     return line if checkpoint is None else f"{line}; resuming from {checkpoint}"

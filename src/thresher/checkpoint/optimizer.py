@@ -21,13 +21,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, 
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for key in [key for key, value in settings.items() if isinstance(value, Tensor)]:
-            tensors[f"{key}/@{index}"] = settings.pop(key)
+    for group in optimizer.param_groups:
         members = [_name_of(parameter, names) for parameter in group["params"]]
         shapes = [list(parameter.shape) for parameter in group["params"]]
-        groups.append({"names": members, "shapes": shapes, "settings": settings})
+        groups.append({"names": members, "shapes": shapes})
         for name, parameter in zip(members, group["params"], strict=True):
             if parameter not in optimizer.state:
                 continue
@@ -41,27 +38,20 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, 
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], state: State) -> None:
-    """Replace an optimizer's state and hyper-parameters by saved ones; change nothing if they do not fit."""
+    """Replace an optimizer's state by a saved one; change nothing if it does not fit.
+
+    Hyper-parameters stay those of the optimizer: they are the config's, which a person may have changed on purpose.
+    """
     saved = state.values
     _check_fit(optimizer, names, saved)
     parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     restored: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["values"].items()}
     for full_name, tensor in state.tensors.items():
         key, _, name = full_name.partition("/")
-        if name.startswith("@"):
-            continue
         parameter, group = parameters[name]
         # torch counts steps on the CPU unless its kernel needs the count beside the parameter.
         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
         restored.setdefault(name, {})[key] = tensor.to("cpu" if stays else parameter.device, copy=True)
-    for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        for key, value in saved_group["settings"].items():
-            # JSON has no tuples: `betas` comes back as a list.
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        for full_name, tensor in state.tensors.items():
-            key, _, name = full_name.partition("/")
-            if name == f"@{index}":
-                group[key] = tensor.clone()
     optimizer.state.clear()
     for name, values in restored.items():
         optimizer.state[parameters[name][0]] = values

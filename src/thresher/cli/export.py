@@ -19,19 +19,21 @@ def export(
     from thresher.checkpoint.exact_json import load_json
     from thresher.checkpoint.retention import best as best_checkpoint
     from thresher.checkpoint.retention import latest
-    from thresher.cli.terminal import announce
-    from thresher.config import parse_config
+    from thresher.cli.terminal import announce, quiet_libraries
     from thresher.errors import UserError
 
+    quiet_libraries()
     if dtype not in (None, "fp32", "bf16"):
         raise UserError(f"--dtype {dtype} is unknown; use fp32 or bf16")
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     checkpoint = source if (source / "manifest.json").is_file() else latest(root, announce)
     if checkpoint is None:
         raise UserError(f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint")
+    if best and checkpoint == source:
+        raise UserError(f"{source} is one checkpoint, so there is no best among several; give the run's output_dir")
     if best:
-        config = parse_config(load_json(checkpoint / "config.json"))
-        checkpoint = best_checkpoint(root, config.metric_for_best, higher_is_better=config.greater_is_better)
+        config = load_json(checkpoint / "config.json")
+        checkpoint = best_checkpoint(root, config["metric_for_best"], higher_is_better=config["greater_is_better"])
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
     export_checkpoint(checkpoint, output, dtype=dtype)

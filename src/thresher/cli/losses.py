@@ -16,11 +16,11 @@ def losses_table() -> Table:
 
     table = Table(title="Losses (pref_loss)", title_justify="left")
     for heading in ("loss", "knobs and defaults", "reference", "paper", "what it does"):
-        table.add_column(heading, no_wrap=heading in ("loss", "paper"))
+        table.add_column(heading, no_wrap=heading in ("loss", "knobs and defaults", "paper"))
     for row in describe():
         table.add_row(
             row.name,
-            " ".join(f"{knob}={default:g}" for knob, default in row.knobs.items()) or "-",
+            "\n".join(f"{knob}={default:g}" for knob, default in row.knobs.items()) or "-",
             "yes" if row.needs_reference else "no",
             row.paper,
             row.summary,

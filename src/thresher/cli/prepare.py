@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from thresher.data.prepare import PrepareReport, Progress
     from thresher.data.settings import DataSettings, OnBadRow, Truncation
 
@@ -94,8 +96,7 @@ def run_prepare(
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
     from thresher.cli.terminal import announce
     from thresher.data.lint import find_leaks
-    from thresher.data.prepare import NoPairsError, PrepareReport, store_identity
-    from thresher.data.prepare import prepare as build
+    from thresher.data.prepare import PrepareReport, store_identity
     from thresher.data.store import PairStore
     from thresher.models.load import load_tokenizer
 
@@ -107,19 +108,31 @@ def run_prepare(
         announce(f"{output} holds these pairs already")
         report = PrepareReport.from_json(store.manifest["report"])
     else:
-        try:
-            with show_progress() as show:
-                report = build(settings, tokenizer, output, show, overwrite=overwrite)
-        except NoPairsError as error:
-            print_report(error.report)
-            raise
-        announce(f"wrote {report.pairs_kept:,} pairs to {output}")
+        report = build_with_progress(settings, tokenizer, output, overwrite=overwrite)
     print_report(report)
     if against is not None:
         for leak in find_leaks(PairStore.open(output), PairStore.open(against)):
             announce(
                 f"{leak.name}: {leak.count:,} of {report.pairs_kept:,} also in {against} {_examples(leak.examples)}"
             )
+    return report
+
+
+def build_with_progress(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, output: Path, *, overwrite: bool = False
+) -> PrepareReport:
+    """Build a store while a person watches; where no pair is left, the table tells why before the error does."""
+    from thresher.cli.terminal import announce
+    from thresher.data.prepare import NoPairsError
+    from thresher.data.prepare import prepare as build
+
+    try:
+        with show_progress() as show:
+            report = build(settings, tokenizer, output, show, overwrite=overwrite)
+    except NoPairsError as error:
+        print_report(error.report)
+        raise
+    announce(f"wrote {report.pairs_kept:,} pairs to {output}")
     return report
 
 

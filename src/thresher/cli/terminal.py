@@ -11,6 +11,13 @@ from rich.table import Table
 console = Console(stderr=True, highlight=False)
 
 
+def quiet_libraries() -> None:
+    """Turn off the progress bars that transformers draws while it loads and saves; ours say what matters."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def announce(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
 

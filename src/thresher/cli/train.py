@@ -17,18 +17,19 @@ def train(
 
     config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
 
-    from thresher.cli.prepare import print_report
-    from thresher.cli.terminal import metric_table, progress_lines
+    from thresher.cli.prepare import build_with_progress, print_report
+    from thresher.cli.terminal import metric_table, progress_lines, quiet_libraries
     from thresher.observe.console import ConsoleTracker
     from thresher.pipeline import DPOPipeline
 
+    quiet_libraries()
     console = ConsoleTracker()
     pipeline = DPOPipeline(
         config,
         console=console,
         announce=console.print,
         progress=progress_lines(console.print),
-        report=print_report,
+        build_store=lambda *what: print_report(build_with_progress(*what)),
     )
     metrics = pipeline.run()
     if metrics:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, StrictBool, field_validator, model_validator
 
 from thresher.config.roles import PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section
 
 # Knobs that a loss or modifier may take; None leaves the loss's own default in force.
 LOSS_KNOBS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
+EVAL_METRICS = tuple(
+    f"eval/{name}"
+    for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "sft_loss")
+)
+_SWITCHES = {"ipo": "ipo", "simpo_loss": "simpo"}
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -19,9 +24,9 @@ class LossConfig(Section):
 
     pref_loss: str | list[str] | dict[str, Positive] = "sigmoid"
     """A loss by name, a list of them, or a mapping from name to weight (MPO)."""
-    ipo: bool | None = None
+    ipo: StrictBool | None = None
     """`true` is another spelling of pref_loss=ipo."""
-    simpo_loss: bool | None = None
+    simpo_loss: StrictBool | None = None
     """`true` is another spelling of pref_loss=simpo."""
     beta: Positive | None = None
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -40,34 +45,40 @@ class LossConfig(Section):
     use_wpo: bool = False
     """WPO: weight pairs by how likely the policy finds them."""
     length_penalty: Annotated[float, Field(ge=0)] | None = None
-    """R-DPO: reward lost for each token that chosen is longer than rejected."""
+    """R-DPO: reward that a response owes for each of its tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switches_name_the_loss(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "pref_loss" in values:
+            return values
+        named = [name for switch, name in _SWITCHES.items() if values.get(switch) is True]
+        return {**values, "pref_loss": named[0]} if named else values
 
     @model_validator(mode="after")
     def _spellings_agree(self) -> LossConfig:
-        for switch, name in (("ipo", "ipo"), ("simpo_loss", "simpo")):
-            given = "pref_loss" in self.model_fields_set
-            if getattr(self, switch) and given and self.pref_loss not in (name, [name]):
-                raise ValueError(f"{switch}: true contradicts pref_loss: {self.pref_loss}; keep one")
         if self.ipo and self.simpo_loss:
             raise ValueError("ipo and simpo_loss are both true; keep one")
-        if "f_alpha_divergence_coef" in self.model_fields_set and self.f_divergence_type != "alpha_divergence":
+        for switch, name in _SWITCHES.items():
+            if getattr(self, switch) and self.pref_loss not in (name, [name]):
+                raise ValueError(f"{switch}: true contradicts pref_loss: {self.pref_loss}; keep one")
+        names = [name for name, _ in self._terms]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pref_loss adds up {' + '.join(names)}; name each loss once, with its weight")
+        if self.turned("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
             raise ValueError("f_alpha_divergence_coef only acts with f_divergence_type=alpha_divergence")
         return self
 
     @property
     def loss_weights(self) -> dict[str, float]:
         """Loss names with their weights, every accepted spelling resolved."""
-        if self.ipo:
-            names: dict[str, float] = {"ipo": 1.0}
-        elif self.simpo_loss:
-            names = {"simpo": 1.0}
-        elif isinstance(self.pref_loss, str):
-            names = {self.pref_loss: 1.0}
-        elif isinstance(self.pref_loss, list):
-            names = dict.fromkeys(self.pref_loss, 1.0)
-        else:
-            names = dict(self.pref_loss)
-        return {self._normalised_name(name): weight for name, weight in names.items()}
+        return dict(self._terms)
+
+    @property
+    def _terms(self) -> list[tuple[str, float]]:
+        names = [self.pref_loss] if isinstance(self.pref_loss, str) else self.pref_loss
+        weights = names if isinstance(names, dict) else {}
+        return [(self._normalised_name(name), weights.get(name, 1.0)) for name in names]
 
     def _normalised_name(self, name: str) -> str:
         renamed = {("sigmoid", True): "sigmoid_norm", ("ipo", False): "ipo_sum"}
@@ -94,9 +105,9 @@ class DPOConfig(LossConfig):
     """Everything a run needs to know."""
 
     exp_name: str = "thresher"
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     output_dir: str = "./output"
-    """Run directory: checkpoints, stores, the final model."""
+    """Run directory: checkpoints, prepared pairs and, unless logging_dir says otherwise, logs."""
     logging_dir: str | None = None
     """Metric logs; `output_dir`/logs when absent."""
     max_steps: PositiveInt | None = None
@@ -113,7 +124,7 @@ class DPOConfig(LossConfig):
     """`false`, the path of a checkpoint, or `auto`."""
     save_total_limit: PositiveInt = 3
     """How many of the newest checkpoints stay; the best stays as well."""
-    metric_for_best: str = "eval/loss"
+    metric_for_best: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
     greater_is_better: bool = False
     max_skipped_steps: PositiveInt = 5
     """Stop after so many steps in a row with a non-finite loss or gradient."""
@@ -144,6 +155,15 @@ class DPOConfig(LossConfig):
         if value is True:
             raise ValueError("use `auto` to go on from the newest checkpoint, or give a path")
         return False if value in (None, "false", "False", "") else value
+
+    @model_validator(mode="after")
+    def _precisions_of_the_reference_fit(self) -> DPOConfig:
+        own, policy = self.reference.model_args, self.actor_train.model_args
+        if (own.dtype or policy.dtype) == "fp32" and (own.master_dtype or policy.master_dtype) == "bf16":
+            raise ValueError(
+                "the reference cannot compute in fp32 from bf16 weights; remove its dtype and master_dtype"
+            )
+        return self
 
     @property
     def policy_path(self) -> str | None:

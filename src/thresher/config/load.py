@@ -37,12 +37,14 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     if not path.is_file():
         raise UserError(f"config file {path} does not exist; give the path of a YAML file")
+    if path.suffix != ".yaml":
+        raise UserError(f"config file {path} is not named like a config; Hydra reads `.yaml` files only, so rename it")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise UserError(f"config {path} cannot be read: {str(error).strip()}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds a {type(values).__name__}; it must be a mapping of keys")
@@ -51,10 +53,12 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _added(override: str, config_dir: Path) -> str:
     """Let `key=value` set a key that the YAML leaves out; the schema judges whether it exists."""
+    if override.startswith("~"):
+        return override
     key, separator, value = override.partition("=")
-    if not separator:
+    if not separator or not key.strip("+ "):
         raise UserError(f"override {override!r} is not of the form key=value")
     if key.endswith("device_mapping") and "(" in value and not value.startswith(("'", '"')):
         override = f'{key}="{value}"'  # Hydra would read `list(range(0,8))` as a call of its own
     is_group = (config_dir / key.partition("@")[0]).is_dir()
-    return override if is_group or override.startswith(("+", "~")) else f"++{override}"
+    return override if is_group or override.startswith("+") else f"++{override}"

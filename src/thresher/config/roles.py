@@ -32,7 +32,8 @@ class ModelArgs(Section):
     """Precision of forward and backward."""
     master_dtype: DType = "fp32"
     """Precision of the stored weights and the optimizer's state."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = None
+    """sdpa, eager, flash_attention_2; when absent, sdpa where the family has it."""
     pad_token: str | None = None
     """An existing token to pad with, for tokenizers that have none."""
     trust_remote_code: bool = False
@@ -46,11 +47,33 @@ class ModelArgs(Section):
     """Modules that get an adapter: names, or `all-linear`."""
 
     @model_validator(mode="after")
-    def _lora_settings_need_a_rank(self) -> ModelArgs:
-        set_without_rank = {"lora_alpha", "lora_dropout", "lora_target"} & self.model_fields_set
-        if self.lora_rank is None and set_without_rank:
-            raise ValueError(f"{', '.join(sorted(set_without_rank))} has no effect without lora_rank; set lora_rank")
+    def _precisions_fit(self) -> ModelArgs:
+        if self.dtype == "fp32" and self.master_dtype == "bf16":
+            raise ValueError("dtype fp32 cannot compute from master_dtype bf16; set master_dtype to fp32")
         return self
+
+    @model_validator(mode="after")
+    def _lora_settings_need_a_rank(self) -> ModelArgs:
+        turned = self.turned("lora_alpha", "lora_dropout", "lora_target")
+        if self.lora_rank is None and turned:
+            raise ValueError(f"{', '.join(turned)} has no effect without lora_rank; set lora_rank")
+        return self
+
+
+class ReferenceModelArgs(Section):
+    """What the reference may have of its own; the rest is as for the policy, so that step 0 is at margin 0."""
+
+    model_name_or_path: str | None = None
+    """Directory or GGUF file; `pretrain` when absent."""
+    model_type: Literal["causal_lm"] | None = None
+    dtype: DType | None = None
+    """Precision of the forward; the policy's when absent."""
+    master_dtype: DType | None = None
+    """Precision of the stored weights; the policy's when absent."""
+    attn_implementation: str | None = None
+    """The policy's when absent."""
+    trust_remote_code: bool | None = None
+    """The policy's when absent and the model is the same; otherwise off."""
 
 
 SCHEDULES = (
@@ -91,12 +114,11 @@ class TrainingArgs(Section):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TrainingArgs:
-        given = self.model_fields_set
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both set; keep one")
-        if "min_lr_ratio" in given and self.lr_scheduler_type != "cosine_with_min_lr":
+        if self.turned("min_lr_ratio") and self.lr_scheduler_type != "cosine_with_min_lr":
             raise ValueError("min_lr_ratio only acts with lr_scheduler_type=cosine_with_min_lr")
-        if "lr_power" in given and self.lr_scheduler_type != "polynomial":
+        if self.turned("lr_power") and self.lr_scheduler_type != "polynomial":
             raise ValueError("lr_power only acts with lr_scheduler_type=polynomial")
         if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
             raise ValueError("a constant schedule has no warm-up; use lr_scheduler_type=constant_with_warmup")
@@ -134,6 +156,8 @@ class DataArgs(Section):
     def _one_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
+        if self.store and (turned := self.turned("template", "truncation", "on_bad_row", "preprocessing_num_workers")):
+            raise ValueError(f"{', '.join(turned)} has no effect on a store, which is prepared already; remove it")
         return self
 
 
@@ -151,14 +175,15 @@ STRATEGIES = (
 class StrategyArgs(Section):
     """Which engine runs the role."""
 
-    strategy_name: Literal[STRATEGIES] = "fsdp2_train"  # type: ignore[valid-type]
-    strategy_config: dict[str, Any] = {}
+    strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
+    """fsdp2_train for the policy and hf_infer for the reference when absent."""
+    strategy_config: dict[str, PositiveInt] = {}
+    """Sizes of the axes: tp_size, pp_size, cp_size, dp_replicate."""
 
 
 class RoleConfig(Section):
     """What policy and reference have in common."""
 
-    model_args: ModelArgs = ModelArgs()
     strategy_args: StrategyArgs = StrategyArgs()
     device_mapping: list[int] | None = None
 
@@ -171,6 +196,7 @@ class RoleConfig(Section):
 class PolicyConfig(RoleConfig):
     """`actor_train`: the model in training."""
 
+    model_args: ModelArgs = ModelArgs()
     training_args: TrainingArgs = TrainingArgs()
     data_args: DataArgs = DataArgs()
 
@@ -178,7 +204,7 @@ class PolicyConfig(RoleConfig):
 class ReferenceConfig(RoleConfig):
     """`reference`: the frozen model."""
 
-    strategy_args: StrategyArgs = StrategyArgs(strategy_name="hf_infer")
+    model_args: ReferenceModelArgs = ReferenceModelArgs()
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
     infer_batch_size: PositiveInt = 8
     """Pairs scored at once when the reference is precomputed."""
@@ -189,7 +215,7 @@ class ReferenceConfig(RoleConfig):
 
     @model_validator(mode="after")
     def _sync_settings_agree(self) -> ReferenceConfig:
-        if self.sync_steps is None and "sync_alpha" in self.model_fields_set:
+        if self.sync_steps is None and self.turned("sync_alpha"):
             raise ValueError("sync_alpha has no effect without sync_steps; set sync_steps")
         if self.sync_steps is not None and self.mode not in ("auto", "concurrent"):
             raise ValueError(f"a reference that is synced must be alive: use mode=concurrent, not {self.mode}")

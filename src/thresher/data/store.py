@@ -61,31 +61,35 @@ class ShardIndex:
         return shard, pair_id - (int(self.ends[shard - 1]) if shard else 0)
 
 
+class _BatchView:
+    """A record batch as numpy views of the map: indexing Arrow scalars would cost more than reading the tokens."""
+
+    def __init__(self, batch: Any) -> None:
+        self._ids = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in range(3)]
+        # a column of masks is mostly null; None says that it is so throughout
+        self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
+        self._weights, self._margins = (batch.column(at).to_numpy() for at in (5, 6))
+
+    def pair(self, row: int) -> Pair:
+        # copies, not views: a pair stays valid and writable after its shard is unmapped
+        prompt, chosen, rejected = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._ids)
+        chosen_mask, rejected_mask = (None if column is None else _mask(column[row]) for column in self._masks)
+        weight, margin = float(self._weights[row]), float(self._margins[row])
+        return Pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+
+
 class Shard:
     """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
 
     def __init__(self, path: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        self._batches: dict[int, Any] = {}
-
-    def _batch(self, number: int) -> Any:
-        if number not in self._batches:
-            self._batches[number] = self._reader.get_batch(number)
-        return self._batches[number]
+        self._batches: dict[int, _BatchView] = {}
 
     def pair(self, row: int) -> Pair:
-        batch, row = self._batch(row // ROWS_PER_RECORD_BATCH), row % ROWS_PER_RECORD_BATCH
-        # copies, not views: a pair stays valid and writable after its shard is unmapped
-        prompt, chosen, rejected = (batch.column(column)[row].values.to_numpy().copy() for column in range(3))
-        return Pair(
-            prompt_ids=prompt,
-            chosen_ids=chosen,
-            rejected_ids=rejected,
-            chosen_mask=_mask(batch.column(3)[row]),
-            rejected_mask=_mask(batch.column(4)[row]),
-            weight=batch.column(5)[row].as_py(),
-            margin=batch.column(6)[row].as_py(),
-        )
+        number, row = divmod(row, ROWS_PER_RECORD_BATCH)
+        if number not in self._batches:
+            self._batches[number] = _BatchView(self._reader.get_batch(number))
+        return self._batches[number].pair(row)
 
     def hashes(self, column: str) -> Hashes:
         parts = [self._reader.get_batch(number).column(column) for number in range(self._reader.num_record_batches)]
@@ -158,6 +162,16 @@ class PairStore:
     def identity(self) -> str:
         """Digest of what the store was made from: sources, tokenizer, template and settings."""
         return str(self.manifest["identity"])
+
+    @property
+    def longest_pair(self) -> int:
+        """Tokens of the longest prompt plus response."""
+        return int(self.manifest["longest_pair"])
+
+    @property
+    def columns_in_use(self) -> frozenset[str]:
+        """Which of weight and margin differ from their neutral value in some pair."""
+        return frozenset(self.manifest["columns_in_use"])
 
     @property
     def scored_lengths(self) -> Lengths:

@@ -126,6 +126,8 @@ class StoreWriter:
         self._lengths = (self._directory / "lengths.bin").open("wb")
         self._scored = (self._directory / "scored.bin").open("wb")
         self._has_masks = False
+        self._columns_in_use: set[str] = set()
+        self._longest = 0
         self._content = hashlib.sha256()
 
     def __enter__(self) -> StoreWriter:
@@ -163,6 +165,8 @@ class StoreWriter:
             "format_version": FORMAT_VERSION,
             "num_pairs": sum(shard.num_pairs for shard in self._shards),
             "content_digest": self._content.hexdigest(),
+            "longest_pair": self._longest,
+            "columns_in_use": sorted(self._columns_in_use),
             **fields,
             "indexes": [asdict(_describe(self._directory, name)) for name in names],
             "shards": [asdict(shard) for shard in self._shards],
@@ -199,12 +203,16 @@ class StoreWriter:
         for name in _CONTENT_DTYPE.names or ():
             rows[name] = np.frombuffer(_value_bytes(batch.column(name)), dtype=_CONTENT_DTYPE[name])
         self._content.update(rows.tobytes())
+        for name, neutral in (("weight", 1.0), ("margin", 0.0)):
+            if (rows[name] != neutral).any():
+                self._columns_in_use.add(name)
         if self._pairs_in_shard == self._shard_rows:
             self._close_shard(discard=False)
 
     def _write_lengths(self, batch: Any) -> None:
         lengths = np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
         _write_array(self._lengths, lengths)
+        self._longest = max(self._longest, int((lengths[:, 0] + lengths[:, 1:].max(axis=1)).max()))
         scored = lengths[:, 1:].copy()
         for side, column in enumerate((batch.column("chosen_mask"), batch.column("rejected_mask"))):
             if column.null_count == len(column):

@@ -94,10 +94,14 @@ class Objective:
             total += weight * loss.zero_margin_loss
         return total
 
+    def check_columns(self, *, weight: bool, margin: bool) -> None:
+        """Refuse, before a run starts, columns of the data that one of the losses would ignore."""
+        self._check_supported("margin", margin)
+        self._check_supported("weight", weight)
+
     def __call__(self, pairs: PairLogps) -> ObjectiveOutput:
         """Compute the loss of each pair and the metrics."""
-        self._check_supported("margin", pairs.margin is not None)
-        self._check_supported("weight", pairs.weight is not None)
+        self.check_columns(weight=pairs.weight is not None, margin=pairs.margin is not None)
         scores = score_pairs(
             pairs,
             f_divergence=FDivergence(self.f_divergence, self.f_alpha_divergence_coef),

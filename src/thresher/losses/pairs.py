@@ -101,8 +101,8 @@ def concat_pairs(parts: Sequence[PairLogps]) -> PairLogps:
     return PairLogps(
         _concat_sides([part.policy for part in parts]),
         _concat_sides(references) if references else None,
-        _concat_optional([part.weight for part in parts]),
-        _concat_optional([part.margin for part in parts]),
+        _concat_columns([part.weight for part in parts], parts, neutral=1.0),
+        _concat_columns([part.margin for part in parts], parts, neutral=0.0),
     )
 
 
@@ -110,8 +110,13 @@ def _concat_sides(parts: Sequence[SidesLogps]) -> SidesLogps:
     return SidesLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
 
 
-def _concat_optional(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    if present and len(present) != len(parts):
-        raise ValueError(f"{len(present)} of {len(parts)} micro-batches carry a pair column; all or none must")
-    return torch.cat(present) if present else None
+def _concat_columns(columns: Sequence[Tensor | None], parts: Sequence[PairLogps], neutral: float) -> Tensor | None:
+    present = next((column for column in columns if column is not None), None)
+    if present is None:
+        return None
+    # a micro-batch whose pairs say nothing about a column leaves it out
+    filled = [
+        present.new_full((part.num_pairs,), neutral) if column is None else column
+        for column, part in zip(columns, parts, strict=True)
+    ]
+    return torch.cat(filled)

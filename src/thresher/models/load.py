@@ -5,6 +5,7 @@ Decides: no code from model repositories unless trusted, no pickled weights, eve
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 
 from thresher.errors import UserError
 
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -30,7 +32,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, **gguf
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
     return tokenizer
 
@@ -39,7 +41,7 @@ def load_model(
     path: str,
     *,
     dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with every dropout off."""
@@ -67,9 +69,10 @@ def turn_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # attention layers of transformers keep their rate as a plain float
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        # many layers of transformers keep a rate as a plain float: dropout, attention_dropout, layerdrop, jitter_noise
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int:
@@ -93,7 +96,9 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
     location = Path(path)
     if location.suffix == ".gguf":
         if not location.is_file():
-            raise UserError(f"model file {path} does not exist")
+            raise UserError(
+                f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
+            )
         return str(location.parent), {"gguf_file": location.name}
     if location.is_dir():
         if not (location / "config.json").is_file():
@@ -102,8 +107,10 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
                 "`.gguf` file"
             )
         return str(location), {}
-    if path.startswith((".", "/", "~")) or location.suffix:
-        raise UserError(f"model directory {path} does not exist")
+    if not _HUB_ID.fullmatch(path):
+        raise UserError(
+            f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
+        )
     return path, {}
 
 

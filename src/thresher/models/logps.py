@@ -67,6 +67,7 @@ class PairModel:
         bias = None if self.head.bias is None else self.head.bias.to(rows.dtype)
         transform = LogitTransform.of(self.causal_lm)
         if transform.softcap is None:
+            bias = None if bias is None else bias * transform.scale
             return -F.linear_cross_entropy(
                 rows * transform.scale, weight, targets, linear_bias=bias, reduction="none", options=_CHUNKED
             )

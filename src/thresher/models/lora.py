@@ -32,11 +32,10 @@ def attach_lora(
         raise UserError(
             f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
         ) from error
+    # the log-probabilities read the head's weight directly, so an adapter on it would never be trained
+    if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
+        raise UserError(f"lora_target {list(target)} reaches the LM head, which takes no adapter; leave it out")
     return adapted
-
-
-def has_adapter(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def without_adapter(model: Any) -> AbstractContextManager[None]:

@@ -1,11 +1,10 @@
-"""What a run tells the world: trackers, timings, memory, and no secrets."""
+"""What a run tells the world: trackers, rates, memory, and no secrets."""
 
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.jsonl import JsonlTracker, read_metrics
 from thresher.observe.make import TRACKER_NAMES, TrackerSettings, make_trackers
 from thresher.observe.memory import memory_metrics
 from thresher.observe.redact import redact, redact_text
-from thresher.observe.timing import Timings
 from thresher.observe.tracker import RunInfo, Status, Tracker, Trackers
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "JsonlTracker",
     "RunInfo",
     "Status",
-    "Timings",
     "Tracker",
     "TrackerSettings",
     "Trackers",

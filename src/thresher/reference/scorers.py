@@ -22,10 +22,11 @@ class LiveReference:
     """Score at the moment of need: a frozen model, or the policy with its adapter off."""
 
     score: Callable[[PairBatch], SidesLogps]
+    device: torch.device
     seconds_per_pair: float = 0.0
 
     def logps(self, batch: PairBatch) -> SidesLogps:
-        return self.score(batch)
+        return _to(self.score(batch), self.device)
 
 
 class PairSource(Protocol):

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.checkpoint.tensors import load_tensors, save_tensors
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.strategy import InferStrategy, TrainStrategy
 
 
 @dataclass(frozen=True)
 class SyncedReference:
     """Pull the reference towards the policy every `every_steps` steps by `alpha`."""
 
-    reference: NativeInfer
+    reference: InferStrategy
     policy: TrainStrategy
     every_steps: int
     alpha: float

@@ -10,7 +10,7 @@ from torch import Tensor
 from thresher.data.batch import PairBatch
 from thresher.losses.metrics import MetricSum, merge_metrics
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_logps
+from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs
 from thresher.strategies.strategy import Metrics, MicroBatch
 
 Score = Callable[[PairBatch], SidesLogps]
@@ -48,11 +48,14 @@ def _accumulate_coupled(
     One more forward than other losses, and exact for any micro-batch size: the objective sees the whole step at once
     and its gradient with respect to every logp is the chain rule's outer factor.
     """
-    with torch.no_grad():
+    # forked: the second pass draws the same dropout masks again
+    with torch.no_grad(), torch.random.fork_rng():
         scored = [score(micro.pairs) for micro in micro_batches]
     chosen = [_as_leaf(sides.chosen) for sides in scored]
     rejected = [_as_leaf(sides.rejected) for sides in scored]
-    joined = _join([pair_logps(m, SidesLogps(c, r)) for m, c, r in zip(micro_batches, chosen, rejected, strict=True)])
+    joined = concat_pairs(
+        [pair_logps(m, SidesLogps(c, r)) for m, c, r in zip(micro_batches, chosen, rejected, strict=True)]
+    )
     output = objective(joined)
     total = output.per_pair.sum() / num_pairs_in_step
     gradients = torch.autograd.grad(total, [side.values for side in (*chosen, *rejected)])
@@ -67,7 +70,7 @@ def evaluate_objective(score: Score, micro_batches: Iterable[MicroBatch], object
     """Metric sums without gradient, over all micro-batches; a coupled loss sees them all at once."""
     with torch.no_grad():
         if objective.couples_pairs:
-            joined = _join([pair_logps(micro, score(micro.pairs)) for micro in micro_batches])
+            joined = concat_pairs([pair_logps(micro, score(micro.pairs)) for micro in micro_batches])
             return objective(joined).metrics
         metrics: dict[str, MetricSum] = {}
         for micro in micro_batches:
@@ -77,42 +80,20 @@ def evaluate_objective(score: Score, micro_batches: Iterable[MicroBatch], object
 
 def pair_logps(micro: MicroBatch, policy: SidesLogps) -> PairLogps:
     """Everything the objective may see of a micro-batch."""
-    device = policy.chosen.values.device
-    weights = [pair.weight for pair in micro.pairs.pairs]
-    margins = [pair.margin for pair in micro.pairs.pairs]
     return PairLogps(
         policy=policy,
         reference=micro.reference,
-        weight=torch.tensor(weights, device=device) if any(w != 1.0 for w in weights) else None,
-        margin=torch.tensor(margins, device=device) if any(m != 0.0 for m in margins) else None,
+        weight=_column([pair.weight for pair in micro.pairs.pairs], 1.0, policy),
+        margin=_column([pair.margin for pair in micro.pairs.pairs], 0.0, policy),
     )
+
+
+def _column(values: list[float], neutral: float, policy: SidesLogps) -> Tensor | None:
+    """A column that says nothing is none: losses that do not know it need not refuse it."""
+    if all(value == neutral for value in values):
+        return None
+    return torch.tensor(values, dtype=torch.float32, device=policy.chosen.values.device)
 
 
 def _as_leaf(side: ResponseLogps) -> ResponseLogps:
     return ResponseLogps(side.values.detach().requires_grad_(), side.lengths, side.log_collision)
-
-
-def _join(parts: Sequence[PairLogps]) -> PairLogps:
-    policy = _join_sides([part.policy for part in parts])
-    references = [part.reference for part in parts if part.reference is not None]
-    return PairLogps(
-        policy=policy,
-        reference=_join_sides(references) if references else None,
-        weight=_join_column([part.weight for part in parts], parts, fill=1.0),
-        margin=_join_column([part.margin for part in parts], parts, fill=0.0),
-    )
-
-
-def _join_sides(parts: Sequence[SidesLogps]) -> SidesLogps:
-    return SidesLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
-
-
-def _join_column(column: Sequence[Tensor | None], parts: Sequence[PairLogps], fill: float) -> Tensor | None:
-    if all(values is None for values in column):
-        return None
-    device = parts[0].policy.chosen.values.device
-    full = [
-        torch.full((part.num_pairs,), fill, device=device) if values is None else values
-        for values, part in zip(column, parts, strict=True)
-    ]
-    return torch.cat(full)

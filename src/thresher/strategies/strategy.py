@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from thresher.data.batch import PairBatch
@@ -55,8 +56,26 @@ class Scorer(Protocol):
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps: ...
 
 
+class InferStrategy(Scorer, Protocol):
+    """The reference's engine."""
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    def pull_towards(self, weights: Mapping[str, Tensor], alpha: float) -> None:
+        """Move to alpha * weights + (1 - alpha) * own."""
+        ...
+
+
 class TrainStrategy(Scorer, Protocol):
     """The policy's engine."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the model was built for; None where it has no limit."""
+        ...
 
     @property
     def data_rank(self) -> int: ...
@@ -89,6 +108,10 @@ class TrainStrategy(Scorer, Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """The trainable weights by name."""
+        ...
+
+    def frozen_weights(self) -> Mapping[str, Tensor]:
+        """The weights that training leaves alone: the base under an adapter."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -38,4 +38,4 @@ class NativeInfer:
     def pull_towards(self, weights: Mapping[str, Tensor], alpha: float) -> None:
         """TR-DPO: move to alpha * weights + (1 - alpha) * own."""
         for name, own in self.model.named_parameters():
-            own.lerp_(weights[name].to(own.dtype), alpha)
+            own.lerp_(weights[name].to(own), alpha)

@@ -80,7 +80,8 @@ class NativeTrain:
 
         def score(batch: PairBatch) -> SidesLogps:
             arranged = self._layout.arrange(batch)
-            self._tokens += TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens)
+            if torch.is_grad_enabled():  # a loss that couples pairs scores them twice; tokens are counted once
+                self._tokens += TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens)
             return self._pair_model.score(arranged, with_log_collision=objective.needs_log_collision)
 
         return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step)
@@ -109,6 +110,11 @@ class NativeTrain:
     def device(self) -> torch.device:
         return self._pair_model.device
 
+    @property
+    def max_positions(self) -> int | None:
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
     def save(self, directory: Path) -> None:
         """Write the trainable weights and the optimizer's state."""
         save_tensors(directory, "weights", self.weights())
@@ -117,11 +123,13 @@ class NativeTrain:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, bitwise."""
         stored = load_tensors(directory, "weights")
-        if set(stored) != set(self._names.values()):
-            odd = sorted(set(stored) ^ set(self._names.values()))
+        expected = {name: (p.shape, p.dtype) for p, name in self._names.items()}
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+        odd = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        if odd:
             raise CheckpointError(
                 f"the checkpoint in {directory} was made for another model: {len(odd)} weights differ, such as "
-                f"{odd[0]}; resume with the same pretrain and lora settings"
+                f"{odd[0]}; resume with the same pretrain, master_dtype and lora settings"
             )
         with torch.no_grad():
             for parameter, name in self._names.items():

@@ -1,0 +1,361 @@
+"""Mistakes that a person can mend: one message that names the mend, exit code 2, no traceback. The texts are held here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROW = {"prompt": "Say hello.\n", "chosen": "Hello, dear friend!", "rejected": "Go away."}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def thresher(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process; return its exit code and its one message."""
+    from thresher.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, the_message(capsys.readouterr().err)
+
+    return run
+
+
+def the_message(stderr: str) -> str:
+    """What follows `error:`, which must stand there once, at the end, and without a traceback."""
+    assert "Traceback" not in stderr
+    assert stderr.count("error: ") <= 1
+    return stderr.rpartition("error: ")[2].strip()
+
+
+def in_a_process(directory: Path, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "thresher", *arguments],
+        cwd=directory,
+        env=os.environ | OFFLINE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, the_message(done.stderr)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path, stories_dir):
+    """Write a config that runs as it is, changed by dotted keys; return its path."""
+    write_rows(tmp_path / "pairs.jsonl", [{**ROW, "prompt": f"Say hello {i}.\n"} for i in range(8)])
+
+    def write(**changes: object) -> str:
+        values = {
+            "pretrain": str(stories_dir),
+            "output_dir": "out",
+            "max_steps": 1,
+            "track_with": [],
+            "actor_train": {
+                "model_args": {"dtype": "fp32"},
+                "data_args": {"file_name": "pairs.jsonl", "template": "raw"},
+                "training_args": {"per_device_train_batch_size": 4},
+            },
+        }
+        for key, value in changes.items():
+            *sections, last = key.split("__")
+            place = values
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = value
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+        return "run.yaml"
+
+    return write
+
+
+@pytest.mark.real
+def test_the_config_that_all_cases_below_spoil_runs(thresher, config, tmp_path):
+    assert thresher("train", config())[0] == 0
+    assert (tmp_path / "out" / "checkpoints" / "step-00000001").is_dir()
+
+
+@pytest.mark.real
+def test_a_data_set_smaller_than_one_batch(thresher, config, tmp_path):
+    path = config(actor_train__training_args__per_device_train_batch_size=16)
+    assert thresher("train", path) == (
+        2,
+        "the training set has 8 pairs, fewer than one global batch of 16; lower "
+        "actor_train.training_args.per_device_train_batch_size or gradient_accumulation_steps, or add data",
+    )
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.real
+def test_an_empty_file(thresher, config, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    assert thresher("train", config(actor_train__data_args__file_name="empty.jsonl")) == (
+        2,
+        "'empty.jsonl' is empty; remove it from data_args.file_name or write it again",
+    )
+
+
+@pytest.mark.real
+def test_a_file_that_does_not_exist(thresher, config):
+    code, message = thresher("train", config(actor_train__data_args__file_name="./pears.jsonl"))
+    assert (code, message) == (2, "'./pears.jsonl' does not exist; did you mean ./pairs.jsonl?")
+
+
+@pytest.mark.real
+def test_no_file_at_all(thresher, config):
+    assert thresher("train", config(actor_train__data_args__file_name=[])) == (
+        2,
+        "data_args.file_name names no file; give a path, a glob, a URL or a list of them",
+    )
+
+
+@pytest.mark.real
+def test_a_missing_column(thresher, config, tmp_path):
+    write_rows(tmp_path / "odd.jsonl", [{"prompt": "a", "chosen": "b", "rejectd": "c"}] * 8)
+    code, message = thresher("train", config(actor_train__data_args__file_name="odd.jsonl"))
+    assert code == 2
+    assert message.startswith(
+        "odd.jsonl, line 1: the columns prompt, chosen, rejectd are no shape we know (rejected not found). "
+        "Name your columns with rejected_key=rejectd, or write rows in one of these shapes:\n"
+    )
+
+
+@pytest.mark.real
+def test_a_column_that_a_key_names_and_the_data_lacks(thresher, config):
+    assert thresher("train", config(chosen_key="chosn")) == (
+        2,
+        "pairs.jsonl, line 1: no column 'chosn', which chosen_key names; the columns are prompt, chosen, rejected; "
+        "did you mean 'chosen'?",
+    )
+
+
+@pytest.mark.real
+def test_a_mistyped_key_in_a_process_of_its_own(config, tmp_path):
+    path = config(actor_train__training_args__lerning_rate=1e-6)
+    assert in_a_process(tmp_path, "train", path, "bta=0.2") == (
+        2,
+        "the configuration has mistakes:\n"
+        "  - actor_train.training_args.lerning_rate: unknown key; did you mean `learning_rate`?\n"
+        "  - bta: unknown key; did you mean `beta`?",
+    )
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_an_unknown_loss_in_a_process_of_its_own(config, tmp_path):
+    code, message = in_a_process(tmp_path, "train", config(pref_loss="sigmod"))
+    assert code == 2
+    assert message.startswith("unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are aot, aot_unpaired, apo_")
+
+
+@pytest.fixture
+def stories_without(stories_dir, tmp_path):
+    """A copy of the model whose tokenizer lacks some entries."""
+
+    def copy(*entries: str) -> str:
+        target = shutil.copytree(stories_dir, tmp_path / "model")
+        path = target / "tokenizer_config.json"
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in values.items() if key not in entries}))
+        return "./model"
+
+    return copy
+
+
+@pytest.mark.real
+def test_a_pad_token_that_is_missing(thresher, config, stories_without):
+    model = stories_without("pad_token")
+    assert thresher("train", config(pretrain=model)) == (
+        2,
+        "the tokenizer of ./model has no pad token; name one that exists, such as "
+        "`actor_train.model_args.pad_token=<unk>`",
+    )
+    assert thresher("train", config(pretrain=model), "actor_train.model_args.pad_token='<unk>'")[0] == 0
+
+
+@pytest.mark.real
+def test_a_pad_token_that_the_vocabulary_lacks(thresher, config, stories_dir):
+    assert thresher("train", config(actor_train__model_args__pad_token="<pad>")) == (
+        2,
+        f"pad_token '<pad>' is not in the vocabulary of {stories_dir}; name an existing token",
+    )
+
+
+@pytest.mark.real
+def test_a_model_directory_without_a_chat_template(thresher, config):
+    assert thresher("train", config(actor_train__data_args__template="auto")) == (
+        2,
+        "the tokenizer has no chat template; use data_args.template=raw for plain text, or "
+        "data_args.template=FILE.jinja for a template of your own",
+    )
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"pretrain": "./nowhere"},
+            "model directory ./nowhere does not exist; give the path of a Hugging Face model directory or of a `.gguf` "
+            "file",
+        ),
+        (
+            {"pretrain": "./nowhere.gguf"},
+            "model file ./nowhere.gguf does not exist; give the path of a `.gguf` file or of a model directory",
+        ),
+        ({"pretrain": None}, "no model is named; set pretrain to a model directory or a .gguf file"),
+        (
+            {"pretrain": "."},
+            "model directory . has no config.json; give a Hugging Face model directory, or the path of a `.gguf` file",
+        ),
+        (
+            {"gamma": 0.5},
+            "gamma is no knob of sigmoid; it belongs to simpo; sigmoid has beta, label_smoothing",
+        ),
+        (
+            {"pref_loss": "simpo", "reference__mode": "precompute"},
+            "this loss needs no reference, so the reference settings would do nothing; remove reference.mode and "
+            "reference.sync_steps, or choose a loss that needs one",
+        ),
+        (
+            {"reference__mode": "none"},
+            "reference.mode is none, but this loss needs a reference; use auto, or a loss without one",
+        ),
+        (
+            {"pref_loss": "orpo", "length_normalization": False},
+            "length_normalization: false does not fit pref_loss orpo; losses over lengths-averaged logps are ipo, "
+            "orpo, sigmoid_norm, simpo, over sums ipo_sum, sigmoid; choose one of them or remove length_normalization",
+        ),
+        (
+            {"actor_train__strategy_args__strategy_name": "megatron_train"},
+            "actor_train.strategy_args.strategy_name megatron_train cannot run in one process; use fsdp2_train",
+        ),
+        (
+            {"reference__strategy_args__strategy_name": "megatron_infer"},
+            "reference.strategy_args.strategy_name megatron_infer cannot run in one process; use hf_infer or "
+            "fsdp2_infer",
+        ),
+        (
+            {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
+            "actor_train.strategy_args.strategy_config {'tensor_parallel_size': 4} asks for several processes or "
+            "unknown settings, and this run has one; leave it out",
+        ),
+        (
+            {"actor_train__device_mapping": "list(range(0,8))"},
+            "device_mapping names 8 devices, and one process trains on one; name one device or leave device_mapping "
+            "out",
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_cannot_work(thresher, config, tmp_path, changes, message):
+    assert thresher("train", config(**changes)) == (2, message)
+    if "strategy" in message or "device" in message:
+        assert not (tmp_path / "out").exists()  # refused before the data was prepared
+
+
+@pytest.mark.real
+def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
+    assert thresher("train", config())[0] == 0
+    assert thresher("train", config()) == (
+        2,
+        "out/checkpoints holds checkpoints of an earlier run, up to step-00000001; go on with "
+        "resume_from_checkpoint=auto, or set another output_dir",
+    )
+
+
+@pytest.mark.real
+def test_a_checkpoint_of_other_lora_settings(thresher, config):
+    assert thresher("train", config(actor_train__model_args__lora_rank=2))[0] == 0
+    path = config(actor_train__model_args__lora_rank=4, max_steps=2, resume_from_checkpoint="auto")
+    code, message = thresher("train", path)
+    assert code == 2
+    assert message.startswith("the checkpoint in out/checkpoints/step-00000001 was made for another model: ")
+    assert message.endswith("resume with the same pretrain, master_dtype and lora settings")
+
+
+def test_exporting_what_is_no_checkpoint(thresher, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source in ("empty", "nowhere"):
+        assert thresher("export", source, "--output", "model") == (
+            2,
+            f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint",
+        )
+
+
+def test_exporting_in_an_unknown_precision(thresher):
+    assert thresher("export", ".", "--output", "model", "--dtype", "fp8") == (
+        2,
+        "--dtype fp8 is unknown; use fp32 or bf16",
+    )
+
+
+@pytest.mark.real
+def test_exporting_a_run_and_its_best_checkpoint(thresher, config, tmp_path):
+    assert thresher("train", config())[0] == 0
+    assert thresher("export", "out", "--output", "best", "--best") == (
+        2,
+        "no checkpoint in out was evaluated, so none is the best; leave --best out",
+    )
+    assert thresher("export", "out", "--output", "model")[0] == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_config_file_that_does_not_exist(thresher):
+    assert thresher("train", "nowhere.yaml") == (
+        2,
+        "config file nowhere.yaml does not exist; give the path of a YAML file",
+    )
+    assert thresher("config", "show", "nowhere.yaml")[0] == 2
+
+
+def test_a_message_is_not_read_as_markup(thresher):
+    """Square brackets of a message must reach the reader as they are."""
+    assert thresher("train", "[bold]nowhere[/].yaml")[1].startswith("config file [bold]nowhere[/].yaml does not exist")
+
+
+def test_help_answers_in_a_second_and_imports_no_torch():
+    script = (
+        "import sys; sys.argv = ['thresher', '--help']\n"
+        "from thresher.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'hydra', 'pyarrow', 'datasets', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: others may use the machine as well
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+    for verb in ("prepare", "inspect", "train", "export", "losses", "config"):
+        assert verb in done.stdout
+    assert min(seconds) < 1.0
+
+
+def test_the_console_script_is_this_command_line():
+    (script,) = entry_points(group="console_scripts", name="thresher")
+    assert script.value == "thresher.cli:main"

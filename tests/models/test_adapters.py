@@ -1,0 +1,98 @@
+"""LoRA: an adapter starts as nothing, can be taken off exactly, and can be folded in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import MIXED, tiny_model
+
+from thresher.errors import UserError
+from thresher.losses.pairs import SidesLogps
+from thresher.models.layouts import PaddedLayout
+from thresher.models.lora import attach_lora, merged, without_adapter
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+
+LAYOUT = PaddedLayout(pad_id=0)
+FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]
+
+
+def adapted(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
+    return attach_lora(tiny_model(family), rank=4, alpha=None, dropout=dropout, target=["all-linear"])
+
+
+def score(model: torch.nn.Module) -> SidesLogps:
+    return NativeInfer(model, LAYOUT, torch.float32).score(MIXED)
+
+
+@torch.no_grad()
+def stir(model: torch.nn.Module) -> None:
+    """Give the adapters weights as a training would."""
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0.0, 0.1)
+
+
+def assert_same(one: SidesLogps, other: SidesLogps) -> None:
+    assert torch.equal(one.chosen.values, other.chosen.values)
+    assert torch.equal(one.rejected.values, other.rejected.values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_adapter_leaves_every_output_as_it_was(family):
+    assert_same(score(adapted(family)), score(tiny_model(family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_its_adapter_a_trained_model_is_its_base_bit_for_bit(family):
+    model = adapted(family)
+    stir(model)
+    trained = score(model)
+    with without_adapter(model):
+        base = score(model)
+    assert_same(base, score(tiny_model(family)))
+    assert (trained.chosen.values - base.chosen.values).abs().max() > 1e-2
+    assert_same(score(model), trained)  # and the adapter is back
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_model_says_what_the_adapted_one_said(family):
+    model = adapted(family)
+    stir(model)
+    trained = score(model)
+    plain = merged(model)
+    assert not any("lora" in name for name, _ in plain.named_parameters())
+    torch.testing.assert_close(score(plain).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
+
+
+def test_only_the_adapter_is_trained_and_it_still_is_after_the_base_was_scored():
+    policy = NativeTrain(adapted("llama"), LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
+    assert policy.weights()
+    assert all("lora_" in name for name in policy.weights())
+    assert not any("lora_" in name for name in policy.frozen_weights())
+    policy.score_base(MIXED)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in policy.model.named_parameters())
+
+
+def test_adapter_dropout_acts_in_training_and_not_in_scoring():
+    model = adapted("llama", dropout=0.5)
+    stir(model)
+    policy = NativeTrain(model, LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
+    arranged = LAYOUT.arrange(MIXED)
+    once, again = (policy._pair_model.score(arranged).chosen.values for _ in range(2))
+    assert not torch.equal(once, again)
+    assert_same(policy.score(MIXED), policy.score(MIXED))
+
+
+def test_alpha_is_twice_the_rank_by_default():
+    assert adapted("llama").peft_config["default"].lora_alpha == 8
+
+
+def test_a_target_that_matches_nothing_is_answered_with_what_there_is():
+    with pytest.raises(UserError) as caught:
+        attach_lora(tiny_model("llama"), rank=4, alpha=None, dropout=0.0, target=["qqq"])
+    assert str(caught.value) == (
+        "lora_target ['qqq'] matches nothing in this model; its linear modules are down_proj, gate_proj, k_proj, "
+        "lm_head, o_proj, q_proj, up_proj, v_proj"
+    )

@@ -1,0 +1,128 @@
+"""What `thresher export` writes is a model that transformers loads on its own and that says what the policy said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from thresher.assembly.engines import build_policy
+from thresher.assembly.export import export_checkpoint
+from thresher.assembly.run import build_layout
+from thresher.config import parse_config
+from thresher.errors import CheckpointError, UserError
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.real
+
+KINDS = {
+    "all weights": {},
+    "lora": {"lora_rank": 4},
+    "lora on two modules": {"lora_rank": 2, "lora_target": ["q_proj"]},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+def trained(request, stories_dir, polite_file, tmp_path_factory):
+    """A run of two large steps: its config and its last checkpoint."""
+    directory = tmp_path_factory.mktemp("run")
+    rows = json.loads(polite_file.read_text())[:16]
+    (directory / "rows.json").write_text(json.dumps(rows))
+    config = parse_config(
+        {
+            "pretrain": str(stories_dir),
+            "output_dir": str(directory),
+            "max_steps": 2,
+            "track_with": [],
+            "actor_train": {
+                "model_args": {"dtype": "fp32", **request.param},
+                "data_args": {"file_name": str(directory / "rows.json"), "template": "raw"},
+                "training_args": {"learning_rate": 0.01, "lr_scheduler_type": "constant"},
+            },
+        }
+    )
+    DPOPipeline(config).run()
+    return config, directory / "checkpoints" / "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("export") / "model"
+    export_checkpoint(trained[1], output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def ids(stories_dir) -> torch.Tensor:
+    return AutoTokenizer.from_pretrained(stories_dir)("Once upon a time there was a", return_tensors="pt")["input_ids"]
+
+
+def test_plain_transformers_gives_the_policys_logits(trained, exported, stories_dir, ids):
+    config, checkpoint = trained
+    policy = build_policy(config, build_layout(config)[1])
+    policy.load(checkpoint)
+    plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    start = AutoModelForCausalLM.from_pretrained(stories_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        ours = policy.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(plain(input_ids=ids).logits, ours, atol=1e-5, rtol=1e-5)
+        assert (start(input_ids=ids).logits - ours).abs().max() > 0.1  # the training did something
+
+
+def test_the_directory_holds_a_model_and_a_tokenizer_and_no_trace_of_the_trainer(exported, stories_dir):
+    assert {path.name for path in exported.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config = json.loads((exported / "config.json").read_text())
+    assert config["use_cache"] is True
+    assert config["dtype"] == "float32"
+    for trace in ("thresher", "lora", "peft", "quantization"):
+        assert trace not in (exported / "config.json").read_text()
+    theirs = load_file(stories_dir / "model.safetensors")
+    ours = load_file(exported / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert not [path for path in exported.parent.iterdir() if path != exported]  # nothing staged is left
+
+
+def test_the_exported_model_generates(exported, ids):
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    out = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, ids.shape[1] + 4)
+    assert AutoTokenizer.from_pretrained(exported).decode(out[0])
+
+
+def test_the_precision_can_be_chosen(trained, tmp_path):
+    export_checkpoint(trained[1], tmp_path / "half", dtype="bf16")
+    assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_directory_that_holds_something_is_left_alone(trained, exported):
+    before = (exported / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="model is not an empty directory; name a new one"):
+        export_checkpoint(trained[1], exported)
+    assert (exported / "model.safetensors").read_bytes() == before
+
+
+def test_a_file_in_the_way_is_left_alone(trained, tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(UserError, match="model is not an empty directory; name a new one"):
+        export_checkpoint(trained[1], tmp_path / "model")
+
+
+def test_a_checkpoint_that_was_changed_is_not_exported(trained, tmp_path):
+    copy = shutil.copytree(trained[1], tmp_path / "step-00000002")
+    weights = bytearray((copy / "weights.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "weights.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors"):
+        export_checkpoint(copy, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

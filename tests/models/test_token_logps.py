@@ -1,0 +1,199 @@
+"""Our logps are those of the model's own logits, for every family, whatever stands beside a pair in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thresher.data.batch import Pair
+from thresher.errors import UserError
+from thresher.losses.pairs import SidesLogps
+from thresher.models.layouts import PaddedLayout
+from thresher.models.load import turn_dropout_off
+from thresher.models.logps import LogitTransform, PairModel
+from thresher.models.selfcheck import check_against_own_forward
+
+LAYOUT = PaddedLayout(pad_id=0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family):
+    """In training mode, as a policy is, with every dropout off."""
+    model = tiny_model(family).train()
+    turn_dropout_off(model)
+    return model
+
+
+def score(model: torch.nn.Module, batch, **options) -> SidesLogps:
+    return PairModel(model, torch.float32).score(LAYOUT.arrange(batch), **options)
+
+
+@torch.no_grad()
+def own_logps(model: torch.nn.Module, prompt, response, mask) -> torch.Tensor:
+    """The oracle: one sequence alone, its whole logits, log_softmax, and the scored tokens picked by hand."""
+    ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
+    logits = model.eval()(input_ids=ids, use_cache=False).logits[0].double()
+    logps = [
+        logits[len(prompt) + i - 1].log_softmax(-1)[token]
+        for i, token in enumerate(response.tolist())
+        if mask is None or mask[i]
+    ]
+    model.train()
+    return torch.stack(logps).float()
+
+
+def expected_sides(model: torch.nn.Module, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        own_logps(model, pair.prompt_ids, pair.chosen_ids, pair.chosen_mask),
+        own_logps(model, pair.prompt_ids, pair.rejected_ids, pair.rejected_mask),
+    )
+
+
+def test_token_logps_are_log_softmax_of_the_models_own_logits(model):
+    scored = score(model, MIXED)
+    expected = [expected_sides(model, pair) for pair in MIXED.pairs]
+    for side, ours in enumerate((scored.chosen, scored.rejected)):
+        assert ours.lengths.tolist() == [len(sides[side]) for sides in expected]
+        torch.testing.assert_close(ours.values, torch.cat([sides[side] for sides in expected]), atol=1e-5, rtol=0)
+    spread = torch.cat([scored.chosen.values, scored.rejected.values]).std()
+    assert spread > 0.1  # not a model that says the same of every token
+
+
+def test_a_pair_scores_the_same_alone_and_beside_a_longer_one(model):
+    alone, longer = pair_of(2, 3, 4, seed=5), pair_of(20, 30, 12, seed=6)
+    by_itself = score(model, batch_of(alone))
+    beside = score(model, batch_of(alone, longer))
+    torch.testing.assert_close(beside.chosen.values[:3], by_itself.chosen.values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(beside.rejected.values[:4], by_itself.rejected.values, atol=1e-5, rtol=0)
+
+
+def test_nothing_is_random_in_training_mode(model):
+    assert model.training
+    once, again = score(model, MIXED), score(model, MIXED)
+    assert torch.equal(once.chosen.values, again.chosen.values)
+    assert torch.equal(once.rejected.values, again.rejected.values)
+
+
+def test_gradients_are_those_of_the_models_own_logits(model):
+    model.zero_grad()
+    scored = score(model, MIXED)
+    (scored.chosen.values.sum() - 2 * scored.rejected.values.sum()).backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    arranged = LAYOUT.arrange(MIXED)
+    logits = model(**arranged.model_inputs, use_cache=False).logits
+    rows = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].float()
+    own = rows.log_softmax(-1).gather(1, arranged.targets[:, None]).squeeze(1)
+    split = int(arranged.chosen_lengths.sum())
+    (own[:split].sum() - 2 * own[split:].sum()).backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys()
+    scale = max(grad.abs().max().item() for grad in theirs.values())
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+def test_the_collision_probability_is_the_sum_of_squared_probabilities(model):
+    scored = score(model, MIXED, with_log_collision=True)
+    arranged = LAYOUT.arrange(MIXED)
+    with torch.no_grad():
+        logits = model(**arranged.model_inputs, use_cache=False).logits
+    probabilities = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].double().softmax(-1)
+    expected = probabilities.square().sum(-1).log().float()
+    found = torch.cat([scored.chosen.log_collision, scored.rejected.log_collision])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert not found.requires_grad
+
+
+def test_the_start_up_check_accepts_every_family(model):
+    check_against_own_forward(PairModel(model, torch.float32), LAYOUT, MIXED)
+    assert model.training
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watch for tensors whose last dimension is the vocabulary, and remember their largest number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[-1] == VOCAB:
+                self.rows = max(self.rows, leaf.numel() // VOCAB)
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"], indirect=True)
+def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
+    """8 scored rows of 2 x 84 positions; the head's own weight has 32 rows in its transposed form."""
+    batch = batch_of(pair_of(80, 4, 4, seed=7))
+    with LargestTensor() as watch:
+        scored = score(model, batch, with_log_collision=True)
+        (scored.chosen.values.sum() + scored.rejected.values.sum()).backward()
+    assert 8 <= watch.rows <= 32
+    model.zero_grad()
+
+
+def test_soft_capped_rows_are_scored_in_chunks(monkeypatch):
+    model = tiny_model("gemma2").eval()
+    whole = score(model, MIXED)
+    monkeypatch.setattr("thresher.models.logps.ROWS_PER_CHUNK", 2)
+    in_chunks = score(model, MIXED, with_log_collision=True)
+    torch.testing.assert_close(in_chunks.chosen.values, whole.chosen.values, atol=1e-6, rtol=0)
+
+
+def test_a_soft_cap_and_a_scale_change_the_logps():
+    """Otherwise the families above would prove nothing about them."""
+    assert LogitTransform.of(tiny_model("gemma2")) == LogitTransform(1.0, 2.0)
+    assert LogitTransform.of(tiny_model("granite")) == LogitTransform(1 / 8, None)
+    assert LogitTransform.of(tiny_model("cohere")) == LogitTransform(0.25, None)
+    logits = torch.tensor([4.0, -1.0])
+    assert LogitTransform(0.5, 2.0)(logits).tolist() == pytest.approx([2 * 0.7615942, 2 * -0.2449187])
+
+
+def test_a_head_with_a_bias_is_scaled_with_it():
+    model = tiny_model("granite").eval()
+    head = torch.nn.Linear(32, VOCAB, bias=True)
+    torch.nn.init.normal_(head.bias, std=3.0)
+    model.set_output_embeddings(head)
+    scored = score(model, MIXED)
+    torch.testing.assert_close(
+        scored.chosen.values,
+        torch.cat([expected_sides(model, pair)[0] for pair in MIXED.pairs]),
+        atol=1e-5,
+        rtol=0,
+    )
+
+
+def test_a_family_that_changes_its_logits_in_an_unknown_way_is_stopped_at_the_start():
+    model = tiny_model("llama").eval()
+    forward = model.forward
+
+    def shifted(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 1.01
+        return output
+
+    model.forward = shifted
+    with pytest.raises(
+        UserError, match=r"layout `padded` differ from the model's own forward by .* \(model family `llama`"
+    ):
+        check_against_own_forward(PairModel(model, torch.float32), LAYOUT, MIXED)
+
+
+def test_logps_stay_fp32_when_the_backbone_computes_in_bf16():
+    model = tiny_model("llama")
+    exact = PairModel(model, torch.float32).score(LAYOUT.arrange(MIXED)).chosen.values
+    mixed = PairModel(model, torch.bfloat16).score(LAYOUT.arrange(MIXED)).chosen.values
+    assert mixed.dtype == torch.float32
+    assert 0 < (mixed - exact).abs().max() < 0.3

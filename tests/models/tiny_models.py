@@ -1,0 +1,104 @@
+"""Causal language models of many families with random weights, small enough to load in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from thresher.data.batch import Pair, PairBatch
+
+VOCAB = 96
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen2": Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "mistral": MistralConfig(**GROUPED, sliding_window=6),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=2.0, sliding_window=6),
+    "gemma3_text": Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=6, final_logit_softcapping=None),
+    "phi3": Phi3Config(**GROUPED),
+    "gpt_neox": GPTNeoXConfig(**SHAPE, attention_dropout=0.5, hidden_dropout=0.5),
+    "olmo2": Olmo2Config(**GROUPED),
+    "granite": GraniteConfig(**GROUPED, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22),
+    "cohere": CohereConfig(**GROUPED, logit_scale=0.25, attention_dropout=0.5),
+    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5),
+    "opt": OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        dropout=0.5,
+        attention_dropout=0.5,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A model whose logits are spread enough for a mistake in them to show."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def pair_of(
+    prompt: int, chosen: int, rejected: int, *, seed: int = 0, masks: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Pair:
+    """Random tokens of these lengths; masks list 1 for a scored token."""
+    draw = np.random.default_rng(seed)
+    sides = [draw.integers(3, VOCAB, length).astype(np.int32) for length in (prompt, chosen, rejected)]
+    scored = [None, None] if masks is None else [np.array(mask, dtype=bool) for mask in masks]
+    return Pair(*sides, *scored)
+
+
+def batch_of(*pairs: Pair) -> PairBatch:
+    return PairBatch(np.arange(len(pairs)), pairs)
+
+
+# prompts of one token, a long and a short side, and masks that leave out the first, the last and inner tokens
+MIXED = batch_of(
+    pair_of(1, 4, 2, seed=1),
+    pair_of(7, 3, 9, seed=2),
+    pair_of(3, 5, 4, seed=3, masks=([0, 1, 1, 0, 1], [1, 0, 0, 0])),
+)

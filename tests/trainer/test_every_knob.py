@@ -1,0 +1,234 @@
+"""Every knob that names a loss, a schedule, an optimizer, an adapter or the synced reference reaches the computation.
+
+The knobs are read off the config classes, so a field that is added without a case here fails. Each case runs twice,
+through the config and the assembly that a real run goes through: losses, rates or weights must change, or must not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from tiny_run import build_run, merge, noise_pairs, save_tiny_llama
+
+from thresher.config import DPOConfig, LossConfig, ModelArgs, ReferenceConfig, ReferenceModelArgs, TrainingArgs
+
+Effect = Literal["first loss", "later losses", "rates", "weights", "nothing"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A knob turned: changes on top of `start`, and what must differ."""
+
+    turned: dict[str, Any]
+    effect: Effect
+    start: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run computed; evaluation is over held-out pairs after its last step."""
+
+    losses: list[float]
+    rates: list[float]
+    weights: dict[str, torch.Tensor]
+    evaluation: dict[str, float]
+
+
+LOSS_CASES = {
+    "pref_loss": Case({"pref_loss": "hinge"}, "first loss"),
+    "ipo": Case({"ipo": True}, "first loss"),
+    "simpo_loss": Case({"simpo_loss": True}, "first loss"),
+    "beta": Case({"beta": 0.4}, "first loss"),
+    "label_smoothing": Case({"label_smoothing": 0.2}, "first loss"),
+    "gamma": Case({"gamma": 0.3}, "first loss", {"pref_loss": "simpo"}),
+    "length_normalization": Case({"length_normalization": True}, "first loss"),
+    "cpo_alpha": Case({"cpo_alpha": 0.5}, "first loss", {"pref_loss": "cpo"}),
+    "discopop_tau": Case({"discopop_tau": 0.5}, "first loss", {"pref_loss": "discopop"}),
+    "rpo_alpha": Case({"rpo_alpha": 0.7}, "first loss"),
+    "f_divergence_type": Case({"f_divergence_type": "js_divergence"}, "first loss"),
+    "f_alpha_divergence_coef": Case(
+        {"f_alpha_divergence_coef": 0.2}, "first loss", {"f_divergence_type": "alpha_divergence"}
+    ),
+    "ld_alpha": Case({"ld_alpha": 0.3}, "first loss"),
+    "use_wpo": Case({"use_wpo": True}, "first loss"),
+    "length_penalty": Case({"length_penalty": 0.1}, "first loss"),
+}
+TRAINING_CASES = {
+    "learning_rate": Case({"learning_rate": 0.005}, "weights"),
+    "per_device_train_batch_size": Case(
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, "nothing"
+    ),
+    "gradient_accumulation_steps": Case({"gradient_accumulation_steps": 1}, "first loss"),
+    "per_device_eval_batch_size": Case({"per_device_eval_batch_size": 3}, "nothing"),
+    "weight_decay": Case({"weight_decay": 0.5}, "weights"),
+    "adam_beta1": Case({"adam_beta1": 0.5}, "weights"),
+    "adam_beta2": Case({"adam_beta2": 0.5}, "weights"),
+    "adam_epsilon": Case({"adam_epsilon": 1e-8}, "weights"),
+    "max_grad_norm": Case({"max_grad_norm": 0.01}, "weights"),
+    "lr_scheduler_type": Case({"lr_scheduler_type": "cosine"}, "rates"),
+    "warmup_steps": Case({"warmup_steps": 2}, "rates"),
+    "warmup_ratio": Case({"warmup_ratio": 0.5}, "rates"),
+    "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
+    "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
+    "gradient_checkpointing": Case({"gradient_checkpointing": True}, "nothing"),
+}
+MODEL_CASES = {
+    "lora_rank": Case({"lora_rank": 2}, "later losses", {"lora_rank": 4, "lora_alpha": 8}),
+    "lora_alpha": Case({"lora_alpha": 64}, "later losses", {"lora_rank": 4}),
+    "lora_dropout": Case({"lora_dropout": 0.5}, "later losses", {"lora_rank": 4}),
+    "lora_target": Case({"lora_target": "q_proj"}, "later losses", {"lora_rank": 4}),
+    "dtype": Case({"dtype": "bf16"}, "first loss"),
+    "master_dtype": Case({"master_dtype": "bf16"}, "weights", {"dtype": "bf16"}),
+    "attn_implementation": Case({"attn_implementation": "eager"}, "nothing"),
+}
+REFERENCE_CASES = {
+    "sync_steps": Case({"sync_steps": 1}, "later losses"),
+    "sync_alpha": Case({"sync_alpha": 0.1}, "later losses", {"sync_steps": 1}),
+    "mode": Case({"mode": "concurrent"}, "nothing"),
+    "infer_batch_size": Case({"infer_batch_size": 3}, "nothing"),
+}
+REFERENCE_MODEL_CASES = {
+    "dtype": Case({"dtype": "bf16"}, "first loss"),
+    "master_dtype": Case({"master_dtype": "bf16"}, "first loss", {"dtype": "bf16"}),
+    "attn_implementation": Case({"attn_implementation": "eager"}, "nothing"),
+}
+RUN_CASES = {
+    "seed": Case({"seed": 1}, "first loss"),
+    "max_steps": Case({"max_steps": 2}, "rates"),
+    "num_train_epochs": Case({"num_train_epochs": 0.5}, "rates"),
+}
+# fields that name no number of the computation; a new field is in a table above or here
+NO_NUMBERS = {
+    ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
+    ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
+    ReferenceConfig: {"model_args", "strategy_args", "device_mapping"},
+    DPOConfig: {
+        *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
+        *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),
+        *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
+        *("actor_train", "reference", "validation"),
+    },
+}
+TABLES = {
+    LossConfig: (LOSS_CASES, ()),
+    TrainingArgs: (TRAINING_CASES, ("actor_train", "training_args")),
+    ModelArgs: (MODEL_CASES, ("actor_train", "model_args")),
+    ReferenceConfig: (REFERENCE_CASES, ("reference",)),
+    ReferenceModelArgs: (REFERENCE_MODEL_CASES, ("reference", "model_args")),
+    DPOConfig: (RUN_CASES, ()),
+}
+
+
+@pytest.mark.parametrize("section", TABLES, ids=lambda section: section.__name__)
+def test_no_field_of_the_config_is_without_a_case(section):
+    own = set(section.model_fields) - (set(LossConfig.model_fields) if section is DPOConfig else set())
+    cases, excluded = set(TABLES[section][0]), NO_NUMBERS.get(section, set())
+    assert not cases & excluded
+    assert cases | excluded == own
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Policy and reference are different models, so that no margin is 0 and every knob has something to act on."""
+    directory = tmp_path_factory.mktemp("models")
+    policy, reference = (str(save_tiny_llama(directory / name, seed)) for seed, name in enumerate(("policy", "ref")))
+    return {
+        "output_dir": str(directory / "out"),
+        "pretrain": policy,
+        "num_train_epochs": 1,
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "training_args": {
+                "learning_rate": 0.01,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "lr_scheduler_type": "linear",
+                "adam_epsilon": 1e-3,  # the default would blow rounding noise up to the size of an effect
+            },
+        },
+        "reference": {"model_args": {"model_name_or_path": reference}},
+    }
+
+
+@pytest.fixture(scope="module")
+def outcome_of(base):
+    """Train on 27 pairs and evaluate on 7; what was run once is not run again."""
+    known: dict[str, Outcome] = {}
+    train, held_out = noise_pairs(27), noise_pairs(7, seed=1)
+
+    def outcome(changes: dict[str, Any]) -> Outcome:
+        key = repr(changes)
+        if key not in known:
+            run = build_run(merge(base, changes), train, held_out)
+            steps = range(run.trainer.plan.num_steps)
+            known[key] = Outcome(
+                losses=[run.trainer.training_step()["loss"].mean for _ in steps],
+                rates=[run.trainer._schedule(step) for step in steps],
+                weights={name: weight.float().clone() for name, weight in run.trainer.strategy.weights().items()},
+                evaluation=run.trainer.evaluate(),
+            )
+        return known[key]
+
+    return outcome
+
+
+def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    for key in reversed(path):
+        values = {key: values}
+    return values
+
+
+EVERY_KNOB = [
+    pytest.param(path, case, id=".".join((*path, name)))
+    for cases, path in TABLES.values()
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("path", "case"), EVERY_KNOB)
+def test_the_knob_reaches_the_computation(outcome_of, path, case):
+    start = case.start or {}
+    before = outcome_of(nested(path, start))
+    after = outcome_of(nested(path, {**start, **case.turned}))
+    if case.effect == "nothing":
+        assert after.losses == pytest.approx(before.losses, abs=1e-5)
+        assert after.rates == before.rates
+        assert after.evaluation == pytest.approx(before.evaluation, abs=1e-4)
+        assert distance(before.weights, after.weights) < 1e-5
+    elif case.effect == "first loss":
+        assert abs(after.losses[0] - before.losses[0]) > 1e-4
+        assert distance(before.weights, after.weights) > 1e-4
+    elif case.effect == "later losses":
+        assert after.losses[0] == pytest.approx(before.losses[0], abs=1e-6)
+        assert abs(after.losses[-1] - before.losses[-1]) > 1e-4
+    elif case.effect == "rates":
+        assert after.rates != before.rates
+        assert distance(before.weights, after.weights) > 1e-4
+    else:
+        assert distance(before.weights, after.weights) > 1e-4
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def test_loss_weights_reach_the_computation(outcome_of):
+    """The loss of a sum is the sum of the losses: 0.5 x sigmoid + 2 x sft, at the first step."""
+    sigmoid, sft = (outcome_of({"pref_loss": name}).losses[0] for name in ("sigmoid", "sft"))
+    both = outcome_of({"pref_loss": {"sigmoid": 0.5, "sft": 2.0}}).losses[0]
+    assert both == pytest.approx(0.5 * sigmoid + 2 * sft, rel=1e-6)
+
+
+def test_the_rates_that_the_optimizer_uses_are_those_of_the_schedule(base):
+    """At a rate of 0 nothing moves: a linear warm-up of one step leaves the first step without effect."""
+    warm = {"actor_train": {"training_args": {"warmup_steps": 1}}}
+    run = build_run(merge(base, warm), noise_pairs(27))
+    start = {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+    run.trainer.training_step()
+    assert distance(start, run.trainer.strategy.weights()) == 0.0
+    run.trainer.training_step()
+    assert distance(start, run.trainer.strategy.weights()) > 1e-3

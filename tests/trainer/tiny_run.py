@@ -1,0 +1,129 @@
+"""A run from config to trained weights with the parts that `assembly` builds, on pairs and models made of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from thresher.assembly.engines import build_policy
+from thresher.assembly.objective import build_objective, build_schedule
+from thresher.assembly.reference import ReferenceParts, build_reference_parts
+from thresher.assembly.run import build_checkpoints, fit_settings
+from thresher.config import DPOConfig, parse_config
+from thresher.data.batch import Pair, PairBatch
+from thresher.data.plan import make_plan
+from thresher.models.layouts import PaddedLayout
+from thresher.trainer import DPOTrainer, Split
+
+VOCAB = 64
+LAYOUT = PaddedLayout(pad_id=0)
+
+
+def save_tiny_llama(directory: Path, seed: int) -> Path:
+    """Write a Llama of two layers with random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+class PairsInMemory:
+    """What a trainer reads of a store."""
+
+    def __init__(self, pairs: Sequence[Pair]):
+        self.pairs = list(pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def read(self, ids: Sequence[int]) -> PairBatch:
+        return PairBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))
+
+
+def noise_pairs(count: int, seed: int = 0) -> PairsInMemory:
+    """Pairs of random tokens, 1 to 4 in a prompt and 1 to 9 in a response."""
+    draw = np.random.default_rng(seed)
+
+    def tokens(most: int) -> np.ndarray:
+        return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
+
+    return PairsInMemory([Pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)])
+
+
+class MetricsInMemory:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.records.append((step, dict(metrics)))
+
+    def evaluations(self) -> list[dict[str, float]]:
+        return [metrics for _, metrics in self.records if "eval/loss" in metrics]
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """The parts of a run."""
+
+    config: DPOConfig
+    trainer: DPOTrainer
+    reference: ReferenceParts
+    log: MetricsInMemory
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested changes over nested values."""
+    return {**base} | {
+        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in changes.items()
+    }
+
+
+def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsInMemory | None = None) -> TinyRun:
+    """Assemble what the pipeline assembles, from the same config."""
+    config = parse_config(values)
+    objective = build_objective(config)
+    policy = build_policy(config, LAYOUT)
+    plan = make_plan(
+        len(train),
+        seed=config.seed,
+        pairs_per_step=config.actor_train.training_args.pairs_per_rank,
+        max_steps=config.max_steps,
+        num_epochs=config.num_train_epochs,
+    )
+    reference = build_reference_parts(
+        config, objective, policy, LAYOUT, plan, train, held_out, progress=lambda what, done, total: None
+    )
+    reference.score_in_advance()
+    log = MetricsInMemory()
+    trainer = DPOTrainer(
+        strategy=policy,
+        objective=objective,
+        plan=plan,
+        schedule=build_schedule(config, plan.num_steps),
+        train=Split(train, reference.train),
+        validation=None if held_out is None else Split(held_out, reference.validation),
+        settings=fit_settings(config),
+        checkpoints=build_checkpoints(config, lambda line: None),
+        trackers=log,
+        identity={"reference": reference.digest},
+        config={},
+        extra=reference.synced,
+    )
+    return TinyRun(config, trainer, reference, log)
