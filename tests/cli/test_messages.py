@@ -1,4 +1,4 @@
-"""Mistakes that a person can mend: one message that names the mend, exit code 2, no traceback. The texts are held here."""
+"""Mistakes that a person can mend: one message that names the mend, exit code 2, no traceback. Texts are held here."""
 
 from __future__ import annotations
 
@@ -218,8 +218,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
     [
         (
             {"pretrain": "./nowhere"},
-            "model directory ./nowhere does not exist; give the path of a Hugging Face model directory or of a `.gguf` "
-            "file",
+            "model directory ./nowhere does not exist; give the path of a model directory or of a `.gguf` file",
         ),
         (
             {"pretrain": "./nowhere.gguf"},
@@ -245,22 +244,27 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"pref_loss": "orpo", "length_normalization": False},
-            "length_normalization: false does not fit pref_loss orpo; losses over lengths-averaged logps are ipo, "
-            "orpo, sigmoid_norm, simpo, over sums ipo_sum, sigmoid; choose one of them or remove length_normalization",
+            "length_normalization: false does not fit orpo; the losses over logps averaged by length are ipo, orpo, "
+            "sft, sigmoid_norm, simpo, all others are over sums; choose one that fits or remove length_normalization",
         ),
         (
             {"actor_train__strategy_args__strategy_name": "megatron_train"},
-            "actor_train.strategy_args.strategy_name megatron_train cannot run in one process; use fsdp2_train",
+            "actor_train.strategy_args.strategy_name megatron_train is not available in this version; use fsdp2_train",
         ),
         (
             {"reference__strategy_args__strategy_name": "megatron_infer"},
-            "reference.strategy_args.strategy_name megatron_infer cannot run in one process; use hf_infer or "
+            "reference.strategy_args.strategy_name megatron_infer is not available in this version; use hf_infer or "
             "fsdp2_infer",
         ),
         (
+            {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
+            "actor_train.strategy_args.strategy_config.tp_size is 4, and this run has one process; set it to 1 or "
+            "leave it out",
+        ),
+        (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
-            "actor_train.strategy_args.strategy_config {'tensor_parallel_size': 4} asks for several processes or "
-            "unknown settings, and this run has one; leave it out",
+            "actor_train.strategy_args.strategy_config has an unknown key tensor_parallel_size; known: tp_size, "
+            "pp_size, cp_size, dp_replicate",
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))"},

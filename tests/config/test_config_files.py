@@ -217,7 +217,7 @@ SHOWN = {
             "f_alpha_divergence_coef": 0.3,
             "resume_from_checkpoint": "auto",
             "reference": {"sync_steps": 4, "sync_alpha": 0.2, "mode": "concurrent"},
-            "validation": {"data_args": {"store": "s", "truncation": "prompt_start"}},
+            "validation": {"data_args": {"file_name": "v.json", "truncation": "prompt_start"}},
             "actor_train": {
                 "model_args": {"pad_token": "<unk>", "dtype": "fp32"},
                 "training_args": {"lr_scheduler_type": "polynomial", "lr_power": 2.0, "warmup_ratio": 0.1},

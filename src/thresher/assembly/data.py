@@ -46,7 +46,7 @@ def open_stores(
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         announce(
-            f"warning: of {len(train):,} training pairs {pairs.count:,} are also in the validation set, and the prompts "
+            f"warning: of {len(train):,} training pairs {pairs.count:,} are also in the validation set, and prompts "
             f"of {prompts.count:,} occur there; what is measured on them is memory"
         )
     return train, validation

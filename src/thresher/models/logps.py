@@ -46,8 +46,10 @@ class PairModel:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
+        # segments reach our attention function through the keyword arguments that transformers hands down
+        context = {} if batch.segments is None else {"pair_segments": batch.segments}
         with self._precision(device):
-            hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
+            hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.scored_rows.to(device))
         targets = batch.targets.to(device)
         values = self.token_logps(rows, targets)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from thresher.data.batch import PairBatch
+from thresher.models.attention.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ArrangedBatch:
         then all rejected sides, pair after pair.
     targets: [num_scored] the tokens predicted there.
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
+    segments: who sees whom, for layouts that pack several sequences into one row; None leaves it to the model.
     """
 
     model_inputs: dict[str, Tensor]
@@ -28,6 +30,7 @@ class ArrangedBatch:
     rejected_lengths: Tensor
     num_useful_tokens: int
     num_padding_tokens: int
+    segments: tuple[Segment, ...] | None = None
 
     @property
     def num_pairs(self) -> int:

@@ -1,0 +1,65 @@
+"""The seam to transformers: an attention function and a mask function that every model of its interface honours."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from thresher.errors import UserError
+from thresher.models.attention.dense import dense_attention
+from thresher.models.attention.flash_cpu import SegmentedFlash
+from thresher.models.attention.flex import block_mask, flex_segment_attention
+from thresher.models.attention.segments import Segment
+
+PAIR_ATTENTION = "thresher_pairs"
+
+
+def register_pair_attention() -> None:
+    """Make `attn_implementation="thresher_pairs"` known; calling it again changes nothing."""
+    AttentionInterface.register(PAIR_ATTENTION, pair_attention)
+    AttentionMaskInterface.register(PAIR_ATTENTION, _no_mask)
+
+
+def pair_attention(
+    module: nn.Module,  # noqa: ARG001  transformers passes it
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  segments say it all
+    *,
+    pair_segments: tuple[Segment, ...],
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attend within segments; transformers hands [1, heads, rows, dim] in and takes [1, rows, heads, dim] back."""
+    if rest.get("s_aux") is not None:
+        raise UserError("this model's attention has sinks, which packed layouts do not know; set layout=padded")
+    # under autocast the rotary embedding leaves queries and keys in fp32
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    longest = max(segment.context_length for segment in pair_segments)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    if query.device.type != "cpu":
+        mask = _cached_mask(pair_segments, query.shape[2], window, query.device)
+        out = flex_segment_attention(query, key, value, mask, scale, softcap)
+    elif softcap is None and window is None and query.dtype != torch.float64:
+        out = SegmentedFlash.apply(query, key, value, pair_segments, scale)  # type: ignore[no-untyped-call]
+    else:
+        out = dense_attention(query, key, value, pair_segments, scale, softcap=softcap, window=window)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_args: Any, **_settings: Any) -> None:
+    return None
+
+
+@lru_cache(maxsize=4)
+def _cached_mask(segments: tuple[Segment, ...], num_rows: int, window: int | None, device: torch.device) -> BlockMask:
+    return block_mask(segments, num_rows, window, device)

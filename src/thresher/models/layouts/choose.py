@@ -1,0 +1,50 @@
+"""Which layout a model can have: the fastest that its family allows, with the reason where it is not `shared`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from thresher.errors import UserError
+from thresher.models.layouts.layout import Layout
+from thresher.models.layouts.packed import PackedLayout
+from thresher.models.layouts.padded import PaddedLayout
+
+LayoutWish = Literal["auto", "shared", "packed", "padded"]
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def choose_layout(
+    wish: LayoutWish, family: PreTrainedConfig, attn_implementation: str | None, pad_id: int
+) -> tuple[Layout, str | None]:
+    """Return the layout and, where `auto` had to step back, one line that says why."""
+    obstacle = packing_obstacle(family, attn_implementation)
+    if wish == "padded" or (wish == "auto" and obstacle is not None):
+        return PaddedLayout(pad_id), None if obstacle is None else f"layout padded, because {obstacle}"
+    if obstacle is not None:
+        raise UserError(f"layout {wish} is not possible, because {obstacle}; use layout=auto or layout=padded")
+    return PackedLayout(shares_prompt=wish != "packed"), None
+
+
+def packing_obstacle(family: PreTrainedConfig, attn_implementation: str | None) -> str | None:
+    """Say what keeps a family from sharing a row between sequences; None where nothing does.
+
+    Packing needs attention to be the only way from token to token, and to go through transformers' interface.
+    """
+    name = family.model_type
+    if attn_implementation is not None:
+        return f"attn_implementation is set to {attn_implementation}, and packed rows need our own"
+    if type(family) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"transformers does not know the model family {name}"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(family)]
+    strange = set(getattr(family, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if getattr(model_class, "_is_stateful", False) or strange:
+        kinds = ", ".join(sorted(strange)) or "recurrent"
+        return f"the model family {name} has {kinds} layers, which carry state from token to token"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return f"the model family {name} does not go through transformers' attention interface"
+    if name == "gpt_oss":
+        return f"the attention of the model family {name} has sinks"
+    return None

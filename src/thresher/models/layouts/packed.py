@@ -1,0 +1,107 @@
+"""Packed layouts: all pairs of a micro-batch in one row, no padding.
+
+`packed` lays two sequences a pair; `shared` computes the prompt once: [prompt | chosen | rejected], where the rejected
+side does not see the chosen side and its positions go on after the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thresher.data.batch import Pair, PairBatch, TokenIds
+from thresher.errors import UserError
+from thresher.models.attention.segments import Segment
+from thresher.models.layouts.layout import ArrangedBatch
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass
+class _PackedRow:
+    """A row that grows by runs of tokens."""
+
+    tokens: list[TokenIds]
+    positions: list[Rows]
+    segments: list[Segment]
+    length: int = 0
+
+    def add(self, ids: TokenIds, first_position: int) -> int:
+        """Append tokens and return where they start."""
+        start = self.length
+        self.tokens.append(ids)
+        self.positions.append(np.arange(first_position, first_position + len(ids)))
+        self.length += len(ids)
+        return start
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """One row, `shares_prompt` or not."""
+
+    shares_prompt: bool
+
+    @property
+    def name(self) -> str:
+        return "shared" if self.shares_prompt else "packed"
+
+    def arrange(self, batch: PairBatch) -> ArrangedBatch:
+        """Lay the pairs out; the last token of a response predicts nothing and is left out."""
+        row = _PackedRow([], [], [])
+        sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
+        for number, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+            if len(pair.prompt_ids) == 0:
+                raise UserError(f"pair {number} has an empty prompt, so nothing predicts its first token")
+            placed = self._place_shared(row, pair) if self.shares_prompt else self._place_apart(row, pair)
+            for side, predictors, ids, mask in zip(
+                sides, placed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
+            ):
+                scored = np.arange(len(ids)) if mask is None else np.flatnonzero(mask)
+                side.append((predictors[scored], ids[scored]))
+        both = [*sides[0], *sides[1]]
+        return ArrangedBatch(
+            model_inputs={
+                "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
+                "position_ids": torch.from_numpy(np.concatenate(row.positions))[None],
+            },
+            scored_rows=torch.from_numpy(np.concatenate([rows for rows, _ in both]).astype(np.int64)),
+            targets=torch.from_numpy(np.concatenate([ids for _, ids in both]).astype(np.int64)),
+            chosen_lengths=torch.tensor([len(ids) for _, ids in sides[0]], dtype=torch.int64),
+            rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
+            num_useful_tokens=row.length,
+            num_padding_tokens=0,
+            segments=tuple(row.segments),
+        )
+
+    @staticmethod
+    def _place_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        """Place prompt, chosen, rejected; return the rows that predict each side's tokens."""
+        after = len(pair.prompt_ids)
+        start = row.add(pair.prompt_ids, 0)
+        chosen = row.add(pair.chosen_ids[:-1], after)
+        row.segments.append(Segment(start, row.length))
+        rejected = row.add(pair.rejected_ids[:-1], after)
+        if row.length > rejected:
+            row.segments.append(Segment(rejected, row.length, start, start + after))
+        # the last prompt token predicts the first token of both sides
+        last = start + after - 1
+        return _predictors(last, chosen, len(pair.chosen_ids)), _predictors(last, rejected, len(pair.rejected_ids))
+
+    @staticmethod
+    def _place_apart(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        found = []
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            start = row.add(pair.prompt_ids, 0)
+            response = row.add(ids[:-1], len(pair.prompt_ids))
+            row.segments.append(Segment(start, row.length))
+            found.append(_predictors(response - 1, response, len(ids)))
+        return found[0], found[1]
+
+
+def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:
+    return np.concatenate([[last_of_prompt], np.arange(first_of_response, first_of_response + max(0, length - 1))])[
+        :length
+    ].astype(np.int64)

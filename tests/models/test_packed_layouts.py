@@ -1,0 +1,181 @@
+"""`packed` and `shared` say what `padded` says, for every family, and let no token see what it must not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
+
+from thresher.data.batch import Pair, PairBatch
+from thresher.errors import UserError
+from thresher.losses.pairs import SidesLogps
+from thresher.models.attention import PAIR_ATTENTION, Segment, register_pair_attention
+from thresher.models.attention.dense import dense_attention
+from thresher.models.attention.flash_cpu import SegmentedFlash
+from thresher.models.attention.flex import block_mask, flex_segment_attention
+from thresher.models.attention.segments import visibility
+from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.load import turn_dropout_off
+from thresher.models.logps import PairModel
+
+register_pair_attention()
+SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
+PACKABLE = [family for family in FAMILIES if family != "opt"]  # learned positions: see the test of its own
+
+
+def alike(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
+    """A pair with chosen token ids by hand."""
+    tokens = np.random.default_rng(9).integers(3, VOCAB, prompt).astype(np.int32)
+    return Pair(tokens, np.array(chosen, dtype=np.int32), np.array(rejected, dtype=np.int32))
+
+
+ODD = batch_of(
+    pair_of(1, 1, 1, seed=4),  # one token each
+    pair_of(1, 6, 1, seed=5),
+    alike(5, [7, 8, 9, 10], [7, 8]),  # one side a prefix of the other
+    alike(5, [11, 12], [13, 12, 11]),  # the same prompt again
+    pair_of(40, 12, 30, seed=6),  # longer than everything else together
+)
+
+
+def score(model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32) -> SidesLogps:
+    usual = "eager" if model.config.model_type == "gemma2" else "sdpa"  # soft-capped scores are beyond sdpa
+    model.set_attn_implementation(usual if layout.name == "padded" else PAIR_ATTENTION)
+    return PairModel(model, dtype).score(layout.arrange(batch))
+
+
+def values(sides: SidesLogps) -> torch.Tensor:
+    return torch.cat([sides.chosen.values, sides.rejected.values])
+
+
+def gradient(model: torch.nn.Module, layout: Layout, batch: PairBatch) -> torch.Tensor:
+    model.zero_grad()
+    sides = score(model, layout, batch)
+    (sides.chosen.values.sum() - 2 * sides.rejected.values.sum()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture(scope="module", params=PACKABLE)
+def model(request):
+    model = tiny_model(request.param).train()
+    turn_dropout_off(model)
+    return model
+
+
+@pytest.mark.parametrize("layout", [SHARED, PACKED], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("batch", [MIXED, ODD], ids=["mixed", "odd"])
+def test_logps_and_gradients_equal_those_of_the_padded_layout(model, layout, batch):
+    torch.testing.assert_close(
+        values(score(model, layout, batch)), values(score(model, PADDED, batch)), atol=1e-5, rtol=1e-5
+    )
+    expected = gradient(model, PADDED, batch)
+    found = gradient(model, layout, batch)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", [SHARED, PACKED], ids=lambda layout: layout.name)
+def test_bf16_compute_agrees_to_its_own_tolerance(model, layout):
+    padded = values(score(model, PADDED, MIXED, torch.bfloat16))
+    exact = values(score(model, PADDED, MIXED))
+    found = values(score(model, layout, MIXED, torch.bfloat16))
+    # no further from the padded bf16 forward than that is from fp32, give or take a little
+    assert (found - padded).abs().mean() <= 2 * (padded - exact).abs().mean() + 1e-3
+
+
+def changed(pair: Pair, side: str, at: int) -> Pair:
+    ids = getattr(pair, side).copy()
+    ids[at] = (ids[at] - 3 + 1) % (VOCAB - 3) + 3
+    return dataclasses.replace(pair, **{side: ids})
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_no_token_of_one_side_reaches_the_other_side_or_a_neighbour_bitwise(model, side):
+    pairs = list(MIXED.pairs)
+    before = score(model, SHARED, MIXED)
+    for at in range(len(pairs[1].chosen_ids if side == "chosen" else pairs[1].rejected_ids)):
+        after = score(model, SHARED, batch_of(pairs[0], changed(pairs[1], f"{side}_ids", at), pairs[2]))
+        other = "rejected" if side == "chosen" else "chosen"
+        assert torch.equal(getattr(after, other).values, getattr(before, other).values)
+        own, was = getattr(after, side), getattr(before, side)
+        starts = np.cumsum([0, *was.lengths.tolist()])
+        for neighbour in (0, 2):
+            part = slice(starts[neighbour], starts[neighbour + 1])
+            assert torch.equal(own.values[part], was.values[part])
+        assert not torch.equal(own.values, was.values)
+
+
+def test_layouts_by_hand():
+    """Prompt 7 8, chosen 20 21 22, rejected 30 31: the last token of a response predicts nothing and is left out."""
+    pair = Pair(*(np.array(ids, dtype=np.int32) for ids in ([7, 8], [20, 21, 22], [30, 31])))
+    shared = SHARED.arrange(batch_of(pair))
+    assert shared.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 30]]
+    assert shared.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
+    assert shared.segments == (Segment(0, 4), Segment(4, 5, 0, 2))
+    assert shared.scored_rows.tolist() == [1, 2, 3, 1, 4]
+    assert shared.targets.tolist() == [20, 21, 22, 30, 31]
+    packed = PACKED.arrange(batch_of(pair))
+    assert packed.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 7, 8, 30]]
+    assert packed.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert packed.segments == (Segment(0, 4), Segment(4, 7))
+    assert packed.scored_rows.tolist() == [1, 2, 3, 5, 6]
+    for arranged in (shared, packed):
+        assert arranged.num_padding_tokens == 0
+        assert arranged.num_useful_tokens == arranged.model_inputs["input_ids"].numel()
+
+
+def test_an_empty_prompt_is_refused_by_its_number():
+    with pytest.raises(UserError, match="pair 0 has an empty prompt"):
+        SHARED.arrange(batch_of(pair_of(0, 2, 2)))
+
+
+SEGMENTS = (Segment(0, 5), Segment(5, 9, 0, 3), Segment(9, 10), Segment(10, 17, 9, 10))
+
+
+def random_heads(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(1, 4, rows, 8), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
+
+
+def test_flash_over_segments_equals_the_formula_forward_and_backward():
+    weights = torch.randn(1, 4, 17, 8)
+    results = []
+    for attend in (dense_attention, SegmentedFlash.apply):
+        heads = [part.requires_grad_() for part in random_heads(17)]
+        out = attend(*heads, SEGMENTS, 0.3)
+        (out * weights).sum().backward()
+        results.append([out.detach(), *(part.grad for part in heads)])
+    for formula, flash in zip(*results, strict=True):
+        torch.testing.assert_close(flash, formula, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5), (3, 1.5)])
+def test_flex_attention_sees_what_the_formula_sees(window, softcap):
+    """The GPU path; its forward runs on the CPU, its backward needs a GPU."""
+    heads = random_heads(17)
+    mask = block_mask(SEGMENTS, 17, window, torch.device("cpu"))
+    found = flex_segment_attention(*heads, mask, 0.3, softcap)
+    expected = dense_attention(*heads, SEGMENTS, 0.3, softcap=softcap, window=window)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_visibility_by_hand():
+    """Rows 0-1 are a prompt, 2 its chosen, 3-4 its rejected response; in a window of 2 only one row back is seen."""
+    segments = (Segment(0, 3), Segment(3, 5, 0, 2))
+    assert visibility(segments, 5).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    assert visibility(segments, 5, window=2).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]

@@ -1,0 +1,418 @@
+"""Each mistake that other trainers make and that one process can make: a test that would have caught it.
+
+Elsewhere: killed and resumed runs, their order of pairs and the final checkpoint in test_resume; the step against two
+oracles and accumulation in test_one_step; what concerns rows, templates and stores in tests/data; the formulas of all
+losses in tests/losses; unknown transforms of logits in tests/models.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, merge, noise_pairs, save_tiny_llama
+
+from thresher.assembly.objective import build_objective
+from thresher.config import parse_config
+from thresher.errors import CheckpointError, UserError
+from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+from thresher.models.load import load_model
+from thresher.observe.step_clock import StepClock
+from thresher.reference.invariant import check_step_zero
+from thresher.strategies.native.infer import NativeInfer
+
+BETA = 0.1
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A policy's start and a reference of other weights."""
+    directory = tmp_path_factory.mktemp("models")
+    return save_tiny_llama(directory / "policy", 0), save_tiny_llama(directory / "reference", 1)
+
+
+@pytest.fixture
+def base(models, tmp_path):
+    """Policy and reference from the same weights; six steps of 4 pairs over 12 pairs are two epochs."""
+    return {
+        "pretrain": str(models[0]),
+        "output_dir": str(tmp_path / "out"),
+        "num_train_epochs": 2,
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "training_args": {
+                "learning_rate": 0.01,
+                "per_device_train_batch_size": 4,
+                "lr_scheduler_type": "linear",
+                "adam_epsilon": 1e-3,
+            },
+        },
+    }
+
+
+@pytest.fixture
+def apart(base, models):
+    """Policy and reference from different weights, so that margins are not 0."""
+    return merge(base, {"reference": {"model_args": {"model_name_or_path": str(models[1])}}})
+
+
+def summed_logps(directory: Path | str, pairs: PairsInMemory, ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle: each pair alone, in fp64, summed by hand."""
+    infer = NativeInfer(load_model(str(directory), dtype=torch.float64), LAYOUT, torch.float64)
+    scored = [infer.score(pairs.read([i])) for i in ids]
+    return torch.stack([s.chosen.values.sum() for s in scored]), torch.stack([s.rejected.values.sum() for s in scored])
+
+
+def margins(run: TinyRun, pairs: PairsInMemory, ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """r_w and r_l of pairs, at the start of a run."""
+    policy = summed_logps(run.config.policy_path, pairs, ids)
+    reference = summed_logps(run.config.reference_path, pairs, ids)
+    return policy[0] - reference[0], policy[1] - reference[1]
+
+
+def test_beta_ipo_and_label_smoothing_reach_the_loss(apart):
+    """ROLL reads all three from a dict that nobody fills; TRL's sigmoid ignores label smoothing."""
+    pairs = noise_pairs(12)
+    for values in ({"beta": 0.5}, {"label_smoothing": 0.3}, {"ipo": True, "beta": 0.2, "length_normalization": False}):
+        run = build_run(merge(apart, values), pairs)
+        chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
+        z, beta, eps = chosen - rejected, values.get("beta", BETA), values.get("label_smoothing", 0.0)
+        if values.get("ipo"):
+            expected = (z - 1 / (2 * beta)) ** 2
+        else:
+            expected = -(1 - eps) * F.logsigmoid(beta * z) - eps * F.logsigmoid(-beta * z)
+        loss = run.trainer.training_step()["loss"].mean
+        assert loss == pytest.approx(expected.mean().item(), rel=1e-5), values
+
+
+def test_the_learning_rate_falls_to_the_end_of_the_run_and_no_sooner(base):
+    """ROLL's schedule ends at 1 / dp_size of the run."""
+    run = build_run(base, noise_pairs(12))
+    run.trainer.fit()
+    rates = [metrics["lr"] for _, metrics in run.log.records]
+    assert rates == pytest.approx([0.01 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
+
+
+def test_an_evaluation_covers_the_whole_set_and_its_tail(apart):
+    """ROLL reports its last batch only and drops the tail; mcore_adapter drops tails."""
+    held_out = noise_pairs(11, seed=5)
+    run = build_run(apart, noise_pairs(12), held_out)
+    metrics = run.trainer.evaluate()
+    chosen, rejected = margins(run, held_out, range(11))
+    z = chosen - rejected
+    assert metrics["eval/loss"] == pytest.approx(-F.logsigmoid(BETA * z).mean().item(), rel=1e-5)
+    assert metrics["eval/rewards/margins"] == pytest.approx(BETA * z.mean().item(), rel=1e-4)
+    assert metrics["eval/rewards/accuracies"] == pytest.approx((z > 0).double().mean().item())
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 11, 64])
+def test_an_evaluation_does_not_depend_on_its_batches(apart, size):
+    changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": size}}}
+    held_out = noise_pairs(11, seed=5)
+    one_by_one = build_run(apart, noise_pairs(12), held_out).trainer.evaluate()
+    assert build_run(merge(apart, changes), noise_pairs(12), held_out).trainer.evaluate() == pytest.approx(
+        one_by_one, rel=1e-4, abs=1e-6
+    )
+
+
+def test_a_validation_set_smaller_than_one_batch_still_gives_metrics(base):
+    """ROLL: no metrics and no warning."""
+    run = build_run(merge(base, {"eval_steps": 2}), noise_pairs(12), noise_pairs(1, seed=5))
+    last = run.trainer.fit()
+    assert len(run.log.evaluations()) == 3
+    assert last["eval/loss"] != pytest.approx(math.log(2), abs=1e-4)  # after training
+    assert all(math.isfinite(value) for value in last.values())
+
+
+def test_evaluating_changes_nothing_about_the_training(base):
+    def losses(changes: dict) -> list[float]:
+        lora = {"actor_train": {"model_args": {"lora_rank": 2, "lora_dropout": 0.3}}}
+        run = build_run(merge(merge(base, lora), changes), noise_pairs(12), noise_pairs(5, seed=5))
+        run.trainer.fit()
+        return [metrics["loss"] for _, metrics in run.log.records if "loss" in metrics]
+
+    often = losses({"eval_steps": 1, "eval_on_start": True, "output_dir": base["output_dir"] + "-often"})
+    assert often == losses({"eval_steps": 0})
+
+
+def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
+    """ROLL's fsdp2 reference becomes the policy."""
+    live = merge(base, {"reference": {"mode": "concurrent"}})
+    first = build_run(live, noise_pairs(12))
+    for _ in range(3):
+        first.trainer.training_step()
+    checkpoint = first.trainer.save()
+
+    resumed = build_run(live, noise_pairs(12))
+    resumed.trainer.resume(checkpoint)
+    pairs = noise_pairs(12).read(range(4))
+    fresh = NativeInfer(load_model(str(models[0])), LAYOUT, torch.float32).score(pairs)
+    assert torch.equal(resumed.reference.train.logps(pairs).chosen.values, fresh.chosen.values)
+    trained = resumed.trainer.strategy.score(pairs).chosen.values
+    assert torch.equal(trained, first.trainer.strategy.score(pairs).chosen.values)
+    assert (trained - fresh.chosen.values).abs().max() > 1e-2
+
+
+def test_auto_resume_without_a_directory_starts_afresh(base, tmp_path):
+    """ROLL looks in a directory that does not exist yet."""
+    run = build_run(base, noise_pairs(12))
+    assert not (tmp_path / "out").exists()
+    assert run.trainer._checkpoints.resume("auto") is None
+    run.trainer.fit()
+    found = run.trainer._checkpoints.resume("auto")
+    assert found == tmp_path / "out" / "checkpoints" / "step-00000006"
+
+
+def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
+    """ColossalChat resumes past the end of its data; ROLL goes on in another order."""
+    pairs = RecordedPairs(noise_pairs(12).pairs)
+    whole = build_run(base, pairs)
+    whole.trainer.training_step()
+    checkpoint = whole.trainer.save()
+    pairs.seen.clear()
+    for _ in range(5):
+        whole.trainer.training_step()
+    rest = list(pairs.seen)
+
+    resumed = build_run(base, pairs)
+    resumed.trainer.resume(checkpoint)
+    pairs.seen.clear()
+    for _ in range(5):
+        resumed.trainer.training_step()
+    assert pairs.seen == rest
+    assert len(rest) == 20
+
+
+class RecordedPairs(PairsInMemory):
+    """Notes which pairs are asked for, in order."""
+
+    def __init__(self, pairs):
+        super().__init__(pairs)
+        self.seen: list[int] = []
+
+    def read(self, ids):
+        self.seen.extend(int(i) for i in ids)
+        return super().read(ids)
+
+
+def test_training_pairs_are_shuffled_anew_in_every_epoch(base):
+    """mcore_adapter never shuffles; ColossalChat repeats one order."""
+    pairs = RecordedPairs(noise_pairs(24).pairs)
+    run = build_run(merge(base, {"reference": {"mode": "concurrent"}}), pairs)
+    for _ in range(run.trainer.plan.num_steps):
+        run.trainer.training_step()
+    first, second = pairs.seen[:24], pairs.seen[24:]
+    assert sorted(first) == sorted(second) == list(range(24))
+    assert first != list(range(24))
+    assert first != second
+
+
+def test_a_fraction_of_an_epoch_is_at_least_one_step_and_is_saved(base, tmp_path):
+    """ROLL: zero steps; no final checkpoint when epochs end before max_steps."""
+    run = build_run(merge(base, {"num_train_epochs": 0.01, "max_steps": 50, "save_steps": 20}), noise_pairs(12))
+    run.trainer.fit()
+    assert run.trainer.state.step == 1
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_a_set_smaller_than_a_batch_is_an_error(base):
+    """ROLL prints `complete` without a step."""
+    with pytest.raises(UserError, match="the training set has 3 pairs, fewer than one global batch of 4; lower "):
+        build_run(base, noise_pairs(3))
+
+
+def test_file_names_device_lists_and_unknown_keys_are_read_as_written():
+    """ROLL: a string is split into characters, a YAML list fails, an unknown key is accepted."""
+    config = parse_config({"actor_train": {"data_args": {"file_name": "abc.json"}, "device_mapping": [0, 1]}})
+    assert config.actor_train.data_args.file_name == ["abc.json"]
+    assert config.actor_train.device_mapping == [0, 1]
+    with pytest.raises(UserError, match="betta: unknown key; did you mean `beta`"):
+        parse_config({"betta": 0.1})
+
+
+def test_a_loss_is_divided_once_whatever_the_accumulation(apart):
+    """ColossalChat does not divide by its accumulation steps."""
+    norms, losses = [], []
+    for size, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        run = build_run(merge(apart, {"actor_train": {"training_args": sizes}}), noise_pairs(12))
+        losses.append(run.trainer.training_step()["loss"].mean)
+        norms.append(run.trainer.state.grad_norm)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
+    assert norms[0] > 0.1
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo", "sft"])
+def test_a_loss_without_a_reference_trains_and_loads_no_reference(base, loss):
+    """ColossalChat's reference-free mode crashes."""
+    nowhere = {"reference": {"model_args": {"model_name_or_path": "./nowhere"}}}
+    run = build_run(merge(base, {"pref_loss": loss, "num_train_epochs": 8, **nowhere}), noise_pairs(12), noise_pairs(5))
+    assert (run.reference.mode, run.reference.train) == ("none", None)
+    run.trainer.fit()
+    losses = [metrics["loss"] for _, metrics in run.log.records if "loss" in metrics]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
+    assert not any("kl" in name for name in run.log.evaluations()[-1])
+
+
+def test_lora_with_evaluation_runs_through_several_epochs(base):
+    """ColossalChat crashes."""
+    lora = {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}}
+    run = build_run(merge(base, {**lora, "num_train_epochs": 6, "eval_steps": 3}), noise_pairs(12), noise_pairs(12))
+    assert run.reference.mode == "adapter"
+    run.trainer.fit()
+    evaluations = run.log.evaluations()
+    assert len(evaluations) == 6
+    assert evaluations[-1]["eval/rewards/accuracies"] > 0.9  # it evaluates on what it trained on
+    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
+
+
+def test_metrics_are_wide_also_when_the_model_computes_in_bf16(apart):
+    """ColossalChat casts its metrics to fp16."""
+    run = build_run(merge(apart, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
+    metrics = run.trainer.training_step()
+    assert {metric.sum.dtype for metric in metrics.values()} == {torch.float64}
+    loss = metrics["loss"].mean
+    assert torch.tensor(loss).bfloat16().item() != pytest.approx(loss, rel=1e-5)
+    assert all(weight.dtype == torch.float32 for weight in run.trainer.strategy.weights().values())
+
+
+def test_orpo_is_finite_where_the_policy_is_certain():
+    """mcore_adapter takes log(1 - p) of p = 1."""
+    objective = build_objective(parse_config({"pref_loss": "orpo"}))
+    lengths = torch.tensor([2, 2, 2])
+    values = torch.tensor([0.0, 0.0, -1e-12, -1e-9, -30.0, -30.0], requires_grad=True)
+    rejected = torch.tensor([-2.0, -1.0, 0.0, 0.0, -1e-7, 0.0], requires_grad=True)
+    sides = SidesLogps(ResponseLogps(values, lengths), ResponseLogps(rejected, lengths))
+    loss = objective(PairLogps(sides)).per_pair
+    assert loss.isfinite().all()
+    loss.sum().backward()
+    assert values.grad.isfinite().all()
+    assert rejected.grad.isfinite().all()
+
+
+def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
+    """TRL forgets how far its reference had moved."""
+    synced = merge(base, {"reference": {"sync_steps": 2, "sync_alpha": 0.5}})
+    whole = build_run(synced, noise_pairs(12))
+    for _ in range(3):
+        whole.trainer.training_step()
+    checkpoint = whole.trainer.save()
+    saved = load_file(checkpoint / "reference.safetensors")
+    start = load_model(whole.config.pretrain).state_dict()
+    assert max((saved[name] - start[name]).abs().max().item() for name in saved) > 1e-3
+
+    resumed = build_run(synced, noise_pairs(12))
+    resumed.trainer.resume(checkpoint)
+    for name, weight in resumed.reference.synced.reference.weights().items():
+        assert torch.equal(weight, saved[name]), name
+    for _ in range(3):
+        assert resumed.trainer.training_step()["loss"].mean == whole.trainer.training_step()["loss"].mean
+
+
+def test_throughput_counts_the_reference(base, monkeypatch):
+    """NeMo-RL leaves the reference pass out: 10 pairs in 2 s, each scored before in 0.3 s, are 10 pairs in 5 s."""
+    now = iter([100.0, 102.0, 102.0])
+    monkeypatch.setattr("thresher.observe.step_clock.time.perf_counter", lambda: next(now))
+    clock = StepClock()
+    clock.count(pairs=10, useful_tokens=500)
+    rates = clock.take(reference_seconds_per_pair=0.3)
+    assert rates["pairs_per_second"] == pytest.approx(2.0)
+    assert rates["useful_tokens_per_second"] == pytest.approx(100.0)
+    monkeypatch.undo()
+
+    run = build_run(base, noise_pairs(12))
+    assert run.reference.mode == "precompute"
+    assert run.reference.train.seconds_per_pair > 0
+    run.reference.train.seconds_per_pair = 50.0
+    run.trainer.fit()
+    assert all(metrics["pairs_per_second"] < 1 / 50 for _, metrics in run.log.records)
+
+
+def test_rewards_follow_the_f_divergence(apart):
+    """TRL reports reverse-KL rewards whatever the divergence. Jensen-Shannon: f'(u) = log(2u / (1 + u)), u = e^r."""
+    pairs = noise_pairs(12)
+    run = build_run(merge(apart, {"f_divergence_type": "js_divergence"}), pairs)
+    chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
+    expected = BETA * ((2 * chosen.sigmoid()).log() - (2 * rejected.sigmoid()).log())
+    metrics = run.trainer.training_step()
+    assert metrics["rewards/margins"].mean == pytest.approx(expected.mean().item(), rel=1e-4)
+    assert metrics["rewards/margins"].mean != pytest.approx(BETA * (chosen - rejected).mean().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])
+def test_frozen_weights_are_known_by_their_content_not_by_their_name(base, tmp_path, changes):
+    """open-instruct takes the model's name for its weights. With LoRA and no reference the base is what is frozen."""
+    model = save_tiny_llama(tmp_path / "model", 3)
+    values = merge(merge(base, {"pretrain": str(model)}), changes)
+    first = build_run(values, noise_pairs(12))
+    first.trainer.training_step()
+    checkpoint = first.trainer.save()
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 0.01
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="belongs to another run: its reference is"):
+        build_run(values, noise_pairs(12)).trainer.resume(checkpoint)
+
+
+def losses_of(values: dict) -> list[float]:
+    run = build_run(values, noise_pairs(12))
+    return [run.trainer.training_step()["loss"].mean for _ in range(6)]
+
+
+def test_a_reference_scored_in_advance_equals_a_live_one(apart):
+    live = losses_of(merge(apart, {"reference": {"mode": "concurrent"}}))
+    assert losses_of(merge(apart, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
+    assert live[0] != pytest.approx(live[-1], abs=1e-3)
+
+
+def test_the_adapters_base_equals_a_live_reference(base):
+    lora = merge(base, {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}})
+    live = losses_of(merge(lora, {"reference": {"mode": "concurrent"}}))
+    for mode in ("adapter", "precompute"):
+        assert losses_of(merge(lora, {"reference": {"mode": mode}})) == pytest.approx(live, abs=1e-5), mode
+    assert live[0] != pytest.approx(live[-1], abs=1e-3)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["all weights", "lora"])
+def test_a_run_starts_at_margin_zero_and_at_the_logarithm_of_two(base, lora):
+    run = build_run(merge(base, {"actor_train": {"model_args": lora}}), noise_pairs(12))
+    metrics = run.trainer.training_step()
+    assert metrics["rewards/margins"].mean == pytest.approx(0.0, abs=1e-6)
+    assert metrics["kl"].mean == pytest.approx(0.0, abs=1e-5)
+    assert metrics["loss"].mean == pytest.approx(math.log(2), abs=1e-6)
+    assert run.trainer.training_step()["loss"].mean != pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
+    run = build_run(base, noise_pairs(12))
+    first, objective = run.trainer.first_micro_batch(), run.trainer.objective
+    check_step_zero(run.trainer.strategy, first, objective, "fp32")
+    with torch.no_grad():
+        run.trainer.strategy.weights()["model.norm.weight"].mul_(1.01)
+    with pytest.raises(
+        UserError, match=r"start from the same weights but disagree by .* nats a token at step 0; check"
+    ):
+        check_step_zero(run.trainer.strategy, first, objective, "fp32")
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
+    """ROLL's overflowing steps raise, or accumulate forever."""
+    run = build_run(merge(base, {"max_skipped_steps": 3}), noise_pairs(12))
+    run.trainer.training_step()
+    weights = run.trainer.strategy.weights()
+    with torch.no_grad():
+        weights["model.norm.weight"][0] = float("inf")
+    before = {name: weight.clone() for name, weight in weights.items()}
+    with pytest.raises(UserError, match="not finite in 3 steps in a row, up to step 4; lower the learning rate"):
+        run.trainer.fit()
+    assert run.trainer.state.skipped_steps == 3
+    assert run.trainer.state.pairs_seen == 4
+    for name, weight in run.trainer.strategy.weights().items():
+        assert torch.equal(weight, before[name]), name
