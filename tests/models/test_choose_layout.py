@@ -31,7 +31,7 @@ def test_other_families_step_back_to_padded_and_say_why(family, reason):
     assert layout.name == "padded"
     assert layout.pad_id == 7
     assert note == f"layout padded, because {reason}"
-    with pytest.raises(UserError, match="layout shared is not possible, because .*; use layout=auto or layout=padded"):
+    with pytest.raises(UserError, match=r"layout shared is not possible, because .*; use layout=auto or layout=padded"):
         choose_layout("shared", family, None, pad_id=0)
 
 
