@@ -8,7 +8,15 @@ from thresher.assembly.data import StoreBuilder, check_pairs, open_stores
 from thresher.assembly.engines import build_policy, check_engines
 from thresher.assembly.objective import build_objective, build_schedule
 from thresher.assembly.reference import build_reference_parts
-from thresher.assembly.run import build_checkpoints, build_layout, build_tracking, describe_run, fit_settings, track
+from thresher.assembly.run import (
+    build_checkpoints,
+    build_layout,
+    build_micro_batching,
+    build_tracking,
+    describe_run,
+    fit_settings,
+    track,
+)
 from thresher.config import DPOConfig
 from thresher.data.plan import make_plan
 from thresher.data.prepare import prepare
@@ -50,7 +58,7 @@ class DPOPipeline:
         trackers = build_tracking(config, self._console)
         checkpoints = build_checkpoints(config, announce)
         checkpoint = checkpoints.resume(config.resume_from_checkpoint)
-        tokenizer, layout = build_layout(config)
+        tokenizer, layout = build_layout(config, announce)
         train, validation = open_stores(config, tokenizer, announce, self._build_store)
         plan = make_plan(
             len(train),
@@ -69,6 +77,7 @@ class DPOPipeline:
             strategy=policy,
             objective=objective,
             plan=plan,
+            micro_batching=build_micro_batching(config, layout, train, policy.hidden_size),
             schedule=build_schedule(config, plan.num_steps),
             train=Split(train, reference.train),
             validation=None if validation is None else Split(validation, reference.validation),

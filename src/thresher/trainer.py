@@ -16,6 +16,7 @@ from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.checkpoint.rng import capture_rng, restore_rng
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batch import PairBatch
+from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
 from thresher.errors import CheckpointError, UserError
@@ -51,7 +52,6 @@ class Split:
 class FitSettings:
     """When to log, evaluate, save and give up. Zero means: at the end only."""
 
-    pairs_per_micro_batch: int
     pairs_per_eval_batch: int
     logging_steps: int = 1
     eval_steps: int = 0
@@ -84,6 +84,7 @@ class DPOTrainer:
         strategy: TrainStrategy,
         objective: Objective,
         plan: Plan,
+        micro_batching: MicroBatching,
         schedule: Schedule,
         train: Split,
         validation: Split | None,
@@ -98,6 +99,7 @@ class DPOTrainer:
         self.objective = objective
         self.plan = plan
         self.state = TrainerState()
+        self._micro_batching = micro_batching
         self._schedule = schedule
         self._train = train
         self._validation = validation
@@ -193,10 +195,8 @@ class DPOTrainer:
         return next(self._micro_batches(self.state.step))
 
     def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
-        shares = self.plan.micro_batches(
-            step, self.strategy.data_rank, self.strategy.num_data_ranks, self._settings.pairs_per_micro_batch
-        )
-        for ids in shares:
+        rank, num_ranks = self.strategy.data_rank, self.strategy.num_data_ranks
+        for ids in self._micro_batching.cut(self.plan.pair_ids(step), rank, num_ranks):
             yield _read_micro_batch(self._train, ids)
 
     def _validation_batches(self) -> Iterator[MicroBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,7 +75,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A model whose logits are spread enough for a mistake in them to show."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -61,6 +61,7 @@ TRAINING_CASES = {
     "per_device_train_batch_size": Case(
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, "nothing"
     ),
+    "max_tokens_per_micro_batch": Case({"max_tokens_per_micro_batch": 30}, "nothing"),
     "gradient_accumulation_steps": Case({"gradient_accumulation_steps": 1}, "first loss"),
     "per_device_eval_batch_size": Case({"per_device_eval_batch_size": 3}, "nothing"),
     "weight_decay": Case({"weight_decay": 0.5}, "weights"),
@@ -99,6 +100,7 @@ RUN_CASES = {
     "seed": Case({"seed": 1}, "first loss"),
     "max_steps": Case({"max_steps": 2}, "rates"),
     "num_train_epochs": Case({"num_train_epochs": 0.5}, "rates"),
+    "layout": Case({"layout": "padded"}, "nothing"),
 }
 # fields that name no number of the computation; a new field is in a table above or here
 NO_NUMBERS = {

@@ -40,19 +40,6 @@ def test_every_epoch_holds_every_pair_exactly_once_tails_included(plan):
 
 
 @unhurried
-@given(plans(), st.integers(1, 64), st.integers(1, 16), st.data())
-def test_ranks_and_micro_batches_divide_a_step_without_changing_it(plan, num_ranks, size, data):
-    step = data.draw(st.integers(0, plan.num_steps - 1))
-    shares = [plan.micro_batches(step, rank, num_ranks, size) for rank in range(num_ranks)]
-    assert all(1 <= len(batch) <= size for share in shares for batch in share)
-    found = [int(i) for share in shares for batch in share for i in batch]
-    assert len(found) == len(set(found))  # no pair is on two ranks
-    assert set(found) == set(plan.pair_ids(step).tolist())
-    counts = [sum(map(len, share)) for share in shares]
-    assert max(counts) - min(counts) <= 1
-
-
-@unhurried
 @given(SEEDS, st.integers(0, 1000))
 def test_epochs_differ_in_order_and_so_do_seeds_and_nothing_else_does(seed, epoch):
     positions = np.arange(64, dtype=np.uint64)

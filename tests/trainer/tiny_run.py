@@ -14,11 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from thresher.assembly.engines import build_policy
 from thresher.assembly.objective import build_objective, build_schedule
 from thresher.assembly.reference import ReferenceParts, build_reference_parts
-from thresher.assembly.run import build_checkpoints, fit_settings
+from thresher.assembly.run import build_checkpoints, build_micro_batching, fit_settings
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.plan import make_plan
 from thresher.models.layouts import PaddedLayout
+from thresher.models.layouts.choose import choose_layout
+from thresher.models.load import load_family
 from thresher.trainer import DPOTrainer, Split
 
 VOCAB = 64
@@ -46,6 +48,8 @@ class PairsInMemory:
 
     def __init__(self, pairs: Sequence[Pair]):
         self.pairs = list(pairs)
+        sides = [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in self.pairs]
+        self.lengths = np.array([[len(side) for side in pair] for pair in sides], dtype=np.uint32).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -99,7 +103,9 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
     """Assemble what the pipeline assembles, from the same config."""
     config = parse_config(values)
     objective = build_objective(config)
-    policy = build_policy(config, LAYOUT)
+    attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
+    layout, _ = choose_layout(config.layout, load_family(str(config.policy_path)), attention, pad_id=0)
+    policy = build_policy(config, layout)
     plan = make_plan(
         len(train),
         seed=config.seed,
@@ -108,7 +114,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
         num_epochs=config.num_train_epochs,
     )
     reference = build_reference_parts(
-        config, objective, policy, LAYOUT, plan, train, held_out, progress=lambda what, done, total: None
+        config, objective, policy, layout, plan, train, held_out, progress=lambda what, done, total: None
     )
     reference.score_in_advance()
     log = MetricsInMemory()
@@ -116,6 +122,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
         strategy=policy,
         objective=objective,
         plan=plan,
+        micro_batching=build_micro_batching(config, layout, train, policy.hidden_size),
         schedule=build_schedule(config, plan.num_steps),
         train=Split(train, reference.train),
         validation=None if held_out is None else Split(held_out, reference.validation),

@@ -79,7 +79,10 @@ def build_reference_parts(
     if validation is not None:
         tables["held-out"] = PrecomputedReference(config.reference.infer_batch_size, policy.device)
 
+    holder = [reference]
+
     def score_in_advance() -> None:
+        reference = holder.pop()  # the last hold on the model: its memory goes to the policy when this returns
         _fill(tables["training"], train, reference, plan.visited_pairs(), plan.num_visits, "training", progress)
         if validation is not None:
             every = np.arange(len(validation), dtype=np.int64)

@@ -11,31 +11,45 @@ from transformers import PreTrainedTokenizerBase
 
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.config import DPOConfig
+from thresher.data.balance import CostModel
+from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
+from thresher.data.store import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import Layout, PaddedLayout
-from thresher.models.load import load_tokenizer, set_pad_token
+from thresher.models.layouts import Layout
+from thresher.models.layouts.choose import choose_layout
+from thresher.models.load import load_family, load_tokenizer, set_pad_token
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
 from thresher.observe.redact import redact
 from thresher.observe.tracker import RunInfo, Trackers
 from thresher.trainer import FitSettings
 
+# large enough for matrix products to run at full speed, small enough for activations to stay small
+AUTO_TOKENS = 4096
 
-def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
+
+def build_layout(
+    config: DPOConfig, announce: Callable[[str], None] = lambda line: None
+) -> tuple[PreTrainedTokenizerBase, Layout]:
     """Load the tokenizer and choose how pairs lie in a batch."""
     if config.policy_path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
     args = config.actor_train.model_args
     tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
-    return tokenizer, PaddedLayout(set_pad_token(tokenizer, args.pad_token, config.policy_path))
+    pad_id = set_pad_token(tokenizer, args.pad_token, config.policy_path)
+    family = load_family(config.policy_path, trust_remote_code=args.trust_remote_code)
+    attention = args.attn_implementation or config.reference.model_args.attn_implementation
+    layout, note = choose_layout(config.layout, family, attention, pad_id)
+    if note is not None:
+        announce(note)
+    return tokenizer, layout
 
 
 def fit_settings(config: DPOConfig) -> FitSettings:
     training = config.actor_train.training_args
     return FitSettings(
-        pairs_per_micro_batch=training.per_device_train_batch_size,
         pairs_per_eval_batch=training.pairs_per_eval_batch,
         logging_steps=config.logging_steps,
         eval_steps=config.eval_steps,
@@ -44,6 +58,16 @@ def fit_settings(config: DPOConfig) -> FitSettings:
         max_skipped_steps=config.max_skipped_steps,
         seed=config.seed,
     )
+
+
+def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hidden_size: int) -> MicroBatching:
+    """Cut steps by a token budget where rows are packed, by pairs where they are padded."""
+    training = config.actor_train.training_args
+    costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.name == "shared")
+    if not layout.needs_pair_attention:
+        pairs = training.per_device_train_batch_size
+        return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch, max_pairs=pairs)
+    return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch or AUTO_TOKENS)
 
 
 def build_checkpoints(config: DPOConfig, report: Callable[[str], None]) -> CheckpointKeeper:

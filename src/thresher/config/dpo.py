@@ -131,6 +131,8 @@ class DPOConfig(LossConfig):
 
     pretrain: str | None = None
     """The model that policy and reference start from."""
+    layout: Literal["auto", "shared", "packed", "padded"] = "auto"
+    """How pairs lie in a batch: prompts computed once, sequences end to end, or padded; auto: the fastest that fits."""
     sequence_length: Annotated[int, Field(ge=2)] = 1024
     """Longest prompt plus response, in tokens."""
     chosen_key: str | None = None

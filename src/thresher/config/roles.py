@@ -94,6 +94,8 @@ class TrainingArgs(Section):
     per_device_train_batch_size: PositiveInt = 8
     """Pairs in one micro-batch of one data-parallel rank."""
     gradient_accumulation_steps: PositiveInt = 1
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Most tokens that go through the model at once; chosen when absent. Pairs per step stay the same."""
     per_device_eval_batch_size: PositiveInt | None = None
     """Pairs in one evaluation batch; the training size when absent."""
     weight_decay: NonNegative = 0.0

@@ -60,11 +60,6 @@ class Plan:
         epochs, steps = divmod(self.num_steps, self.steps_per_epoch)
         return epochs * self.num_pairs + min(steps * self.pairs_per_step, self.num_pairs)
 
-    def micro_batches(self, step: int, rank: int, num_ranks: int, pairs_per_micro_batch: int) -> list[PairIds]:
-        """Cut one rank's share of a step into micro-batches."""
-        share = self.pair_ids(step)[rank::num_ranks]
-        return [share[i : i + pairs_per_micro_batch] for i in range(0, len(share), pairs_per_micro_batch)]
-
 
 def make_plan(
     num_pairs: int, *, seed: int, pairs_per_step: int, max_steps: int | None, num_epochs: float | None

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -35,6 +36,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
     return tokenizer
+
+
+def load_family(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Load a model's own config: what it is built of, without its weights."""
+    directory, gguf = _location(path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"no model config can be loaded from {path}: {_first_line(error)}") from error
+    return config
 
 
 def load_model(

@@ -5,16 +5,20 @@ Only rows that predict scored tokens reach the LM head, and their logits are nev
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from thresher.losses.pairs import ResponseLogps, SidesLogps
-from thresher.models.layouts import ArrangedBatch
+from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
+from thresher.models.layouts import ArrangedBatch, Layout
 
 ROWS_PER_CHUNK = 512
 # torch's automatic chunking is several times slower than plain logits on CPU; fixed chunks are as fast.
@@ -30,12 +34,12 @@ class PairModel:
 
     @property
     def backbone(self) -> nn.Module:
-        decoder: nn.Module = _plain(self.causal_lm).get_decoder()  # type: ignore[operator]
+        decoder: nn.Module = _plain(self.causal_lm).get_decoder()
         return decoder
 
     @property
     def head(self) -> nn.Linear:
-        head: nn.Linear = _plain(self.causal_lm).get_output_embeddings()  # type: ignore[operator]
+        head: nn.Linear = _plain(self.causal_lm).get_output_embeddings()
         return head
 
     @property
@@ -48,7 +52,7 @@ class PairModel:
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
         # segments reach our attention function through the keyword arguments that transformers hands down
         context = {} if batch.segments is None else {"pair_segments": batch.segments}
-        with self._precision(device):
+        with self.precision(device):
             hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.scored_rows.to(device))
         targets = batch.targets.to(device)
@@ -90,7 +94,7 @@ class PairModel:
             parts.append(torch.logsumexp(2 * logps, -1))
         return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float32)
 
-    def _precision(self, device: torch.device) -> AbstractContextManager[object]:
+    def precision(self, device: torch.device) -> AbstractContextManager[object]:
         stored = self.head.weight.dtype
         if self.compute_dtype == stored:
             return nullcontext()
@@ -122,8 +126,30 @@ def _capped_logps(
     return -F.cross_entropy(transform(F.linear(rows, weight, bias)), targets, reduction="none")
 
 
-def _plain(model: nn.Module) -> nn.Module:
+@contextmanager
+def own_attention(model: nn.Module) -> Iterator[None]:
+    """Let a model attend as its authors wrote it, for the length of a `with` block."""
+    plain = _plain(model)
+    before = plain.config._attn_implementation
+    if before != PAIR_ATTENTION:
+        yield
+        return
+    # not every family has sdpa: the scores of Gemma 2 are capped
+    plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        plain.set_attn_implementation(before)
+
+
+def use_attention_of(model: nn.Module, layout: Layout) -> None:
+    """Give a model the attention that a layout's rows need."""
+    if layout.needs_pair_attention:
+        register_pair_attention()
+        _plain(model).set_attn_implementation(PAIR_ATTENTION)
+
+
+def _plain(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (adapters live in its layers and stay active)."""
     unwrap = getattr(model, "get_base_model", None)
-    plain: nn.Module = model if unwrap is None else unwrap()
-    return plain
+    return cast("PreTrainedModel", model if unwrap is None else unwrap())

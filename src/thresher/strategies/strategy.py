@@ -73,6 +73,9 @@ class TrainStrategy(Scorer, Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model was built for; None where it has no limit."""
         ...

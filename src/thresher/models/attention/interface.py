@@ -32,13 +32,15 @@ def pair_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  segments say it all
     *,
-    pair_segments: tuple[Segment, ...],
+    pair_segments: tuple[Segment, ...] | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attend within segments; transformers hands [1, heads, rows, dim] in and takes [1, rows, heads, dim] back."""
+    if pair_segments is None:
+        raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_attention")
     if rest.get("s_aux") is not None:
         raise UserError("this model's attention has sinks, which packed layouts do not know; set layout=padded")
     # under autocast the rotary embedding leaves queries and keys in fp32

@@ -43,4 +43,9 @@ class Layout(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def needs_pair_attention(self) -> bool:
+        """Say whether several sequences share a row, which plain causal attention would mix."""
+        ...
+
     def arrange(self, batch: PairBatch) -> ArrangedBatch: ...

@@ -48,6 +48,10 @@ class PackedLayout:
     def name(self) -> str:
         return "shared" if self.shares_prompt else "packed"
 
+    @property
+    def needs_pair_attention(self) -> bool:
+        return True
+
     def arrange(self, batch: PairBatch) -> ArrangedBatch:
         """Lay the pairs out; the last token of a response predicts nothing and is left out."""
         row = _PackedRow([], [], [])

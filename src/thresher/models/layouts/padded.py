@@ -18,6 +18,7 @@ class PaddedLayout:
 
     pad_id: int
     name: str = "padded"
+    needs_pair_attention: bool = False
 
     def arrange(self, batch: PairBatch) -> ArrangedBatch:
         """Pad and stack both sides; only positions that predict scored response tokens are listed."""

@@ -111,6 +111,10 @@ class NativeTrain:
         return self._pair_model.device
 
     @property
+    def hidden_size(self) -> int:
+        return self._pair_model.head.weight.shape[1]
+
+    @property
     def max_positions(self) -> int | None:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None

@@ -1,0 +1,233 @@
+"""Who takes part in a measurement: TRL in four settings, a bare loop over our layout, and thresher's own trainer.
+
+Each makes one optimizer step over the same pairs at a call, from the same weights, and returns its loss.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.data.balance import CostModel
+from thresher.data.batch import Pair, PairBatch
+from thresher.data.micro_batches import MicroBatching
+from thresher.data.plan import Plan
+from thresher.data.store import PairStore
+from thresher.data.store_writer import StoreWriter, hash_pair, pairs_to_record_batch
+from thresher.losses import Objective, make_loss
+from thresher.losses.pairs import PairLogps, SidesLogps
+from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.logps import PairModel, use_attention_of
+from thresher.reference.scorers import PrecomputedReference
+from thresher.schedule import Schedule
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.trainer import DPOTrainer, FitSettings, Split
+
+LEARNING_RATE = 1e-6
+Step = Callable[[int], float]  # number of a batch in, loss out
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model's shape and precision. bf16 is autocast over fp32 weights for everybody."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocab: int
+    dtype: torch.dtype
+
+    def model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 8 // 3,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=4096,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        config._attn_implementation = "sdpa"
+        return LlamaForCausalLM(config)
+
+
+COLUMNS = {
+    "h384-L6-V8k-fp32": Column("h384 L6 V8k fp32", 384, 6, 8_000, torch.float32),
+    "h512-L8-V8k-bf16": Column("h512 L8 V8k bf16", 512, 8, 8_000, torch.bfloat16),
+    "h512-L8-V32k-bf16": Column("h512 L8 V32k bf16", 512, 8, 32_000, torch.bfloat16),
+}
+
+
+def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
+    with StoreWriter(directory, shard_rows=65_536) as writer:
+        writer.append(pairs_to_record_batch(pairs, [hash_pair(pair) for pair in pairs]))
+        writer.finish({"identity": "benchmark"})
+    return PairStore.open(directory)
+
+
+class NoLog:
+    def log(self, step: int, metrics: object) -> None:
+        pass
+
+
+def thresher_trainer(
+    column: Column, pairs: Sequence[Pair], plan: Plan, layout: Layout, max_tokens: int | None, *, checkpointing: bool
+) -> DPOTrainer:
+    """The product: store, plan, micro-batches, precomputed reference, engine, trainer."""
+    directory = Path(tempfile.mkdtemp())
+    store = write_store(pairs, directory / "store")
+    scorer = NativeInfer(column.model(), layout, column.dtype)
+    reference = PrecomputedReference(8, torch.device("cpu"))
+    reference.fill(store, scorer.score, plan.visited_pairs().tolist(), num_visits=plan.num_visits)
+    model = column.model()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    costs = CostModel(attention_per_key=1 / (6 * column.hidden), shares_prompt=layout.name == "shared")
+    packed = layout.needs_pair_attention
+    return DPOTrainer(
+        strategy=NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)),
+        objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
+        plan=plan,
+        micro_batching=MicroBatching(store.lengths, costs, max_tokens, None if packed else plan.pairs_per_step),
+        schedule=Schedule("constant", LEARNING_RATE, 0, plan.num_steps),
+        train=Split(store, reference),
+        validation=None,
+        settings=FitSettings(pairs_per_eval_batch=8),
+        checkpoints=CheckpointKeeper(directory / "checkpoints", 1, "eval/loss", False, print),
+        trackers=NoLog(),
+        identity={},
+        config={},
+    )
+
+
+def thresher_step(trainer: DPOTrainer) -> Step:
+    def step(number: int) -> float:
+        trainer.state.step = number
+        return trainer.training_step()["loss"].mean
+
+    return step
+
+
+def bare_step(
+    column: Column, pairs: Sequence[Pair], plan: Plan, reference: PrecomputedReference, layout: Layout
+) -> Step:
+    """Our layout functions with nothing around them: arrange, score, loss, backward, clip, AdamW."""
+    model = column.model()
+    use_attention_of(model, layout)
+    pair_model = PairModel(model, column.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    objective = Objective(terms=((make_loss("sigmoid", {}), 1.0),))
+
+    def step(number: int) -> float:
+        ids = plan.pair_ids(number)
+        batch = PairBatch(ids, tuple(pairs[i] for i in ids))
+        output = objective(PairLogps(pair_model.score(layout.arrange(batch)), reference.logps(batch)))
+        loss = output.per_pair.mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def trl_step(
+    column: Column,
+    tokenizer: PreTrainedTokenizerFast,
+    pairs: Sequence[Pair],
+    plan: Plan,
+    *,
+    checkpointing: bool,
+    reference: PrecomputedReference | None,
+    force_compact_head: bool,
+) -> Step:
+    """TRL's DPOTrainer, its training_step and what its loop does around it, without the rest of the loop.
+
+    force_compact_head takes its GPU way of scoring response positions only, which it does not take on a CPU.
+    """
+    import trl.trainer.utils
+    from datasets import Dataset
+    from trl import DPOConfig
+    from trl import DPOTrainer as TRLTrainer
+
+    own_choice = trl.trainer.utils._use_triton
+    trainer: Any = TRLTrainer(
+        model=column.model(),
+        args=DPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=plan.pairs_per_step,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            bf16=column.dtype == torch.bfloat16,
+            gradient_checkpointing=checkpointing,
+            max_length=None,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        processing_class=tokenizer,
+    )
+    trainer.precompute_ref_logps = reference is not None
+    trainer.create_optimizer_and_scheduler(num_training_steps=plan.num_steps)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped = model
+
+    def step(number: int) -> float:
+        trl.trainer.utils._use_triton = (lambda device: True) if force_compact_head else own_choice
+        ids = plan.pair_ids(number)
+        examples = [_as_example(pairs[i]) for i in ids]
+        if reference is not None:
+            sides = reference.logps(PairBatch(ids, tuple(pairs[i] for i in ids)))
+            _add_reference(examples, sides)
+        inputs = trainer.data_collator(examples)
+        loss = trainer.training_step(model, inputs)
+        trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return step
+
+
+def _as_example(pair: Pair) -> dict[str, Any]:
+    return {
+        "prompt_ids": pair.prompt_ids.tolist(),
+        "chosen_ids": pair.chosen_ids.tolist(),
+        "rejected_ids": pair.rejected_ids.tolist(),
+    }
+
+
+def _add_reference(examples: list[dict[str, Any]], sides: SidesLogps) -> None:
+    for example, chosen, rejected in zip(examples, sides.chosen.sums(), sides.rejected.sums(), strict=True):
+        example["ref_chosen_logps"] = float(chosen)
+        example["ref_rejected_logps"] = float(rejected)
+
+
+def layouts() -> dict[str, Layout]:
+    return {
+        "padded": PaddedLayout(pad_id=0),
+        "packed": PackedLayout(shares_prompt=False),
+        "shared": PackedLayout(shares_prompt=True),
+    }
+
+
+def check_losses(first: dict[str, float], tolerance: float) -> None:
+    """All contestants must say the same of the first batch before anybody is timed."""
+    values = np.array(list(first.values()))
+    if values.max() - values.min() > tolerance:
+        raise SystemExit(f"losses differ by more than {tolerance}: {first}")

@@ -1,0 +1,53 @@
+"""A rank's share of a step, cut into micro-batches: by a token budget where rows are packed, by pairs where padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from thresher.data.balance import CostModel, Lengths, bin_by_tokens, rank_shares
+from thresher.data.plan import PairIds
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a set of pairs is divided; a pure function of the pairs' lengths.
+
+    lengths: [pairs in the store, 3] tokens of prompt, chosen, rejected. costs: what a pair costs, and how many rows it
+    takes. max_tokens: budget of a packed row. max_pairs: pairs of a padded batch; None where rows are packed.
+    """
+
+    lengths: Lengths
+    costs: CostModel
+    max_tokens: int | None = None
+    max_pairs: int | None = None
+
+    def cut(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
+        """Name the pairs of each of a rank's micro-batches; over all ranks, each pair is in exactly one."""
+        share = pair_ids
+        if num_ranks > 1:
+            ranks = rank_shares(self.costs.costs(self.lengths[pair_ids]), num_ranks)
+            share = pair_ids[ranks == rank]
+        if len(share) == 0:
+            return []
+        if self.max_pairs is None:
+            budget = np.iinfo(np.int64).max if self.max_tokens is None else self.max_tokens
+            return [share[chosen] for chosen in bin_by_tokens(self.costs.tokens(self.lengths[share]), int(budget))]
+        if self.max_tokens is None:
+            return [share[i : i + self.max_pairs] for i in range(0, len(share), self.max_pairs)]
+        return self._cut_padded(share, self.max_pairs, self.max_tokens)
+
+    def _cut_padded(self, share: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
+        """Fill padded batches from the longest pair down, so that neighbours need little padding."""
+        prompts, sides = self.lengths[share, 0].astype(np.int64), self.lengths[share, 1:].max(axis=1)
+        widths = prompts + sides
+        order = np.argsort(-widths, kind="stable")
+        batches, start = [], 0
+        while start < len(order):
+            # two rows a pair, all as wide as the first
+            fitting = max_tokens // (2 * int(widths[order[start]]))
+            stop = start + max(1, min(max_pairs, fitting))
+            batches.append(share[np.sort(order[start:stop])])
+            start = stop
+        return batches
