@@ -25,7 +25,7 @@ from thresher.data.store_writer import StoreWriter, hash_pair, pairs_to_record_b
 from thresher.losses import Objective, make_loss
 from thresher.losses.pairs import PairLogps, SidesLogps
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.models.logps import PairModel, use_attention_of
+from thresher.models.logps import PairModel
 from thresher.reference.scorers import PrecomputedReference
 from thresher.schedule import Schedule
 from thresher.strategies.native.infer import NativeInfer
@@ -126,8 +126,7 @@ def bare_step(
 ) -> Step:
     """Our layout functions with nothing around them: arrange, score, loss, backward, clip, AdamW."""
     model = column.model()
-    use_attention_of(model, layout)
-    pair_model = PairModel(model, column.dtype)
+    pair_model = PairModel.for_layout(model, column.dtype, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     objective = Objective(terms=((make_loss("sigmoid", {}), 1.0),))
 

@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.batch import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps
-from thresher.models.attention import PAIR_ATTENTION, Segment, register_pair_attention
+from thresher.models.attention import Segment
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
@@ -21,7 +21,6 @@ from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import turn_dropout_off
 from thresher.models.logps import PairModel
 
-register_pair_attention()
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
 PACKABLE = [family for family in FAMILIES if family != "opt"]  # learned positions: see the test of its own
 
@@ -42,9 +41,9 @@ ODD = batch_of(
 
 
 def score(model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32) -> SidesLogps:
-    usual = "eager" if model.config.model_type == "gemma2" else "sdpa"  # soft-capped scores are beyond sdpa
-    model.set_attn_implementation(usual if layout.name == "padded" else PAIR_ATTENTION)
-    return PairModel(model, dtype).score(layout.arrange(batch))
+    if layout.name == "padded":  # soft-capped scores are beyond sdpa
+        model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
+    return PairModel.for_layout(model, dtype, layout).score(layout.arrange(batch))
 
 
 def values(sides: SidesLogps) -> torch.Tensor:
@@ -160,6 +159,55 @@ def test_flex_attention_sees_what_the_formula_sees(window, softcap):
     found = flex_segment_attention(*heads, mask, 0.3, softcap)
     expected = dense_attention(*heads, SEGMENTS, 0.3, softcap=softcap, window=window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+KEPT = (Segment(3, 5, 0, 3), Segment(5, 9, 0, 3), Segment(10, 17, 9, 10))
+KEPT_ROWS = [3, 4, *range(5, 9), *range(10, 17)]
+
+
+def test_queries_of_some_rows_see_what_those_rows_saw():
+    """The kept rows of a last layer: rows 3-4 of the first segment, the second whole, the fourth whole."""
+    for window in (None, 3):
+        assert torch.equal(visibility(KEPT, 17, window), visibility(SEGMENTS, 17, window)[KEPT_ROWS])
+    query, key, value = random_heads(17)
+    expected = dense_attention(query, key, value, SEGMENTS, 0.3)[:, :, KEPT_ROWS]
+    query = query[:, :, KEPT_ROWS]
+    torch.testing.assert_close(dense_attention(query, key, value, KEPT, 0.3), expected)
+    found = SegmentedFlash.apply(query, key, value, KEPT, 0.3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attention_of_some_rows(window):
+    query, key, value = random_heads(17)
+    query = query[:, :, KEPT_ROWS]
+    found = flex_segment_attention(query, key, value, block_mask(KEPT, 17, window, torch.device("cpu")), 0.3, None)
+    expected = dense_attention(query, key, value, KEPT, 0.3, window=window)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+PRUNED = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("family", PACKABLE)
+def test_the_last_layer_computes_scored_rows_only_where_the_family_allows_it(family):
+    model = tiny_model(family).eval()
+    turn_dropout_off(model)
+    pair_model = PairModel.for_layout(model, torch.float32, SHARED)
+    assert pair_model.prunes_last_layer == (family in PRUNED)
+    rows: list[int] = []
+
+    def count(_module: object, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        rows.append((output[0] if isinstance(output, tuple) else output).shape[1])
+
+    for layer in pair_model.backbone.layers:
+        layer.register_forward_hook(count)
+    arranged = SHARED.arrange(ODD)
+    pair_model.score(arranged)
+    whole, kept = arranged.model_inputs["input_ids"].numel(), len(arranged.kept.rows)
+    assert kept < 0.7 * whole
+    assert rows == ([whole, kept] if family in PRUNED else [whole, whole])
 
 
 def test_visibility_by_hand():

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from thresher.data.sources import SourceFile, open_binary
+from thresher.data.sources import SourceFile, load_hub_dataset, open_binary
 from thresher.errors import UserError
 
 ROWS_PER_BLOCK = 512
@@ -176,18 +176,6 @@ def _read_saved_dataset(source: SourceFile) -> Iterator[Block]:
 
 def _read_hub_dataset(source: SourceFile) -> Iterator[Block]:
     yield from _read_dataset(source, load_hub_dataset(source.name))
-
-
-def load_hub_dataset(name: str) -> Any:
-    """Load `hf://OWNER/NAME[:SPLIT[:CONFIG]]`; the split is `train` if not named."""
-    import datasets
-
-    repo, _, rest = name.removeprefix("hf://").removeprefix("datasets/").partition(":")
-    split, _, config = rest.partition(":")
-    try:
-        return datasets.load_dataset(repo, config or None, split=split or "train")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {name!r} from the hub: {error}; write hf://OWNER/NAME:SPLIT") from error
 
 
 def _read_dataset(source: SourceFile, dataset: Any) -> Iterator[Block]:

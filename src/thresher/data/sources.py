@@ -139,8 +139,6 @@ def open_binary(source: SourceFile) -> Any:
 def source_digest(source: SourceFile) -> str:
     """Digest a source's content; for a hub data set, the fingerprint that `datasets` keeps."""
     if source.format == "hub_dataset":
-        from thresher.data.readers import load_hub_dataset
-
         return f"fingerprint:{load_hub_dataset(source.name)._fingerprint}"
     digest = hashlib.sha256()
     if source.format == "saved_dataset":
@@ -157,3 +155,15 @@ def source_digest(source: SourceFile) -> str:
 def _feed(digest: Any, stream: Any) -> None:
     while piece := stream.read(1 << 20):
         digest.update(piece)
+
+
+def load_hub_dataset(name: str) -> Any:
+    """Load `hf://OWNER/NAME[:SPLIT[:CONFIG]]`; the split is `train` if not named."""
+    import datasets
+
+    repo, _, rest = name.removeprefix("hf://").removeprefix("datasets/").partition(":")
+    split, _, config = rest.partition(":")
+    try:
+        return datasets.load_dataset(repo, config or None, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load {name!r} from the hub: {error}; write hf://OWNER/NAME:SPLIT") from error

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
+from thresher.models.attention.segments import KeptRows
 from thresher.models.layouts import ArrangedBatch, Layout
+from thresher.models.pruning import prune_last_layer
 
 ROWS_PER_CHUNK = 512
 # torch's automatic chunking is several times slower than plain logits on CPU; fixed chunks are as fast.
@@ -31,6 +33,17 @@ class PairModel:
 
     causal_lm: nn.Module
     compute_dtype: torch.dtype
+    prunes_last_layer: bool = False
+
+    @classmethod
+    def for_layout(cls, causal_lm: nn.Module, compute_dtype: torch.dtype, layout: Layout) -> PairModel:
+        """Give a model the attention that a layout's rows need, and prune its last layer where its shape allows."""
+        if not layout.needs_pair_attention:
+            return cls(causal_lm, compute_dtype)
+        register_pair_attention()
+        plain = _plain(causal_lm)
+        plain.set_attn_implementation(PAIR_ATTENTION)
+        return cls(causal_lm, compute_dtype, prune_last_layer(plain.get_decoder()))
 
     @property
     def backbone(self) -> nn.Module:
@@ -51,10 +64,14 @@ class PairModel:
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
         # segments reach our attention function through the keyword arguments that transformers hands down
-        context = {} if batch.segments is None else {"pair_segments": batch.segments}
+        context: dict[str, object] = {} if batch.segments is None else {"pair_segments": batch.segments}
+        scored = batch.scored_rows
+        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None:
+            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.segments)
+            scored = batch.scored_in_kept
         with self.precision(device):
             hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.scored_rows.to(device))
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, scored.to(device))
         targets = batch.targets.to(device)
         values = self.token_logps(rows, targets)
         collision = self._log_collision(rows) if with_log_collision else None
@@ -140,13 +157,6 @@ def own_attention(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         plain.set_attn_implementation(before)
-
-
-def use_attention_of(model: nn.Module, layout: Layout) -> None:
-    """Give a model the attention that a layout's rows need."""
-    if layout.needs_pair_attention:
-        register_pair_attention()
-        _plain(model).set_attn_implementation(PAIR_ATTENTION)
 
 
 def _plain(model: nn.Module) -> PreTrainedModel:

@@ -73,7 +73,9 @@ def _layer_outputs(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _parting(ours: list[Tensor], theirs: list[Tensor], arranged: ArrangedBatch, padded: ArrangedBatch) -> str:
     """Name the first layer after which the same tokens have other hidden states in the two forwards."""
     for number, (mine, own) in enumerate(zip(ours, theirs, strict=False)):
-        mine, own = mine[arranged.scored_rows.to(mine.device)], own[padded.scored_rows.to(own.device)]
+        is_pruned = arranged.kept is not None and len(mine) == len(arranged.kept.rows)
+        rows = arranged.scored_in_kept if is_pruned and arranged.scored_in_kept is not None else arranged.scored_rows
+        mine, own = mine[rows.to(mine.device)], own[padded.scored_rows.to(own.device)]
         if (mine - own).norm() > 1e-2 * own.norm():
             return f"they part in layer {number}"
     return "they part after the last layer"

@@ -18,12 +18,12 @@ def dense_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim] -> [1, heads, rows, dim]."""
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    mask = visibility(segments, query.shape[2], window).to(query.device)
+    mask = visibility(segments, key.shape[2], window).to(query.device)
     weights = scores.float().masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
     return weights @ value

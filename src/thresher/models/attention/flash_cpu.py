@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.models.attention.segments import Segment
+from thresher.models.attention.segments import Segment, query_slices
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class SegmentedFlash(torch.autograd.Function):
-    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim] -> [1, heads, rows, dim]."""
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
 
     @staticmethod
     def forward(
@@ -26,16 +26,16 @@ class SegmentedFlash(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
-        for segment in segments:
+        for segment, queries in query_slices(segments):
             own, prefix = slice(segment.start, segment.stop), slice(segment.prefix_start, segment.prefix_stop)
-            q = query[:, :, own]
+            q = query[:, :, queries]
             part, part_log_sum = _forward(q, key[:, :, own], value[:, :, own], 0.0, True, scale=scale)
             if segment.prefix_length:
                 part, part_log_sum = _merged(
                     part, part_log_sum, *_forward(q, key[:, :, prefix], value[:, :, prefix], 0.0, False, scale=scale)
                 )
-            out[:, :, own] = part
-            log_sum[:, :, own] = part_log_sum
+            out[:, :, queries] = part
+            log_sum[:, :, queries] = part_log_sum
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -49,11 +49,11 @@ class SegmentedFlash(torch.autograd.Function):
         grad_out = grad_out.float()
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        for segment in ctx.segments:
+        for segment, queries in query_slices(ctx.segments):
             own = slice(segment.start, segment.stop)
             # the merged output and log-sum make each part's share of the softmax the right one
-            shared = (out[:, :, own], log_sum[:, :, own], 0.0)
-            grad, q = grad_out[:, :, own], query[:, :, own]
+            shared = (out[:, :, queries], log_sum[:, :, queries], 0.0)
+            grad, q = grad_out[:, :, queries], query[:, :, queries]
             dq, dk, dv = _backward(grad, q, key[:, :, own], value[:, :, own], *shared, True, scale=ctx.scale)
             grad_key[:, :, own] += dk
             grad_value[:, :, own] += dv
@@ -64,7 +64,7 @@ class SegmentedFlash(torch.autograd.Function):
                 dq = dq + dq_prefix
                 grad_key[:, :, prefix] += dk
                 grad_value[:, :, prefix] += dv
-            grad_query[:, :, own] = dq
+            grad_query[:, :, queries] = dq
         return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype), None, None
 
 

@@ -10,30 +10,33 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from thresher.models.attention.segments import Segment
+from thresher.models.attention.segments import Segment, query_slices
 
 
-def block_mask(segments: tuple[Segment, ...], num_rows: int, window: int | None, device: torch.device) -> BlockMask:
-    """Visibility as a function of (row, column), from four numbers a row."""
-    owner = torch.zeros(num_rows, dtype=torch.int32)
-    prefix_start = torch.zeros(num_rows, dtype=torch.int32)
-    prefix_stop = torch.zeros(num_rows, dtype=torch.int32)
-    position = torch.zeros(num_rows, dtype=torch.int32)
-    for number, segment in enumerate(segments):
-        own = slice(segment.start, segment.stop)
-        owner[own] = number
-        prefix_start[own], prefix_stop[own] = segment.prefix_start, segment.prefix_stop
-        position[own] = torch.arange(segment.stop - segment.start, dtype=torch.int32) + segment.prefix_length
-    owner, prefix_start, prefix_stop, position = (
-        column.to(device) for column in (owner, prefix_start, prefix_stop, position)
+def block_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None, device: torch.device) -> BlockMask:
+    """Visibility as a function of (query, key), from four numbers a query and one a key."""
+    num_queries = sum(segment.length for segment in segments)
+    own_start, row, prefix_start, prefix_stop = (torch.zeros(num_queries, dtype=torch.int32) for _ in range(4))
+    position = torch.zeros(num_queries, dtype=torch.int32)
+    key_position = torch.zeros(num_keys, dtype=torch.int32)
+    for segment, queries in query_slices(segments):
+        inner = torch.arange(segment.length, dtype=torch.int32)
+        own_start[queries], row[queries] = segment.start, segment.start + inner
+        prefix_start[queries], prefix_stop[queries] = segment.prefix_start, segment.prefix_stop
+        position[queries] = segment.prefix_length + inner
+        key_position[segment.start : segment.stop] = segment.prefix_length + inner
+        if segment.prefix_length and segment.prefix_stop == segment.start:  # the tail of a run: its head are keys only
+            key_position[segment.prefix_start : segment.prefix_stop] = torch.arange(segment.prefix_length)
+    own_start, row, prefix_start, prefix_stop, position, key_position = (
+        column.to(device) for column in (own_start, row, prefix_start, prefix_stop, position, key_position)
     )
 
-    def sees(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        in_prefix = (column >= prefix_start[row]) & (column < prefix_stop[row])
-        seen = in_prefix | ((owner[row] == owner[column]) & (column <= row))
-        return seen if window is None else seen & (position[row] - position[column] < window)
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_prefix = (key >= prefix_start[query]) & (key < prefix_stop[query])
+        seen = in_prefix | ((key >= own_start[query]) & (key <= row[query]))
+        return seen if window is None else seen & (position[query] - key_position[key] < window)
 
-    return create_block_mask(sees, None, None, num_rows, num_rows, device=device)
+    return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
 
 
 @lru_cache(maxsize=1)
@@ -46,7 +49,7 @@ def _compiled() -> Callable[..., Tensor]:
 def flex_segment_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, softcap: float | None
 ) -> Tensor:
-    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim] -> [1, heads, rows, dim]."""
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)

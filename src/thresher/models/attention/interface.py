@@ -38,7 +38,7 @@ def pair_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments; transformers hands [1, heads, rows, dim] in and takes [1, rows, heads, dim] back."""
+    """Attend within segments; [1, heads, queries, dim] comes in, [1, queries, heads, dim] goes back to transformers."""
     if pair_segments is None:
         raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_attention")
     if rest.get("s_aux") is not None:
@@ -49,7 +49,7 @@ def pair_attention(
     longest = max(segment.context_length for segment in pair_segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.device.type != "cpu":
-        mask = _cached_mask(pair_segments, query.shape[2], window, query.device)
+        mask = _cached_mask(pair_segments, key.shape[2], window, query.device)
         out = flex_segment_attention(query, key, value, mask, scale, softcap)
     elif softcap is None and window is None and query.dtype != torch.float64:
         out = SegmentedFlash.apply(query, key, value, pair_segments, scale)  # type: ignore[no-untyped-call]
@@ -63,5 +63,5 @@ def _no_mask(*_args: Any, **_settings: Any) -> None:
 
 
 @lru_cache(maxsize=4)
-def _cached_mask(segments: tuple[Segment, ...], num_rows: int, window: int | None, device: torch.device) -> BlockMask:
-    return block_mask(segments, num_rows, window, device)
+def _cached_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None, device: torch.device) -> BlockMask:
+    return block_mask(segments, num_keys, window, device)

@@ -1,7 +1,12 @@
-"""Who sees whom in a packed row: runs of rows that are causal within, and see a common prefix whole."""
+"""Who sees whom in a packed row: runs of rows that are causal within, and see a common prefix whole.
+
+Queries stand segment after segment. Where the segments tile the row, that is the row itself; where a layer computes
+only some rows, its queries are those rows alone, and keys and values are still the whole row.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,28 +26,53 @@ class Segment:
     prefix_stop: int = 0
 
     @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
     def prefix_length(self) -> int:
         return self.prefix_stop - self.prefix_start
 
     @property
     def context_length(self) -> int:
         """Rows that the last row of this segment sees."""
-        return self.prefix_length + self.stop - self.start
+        return self.prefix_length + self.length
+
+    def tail(self, first: int, stop: int) -> Segment:
+        """The rows first..stop of this segment as one of its own, which sees what they saw."""
+        if self.prefix_length or first == self.start:
+            # a prefix and earlier rows of its own would be two places to see: keep the segment from its start
+            return Segment(self.start, stop, self.prefix_start, self.prefix_stop)
+        return Segment(first, stop, self.start, first)
 
 
-def visibility(segments: tuple[Segment, ...], num_rows: int, window: int | None = None) -> Tensor:
-    """The whole mask, [num_rows, num_rows] bool: True where the row sees the column. For checks and odd families."""
-    visible = torch.zeros(num_rows, num_rows, dtype=torch.bool)
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows that a last layer need compute: rows of the packed row, and the segments that they form."""
+
+    rows: Tensor
+    segments: tuple[Segment, ...]
+
+
+def query_slices(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, slice]]:
+    """Each segment with the place of its queries."""
+    place = 0
     for segment in segments:
-        visible[segment.start : segment.stop] = False
-        length = segment.stop - segment.start
-        own = torch.ones(length, length, dtype=torch.bool).tril()
-        prefix = torch.ones(length, segment.prefix_length, dtype=torch.bool)
+        yield segment, slice(place, place + segment.length)
+        place += segment.length
+
+
+def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> Tensor:
+    """The whole mask, [queries, num_keys] bool: True where a query sees a key. For checks and odd families."""
+    visible = torch.zeros(sum(segment.length for segment in segments), num_keys, dtype=torch.bool)
+    for segment, queries in query_slices(segments):
+        own = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+        prefix = torch.ones(segment.length, segment.prefix_length, dtype=torch.bool)
         if window is not None:
             # distances are those of positions: a segment goes on where its prefix ends
-            own &= torch.ones(length, length, dtype=torch.bool).triu(1 - window)
-            rows = torch.arange(length)[:, None] + segment.prefix_length
+            own &= torch.ones(segment.length, segment.length, dtype=torch.bool).triu(1 - window)
+            rows = torch.arange(segment.length)[:, None] + segment.prefix_length
             prefix &= rows - torch.arange(segment.prefix_length)[None] < window
-        visible[segment.start : segment.stop, segment.start : segment.stop] = own
-        visible[segment.start : segment.stop, segment.prefix_start : segment.prefix_stop] = prefix
+        visible[queries, segment.start : segment.stop] = own
+        visible[queries, segment.prefix_start : segment.prefix_stop] = prefix
     return visible

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from thresher.data.batch import PairBatch
-from thresher.models.attention.segments import Segment
+from thresher.models.attention.segments import KeptRows, Segment
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ArrangedBatch:
     targets: [num_scored] the tokens predicted there.
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
     segments: who sees whom, for layouts that pack several sequences into one row; None leaves it to the model.
+    kept, scored_in_kept: the rows that a pruned last layer computes, and where the scored rows are among them.
     """
 
     model_inputs: dict[str, Tensor]
@@ -31,6 +32,8 @@ class ArrangedBatch:
     num_useful_tokens: int
     num_padding_tokens: int
     segments: tuple[Segment, ...] | None = None
+    kept: KeptRows | None = None
+    scored_in_kept: Tensor | None = None
 
     @property
     def num_pairs(self) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from thresher.data.batch import Pair, PairBatch, TokenIds
 from thresher.errors import UserError
-from thresher.models.attention.segments import Segment
+from thresher.models.attention.segments import KeptRows, Segment
 from thresher.models.layouts.layout import ArrangedBatch
 
 Rows = npt.NDArray[np.int64]
@@ -66,18 +66,22 @@ class PackedLayout:
                 scored = np.arange(len(ids)) if mask is None else np.flatnonzero(mask)
                 side.append((predictors[scored], ids[scored]))
         both = [*sides[0], *sides[1]]
+        scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
+        kept, scored_in_kept = _keep(row.segments, scored_rows)
         return ArrangedBatch(
             model_inputs={
                 "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
                 "position_ids": torch.from_numpy(np.concatenate(row.positions))[None],
             },
-            scored_rows=torch.from_numpy(np.concatenate([rows for rows, _ in both]).astype(np.int64)),
+            scored_rows=torch.from_numpy(scored_rows),
             targets=torch.from_numpy(np.concatenate([ids for _, ids in both]).astype(np.int64)),
             chosen_lengths=torch.tensor([len(ids) for _, ids in sides[0]], dtype=torch.int64),
             rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
             num_useful_tokens=row.length,
             num_padding_tokens=0,
             segments=tuple(row.segments),
+            kept=kept,
+            scored_in_kept=torch.from_numpy(scored_in_kept),
         )
 
     @staticmethod
@@ -103,6 +107,18 @@ class PackedLayout:
             row.segments.append(Segment(start, row.length))
             found.append(_predictors(response - 1, response, len(ids)))
         return found[0], found[1]
+
+
+def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
+    """Find the rows from each segment's first scored row to its last, and the scored rows among them."""
+    needed = np.unique(scored_rows)
+    tails = []
+    for segment in segments:
+        low, high = np.searchsorted(needed, [segment.start, segment.stop])
+        if low < high:
+            tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
+    rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails])
+    return KeptRows(torch.from_numpy(rows), tuple(tails)), np.searchsorted(rows, scored_rows)
 
 
 def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:

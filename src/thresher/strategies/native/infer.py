@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
-from thresher.models.logps import PairModel, use_attention_of
+from thresher.models.logps import PairModel
 
 
 class NativeInfer:
@@ -18,9 +18,8 @@ class NativeInfer:
 
     def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype):
         self.model = model
-        use_attention_of(model, layout)
         self._layout = layout
-        self._pair_model = PairModel(model, compute_dtype)
+        self._pair_model = PairModel.for_layout(model, compute_dtype, layout)
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:

@@ -47,7 +47,7 @@ class NativeTrain:
     def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, optimizer: OptimizerSettings):
         self.model = model
         self._layout = layout
-        self._pair_model = PairModel(model, compute_dtype)
+        self._pair_model = PairModel.for_layout(model, compute_dtype, layout)
         self._infer = NativeInfer(model, layout, compute_dtype)
         self._max_grad_norm = optimizer.max_grad_norm
         self._tokens = TokenCounts()

@@ -1,0 +1,67 @@
+"""The last layer on the rows that count: of prompt rows, all but the last give keys and values and nothing more.
+
+Their queries, output projection and MLP in the last layer reach no scored token. For decoder layers of Llama's shape
+the layer's forward is replaced by one that leaves them out; all other families compute whole rows, as written.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from thresher.models.attention.interface import pair_attention
+from thresher.models.attention.segments import KeptRows
+
+# the same forward, to the letter: norm, attention, residual, norm, MLP, residual
+_SAME_SHAPE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+
+
+def prune_last_layer(backbone: nn.Module) -> bool:
+    """Let the last layer honour `pair_kept`; say whether this model's shape allows it."""
+    layers = getattr(backbone, "layers", None)
+    if not layers or type(layers[-1]).__name__ not in _SAME_SHAPE:
+        return False
+    layer = layers[-1]
+    if "forward" not in vars(layer):
+        layer.forward = MethodType(_pruned_forward, layer)
+    return True
+
+
+def _pruned_forward(
+    layer: Any, hidden_states: Tensor, *args: Any, pair_kept: KeptRows | None = None, **rest: Any
+) -> Any:
+    """Compute the kept rows only: [1, rows, hidden] in, [1, kept, hidden] out."""
+    if pair_kept is None:
+        return type(layer).forward(layer, hidden_states, *args, **rest)
+    attention, rows = layer.self_attn, pair_kept.rows
+    normed = layer.input_layernorm(hidden_states)
+    query = _heads(attention, "q", normed.index_select(1, rows))
+    key, value = _heads(attention, "k", normed), _heads(attention, "v", normed)
+    rotate = sys.modules[type(layer).__module__].apply_rotary_pos_emb
+    cos, sin = rest["position_embeddings"]
+    query = rotate(query, query, cos.index_select(1, rows), sin.index_select(1, rows))[0]
+    key = rotate(key, key, cos, sin)[1]
+    attended, _ = pair_attention(
+        attention,
+        query,
+        key,
+        value,
+        None,
+        pair_segments=pair_kept.segments,
+        scaling=attention.scaling,
+        # Mistral keeps its window in the config alone
+        sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+    )
+    hidden = hidden_states.index_select(1, rows) + attention.o_proj(attended.flatten(2))
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def _heads(attention: Any, name: str, states: Tensor) -> Tensor:
+    """Project to [1, heads, rows, dim], with the norm that Qwen3 puts on queries and keys."""
+    projected: Tensor = getattr(attention, f"{name}_proj")(states).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{name}_norm", None)
+    normed: Tensor = projected if norm is None else norm(projected)
+    return normed.transpose(1, 2)
