@@ -54,7 +54,7 @@ def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smoll
     export_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of the United Kingdom?"}]
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
+    assert "London" in tokenizer.decode(answer)
