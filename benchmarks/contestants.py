@@ -46,8 +46,12 @@ class Column:
     vocab: int
     dtype: torch.dtype
 
-    def model(self) -> LlamaForCausalLM:
-        torch.manual_seed(0)
+    def reference(self) -> LlamaForCausalLM:
+        """Other weights than the policy's, or every loss would be ln 2 whatever the log-probabilities are."""
+        return self.model(seed=1)
+
+    def model(self, seed: int = 0) -> LlamaForCausalLM:
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -89,13 +93,13 @@ def thresher_trainer(
     """The product: store, plan, micro-batches, precomputed reference, engine, trainer."""
     directory = Path(tempfile.mkdtemp())
     store = write_store(pairs, directory / "store")
-    scorer = NativeInfer(column.model(), layout, column.dtype)
+    scorer = NativeInfer(column.reference(), layout, column.dtype)
     reference = PrecomputedReference(8, torch.device("cpu"))
-    reference.fill(store, scorer.score, plan.visited_pairs().tolist(), num_visits=plan.num_visits)
+    reference.fill(store, scorer.score, plan.visited_pairs(), num_visits=plan.num_visits)
     model = column.model()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    costs = CostModel(attention_per_key=1 / (6 * column.hidden), shares_prompt=layout.name == "shared")
+    costs = CostModel(attention_per_key=1 / (6 * column.hidden), shares_prompt=layout.shares_prompt)
     packed = layout.needs_pair_attention
     return DPOTrainer(
         strategy=NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)),
@@ -166,6 +170,7 @@ def trl_step(
     own_choice = trl.trainer.utils._use_triton
     trainer: Any = TRLTrainer(
         model=column.model(),
+        ref_model=column.reference(),
         args=DPOConfig(
             output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=plan.pairs_per_step,
@@ -182,6 +187,13 @@ def trl_step(
         processing_class=tokenizer,
     )
     trainer.precompute_ref_logps = reference is not None
+    if reference is not None:
+        trainer.ref_model = None  # what precomputing in TRL leaves in memory
+    # what Trainer.train() would do before its first step
+    trainer.current_gradient_accumulation_steps = 1
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert trainer.model.is_gradient_checkpointing == checkpointing
     trainer.create_optimizer_and_scheduler(num_training_steps=plan.num_steps)
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped = model

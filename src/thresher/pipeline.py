@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thresher.assembly.data import StoreBuilder, check_pairs, open_stores
+from thresher.assembly.data import StoreBuilder, check_pairs, open_stores, probe_pairs
 from thresher.assembly.engines import build_policy, check_engines
 from thresher.assembly.objective import build_objective, build_schedule
 from thresher.assembly.reference import build_reference_parts
@@ -13,6 +13,7 @@ from thresher.assembly.run import (
     build_layout,
     build_micro_batching,
     build_tracking,
+    config_changes,
     describe_run,
     fit_settings,
     track,
@@ -70,8 +71,10 @@ class DPOPipeline:
 
         policy = build_policy(config, layout)
         check_pairs(config, objective, policy.max_positions, [train, validation])
+        probe = probe_pairs(train)
+        policy.check_logps(probe)
         reference = build_reference_parts(
-            config, objective, policy, layout, plan, train, validation, progress=self._progress
+            config, objective, policy, layout, plan, train, validation, probe, progress=self._progress
         )
         trainer = DPOTrainer(
             strategy=policy,
@@ -93,17 +96,16 @@ class DPOPipeline:
             config=redact(config.model_dump(mode="json")),
             extra=reference.synced,
         )
+        for line in reference.notes:
+            announce(line)
         if checkpoint is not None:
-            for line in trainer.resume(checkpoint):
+            for line in [*config_changes(checkpoint, config), *trainer.resume(checkpoint)]:
                 announce(line)
         announce(describe_run(objective, plan, reference.mode, layout.name, policy.device, checkpoint))
 
         if trainer.state.step < plan.num_steps:
             reference.score_in_advance()
-        if trainer.state.step == 0:
-            first = trainer.first_micro_batch()
-            policy.check_logps(first.pairs)
-            if reference.equals_policy:
-                check_step_zero(policy, first, objective, config.actor_train.model_args.dtype)
+        if trainer.state.step == 0 and reference.equals_policy:
+            check_step_zero(policy, trainer.first_micro_batch(), objective, config.actor_train.model_args.dtype)
         with track(trackers, config, plan, resume_step=None if checkpoint is None else trainer.state.step):
             return trainer.fit()

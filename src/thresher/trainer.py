@@ -17,7 +17,7 @@ from thresher.checkpoint.rng import capture_rng, restore_rng
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import Plan
+from thresher.data.plan import PairIds, Plan
 from thresher.data.store import PairStore
 from thresher.errors import CheckpointError, UserError
 from thresher.losses.metrics import MetricSum
@@ -130,12 +130,12 @@ class DPOTrainer:
 
     def training_step(self) -> Metrics:
         """Make the next optimizer step of the plan."""
-        step = self.state.step
+        pair_ids = self.plan.pair_ids(self.state.step)
         outcome = self.strategy.train_step(
-            list(self._micro_batches(step)),
+            list(self._micro_batches(pair_ids)),
             self.objective,
-            num_pairs_in_step=len(self.plan.pair_ids(step)),
-            learning_rate=self._schedule(step),
+            num_pairs_in_step=len(pair_ids),
+            learning_rate=self._schedule(self.state.step),
         )
         self.state.step += 1
         self.state.grad_norm = outcome.grad_norm
@@ -143,19 +143,20 @@ class DPOTrainer:
             self._count_skipped()
         else:
             self.state.skipped_in_a_row = 0
-            self.state.pairs_seen += len(self.plan.pair_ids(step))
+            self.state.pairs_seen += len(pair_ids)
             self.state.useful_tokens_seen += outcome.tokens.useful
             self.state.add_to_window(outcome.metrics)
             self.state.add_to_window(
                 {
                     "tokens/useful": MetricSum(outcome.tokens.useful, 1),
                     "tokens/padding": MetricSum(outcome.tokens.padding, 1),
+                    "tokens/shared": MetricSum(outcome.tokens.shared, 1),
                 }
             )
             self.objective = self.objective.advanced(outcome.metrics)
         if self._extra is not None:
             self._extra.after_step(self.state.step)
-        self._clock.count(len(self.plan.pair_ids(step)), outcome.tokens.useful)
+        self._clock.count(len(pair_ids), outcome.tokens.useful)
         return outcome.metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -192,11 +193,11 @@ class DPOTrainer:
 
     def first_micro_batch(self) -> MicroBatch:
         """The first real pairs of the run, for checks at start-up."""
-        return next(self._micro_batches(self.state.step))
+        return next(self._micro_batches(self.plan.pair_ids(self.state.step)))
 
-    def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         rank, num_ranks = self.strategy.data_rank, self.strategy.num_data_ranks
-        for ids in self._micro_batching.cut(self.plan.pair_ids(step), rank, num_ranks):
+        for ids in self._micro_batching.cut(pair_ids, rank, num_ranks):
             yield _read_micro_batch(self._train, ids)
 
     def _validation_batches(self) -> Iterator[MicroBatch]:

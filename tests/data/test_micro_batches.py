@@ -61,10 +61,60 @@ def test_padded_batches_hold_their_number_of_pairs_and_their_budget(rows, num_ra
 
 @unhurried
 @given(LENGTHS, st.integers(1, 4000))
-def test_first_fit_needs_at_most_twice_the_bins_that_must_be(rows, budget):
+def test_best_fit_needs_at_most_twice_the_bins_that_must_be(rows, budget):
     tokens = np.minimum(SHARED.tokens(as_lengths(rows)), budget)
     bins = bin_by_tokens(tokens, budget)
     assert len(bins) <= max(1, -(-2 * int(tokens.sum()) // budget))
+
+
+def best_fit_by_search(tokens: list[int], budget: int) -> list[list[int]]:
+    """Best-fit-decreasing as the books tell it: look at every bin, take the fullest that fits, the oldest of equals."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        rooms = [budget - sum(tokens[i] for i in chosen) for chosen in bins]
+        fitting = [i for i, room in enumerate(rooms) if room >= tokens[index]]
+        if fitting:
+            bins[min(fitting, key=lambda i: (rooms[i], i))].append(index)
+        else:
+            bins.append([index])
+    return [sorted(chosen) for chosen in bins]
+
+
+@unhurried
+@given(st.lists(st.integers(0, 60), max_size=60), st.integers(1, 100))
+def test_bins_are_those_of_a_search_through_all_bins(tokens, budget):
+    found = bin_by_tokens(np.array(tokens, dtype=np.int64), budget)
+    assert [chosen.tolist() for chosen in found] == best_fit_by_search(tokens, budget)
+
+
+def test_bins_by_hand():
+    """Budget 10 and sizes 12 6 5 4 5 3: 12 is alone, 6 + 4, 5 + 5, and 3 needs a bin of its own."""
+    found = bin_by_tokens(np.array([12, 6, 5, 4, 5, 3]), 10)
+    assert [chosen.tolist() for chosen in found] == [[0], [1, 3], [2, 4], [5]]
+
+
+@pytest.mark.parametrize("budget", [600, 2048, 16_384])
+def test_sixteen_thousand_pairs_are_binned_without_a_search_through_all_bins(budget):
+    tokens = SHARED.tokens(np.random.default_rng(0).integers(1, 500, (16_384, 3), dtype=np.uint32))
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        bin_by_tokens(tokens, budget)
+        times.append(time.perf_counter() - started)
+    print(f"{min(times) * 1e3:.0f} ms")
+    assert min(times) < 0.3, times  # 12 to 30 ms measured
+
+
+@unhurried
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=60), st.integers(1, 20))
+def test_shares_follow_the_rule_of_the_longest_first(costs, num_ranks):
+    """Loads are no worse than dealing rounds in exact order allows: the spread is at most one largest cost."""
+    ranks = rank_shares(np.array(costs), num_ranks)
+    counts = np.bincount(ranks, minlength=num_ranks)
+    assert counts.max() - counts.min() <= 1
+    loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
+    # 16-bit keys of the order misplace a cost by at most 1 / 65,535 of the largest, once a round
+    assert loads.max() - loads.min() <= max(costs) * (1 + len(costs) / 65_535) + 1e-6
 
 
 def test_tokens_and_costs_by_hand():
@@ -93,7 +143,7 @@ def test_work_is_even_over_ranks_on_real_lengths(num_ranks, shared_data):
     costs = SHARED.costs(lengths)
     started = time.perf_counter()
     ranks = rank_shares(costs, num_ranks)
-    assert time.perf_counter() - started < 1.0  # 14 ms measured
+    assert time.perf_counter() - started < 0.1  # 3 ms measured
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     assert loads.max() / loads.mean() <= 1.05
     assert np.bincount(ranks).tolist() == [128] * num_ranks
@@ -117,5 +167,5 @@ def test_a_hundred_million_pairs_start_at_once_and_a_step_is_cheap(tmp_path):
         batches = MicroBatching(lengths, SHARED, max_tokens=4096).cut(plan.pair_ids(1000), rank=77, num_ranks=1024)
         times.append(time.perf_counter() - started)
     assert sum(map(len, batches)) == 128
-    assert min(times) < 0.3, times
     print(f"{min(times) * 1e3:.0f} ms a step")
+    assert min(times) < 0.1, times  # 16 to 29 ms measured

@@ -130,6 +130,60 @@ def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str
         run("prepare", "--config", config, "--output", tmp_path / "v", "--validation")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("--template", "raw", "actor_train.data_args.template=raw"),
+        ("--sequence-length", "1024", "sequence_length=1024"),  # the default, said aloud, is still said
+        ("--truncation", "prompt_start", "actor_train.data_args.truncation=prompt_start"),
+        ("--on-bad-row", "skip", "actor_train.data_args.on_bad_row=skip"),
+        ("--chosen-key", "good", "chosen_key=good"),
+        ("--rejected-key", "bad", "rejected_key=bad"),
+        ("--prompt-key", "question", "prompt_key=question"),
+    ],
+)
+def test_prepare_refuses_an_option_that_the_config_would_overrule(
+    tmp_path: Path, option: str, value: str, instead: str
+) -> None:
+    arguments = ["prepare", "--config", tmp_path / "c.yaml", "--output", tmp_path / "s", option, value]
+    for role, extra in (("actor_train", []), ("validation", ["--validation"])):
+        with pytest.raises(UserError) as caught:
+            run(*arguments, *extra)
+        assert str(caught.value) == (
+            f"{option} has no effect with --config; leave it out and pass "
+            f"{instead.replace('actor_train', role)} instead"
+        )
+
+
+def test_prepare_refuses_validation_without_a_config(tmp_path: Path, write_rows: Any) -> None:
+    with pytest.raises(UserError, match="--validation has no effect without --config; pass --config FILE"):
+        run("prepare", write_rows(*ROWS), "--model", "m", "--output", tmp_path / "s", "--validation")
+
+
+def test_prepare_trusts_code_of_the_configs_model_only_where_the_config_says_so(
+    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thresher.models import load
+
+    trusted: list[bool] = []
+    original = load.load_tokenizer
+
+    def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+        trusted.append(trust_remote_code)
+        return original(path)
+
+    monkeypatch.setattr(load, "load_tokenizer", load_tokenizer)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(*ROWS)}\n")
+    arguments = ["prepare", "--config", config, "--output", tmp_path / "s"]
+    trust = "actor_train.model_args.trust_remote_code=true"
+    run(*arguments)
+    run(*arguments, trust)
+    other = save_model(tmp_path / "other", "<|im_end|>")
+    run(*arguments, trust, "--model", other, "--overwrite")  # the trust is not given to another model
+    assert trusted == [False, True, False]
+
+
 def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
     run("inspect", tmp_path / "s", "--verify")

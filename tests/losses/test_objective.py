@@ -143,8 +143,6 @@ def test_objective_needs_what_one_of_its_terms_needs():
     assert mixed("sft", "sigmoid").needs_reference
     assert mixed("sft", "aot").couples_pairs
     assert not mixed("sft", "sigmoid").couples_pairs
-    assert mixed("sigmoid", "bco_pair").is_stateful
-    assert not mixed("sigmoid").is_stateful
     assert replace(mixed("sigmoid"), wpo=True).needs_log_collision
     assert not mixed("sigmoid").needs_log_collision
 

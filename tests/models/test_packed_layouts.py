@@ -22,7 +22,7 @@ from thresher.models.load import turn_dropout_off
 from thresher.models.logps import PairModel
 
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
-PACKABLE = [family for family in FAMILIES if family != "opt"]  # learned positions: see the test of its own
+PACKABLE = list(FAMILIES)
 
 
 def alike(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
@@ -122,7 +122,8 @@ def test_layouts_by_hand():
     assert packed.scored_rows.tolist() == [1, 2, 3, 5, 6]
     for arranged in (shared, packed):
         assert arranged.num_padding_tokens == 0
-        assert arranged.num_useful_tokens == arranged.model_inputs["input_ids"].numel()
+        assert arranged.num_useful_tokens == 2 + 3 + 2 + 2  # both whole sequences, in every layout
+        assert arranged.num_shared_tokens == 9 - arranged.model_inputs["input_ids"].numel()
 
 
 def test_an_empty_prompt_is_refused_by_its_number():
@@ -187,7 +188,7 @@ def test_flex_attention_of_some_rows(window):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-PRUNED = ["llama", "mistral", "qwen2", "qwen3"]
+PRUNED = ["llama", "llama_stray_window", "mistral", "qwen2", "qwen2_windowed", "qwen3"]
 
 
 @pytest.mark.parametrize("family", PACKABLE)
@@ -227,3 +228,57 @@ def test_visibility_by_hand():
         [0, 1, 0, 1, 0],
         [0, 0, 0, 1, 1],
     ]
+
+
+def formula_with_the_whole_mask(query, key, value, segments, scale, softcap=None, window=None):
+    """softmax(capped scores + mask) @ value over the whole row, keys repeated, in double precision."""
+    query, key, value = (part.double() for part in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, dim=1)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~visibility(segments, key.shape[2], window), -torch.inf).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, value.repeat_interleave(groups, dim=1))
+
+
+@pytest.mark.parametrize("value_dim", [8, 5])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (3, None), (None, 1.5), (3, 1.5)])
+@pytest.mark.parametrize(("segments", "rows"), [(SEGMENTS, [*range(17)]), (KEPT, KEPT_ROWS)], ids=["whole", "kept"])
+def test_dense_attention_by_segments_equals_the_whole_mask_forward_and_backward(
+    segments, rows, window, softcap, kv_heads, value_dim
+):
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((4, len(rows), 8), (kv_heads, 17, 8), (kv_heads, 17, value_dim), (4, len(rows), value_dim))
+    *heads, weights = (torch.randn(1, *shape, generator=generator) for shape in shapes)
+    results = []
+    for attend in (formula_with_the_whole_mask, dense_attention):
+        leaves = [part.clone().requires_grad_() for part in heads]
+        out = attend(*leaves, segments, 0.3, softcap=softcap, window=window)
+        (out * weights).sum().backward()
+        results.append([out.detach().float(), *(leaf.grad for leaf in leaves)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dense_attention_keeps_double_precision():
+    heads = [part.double() for part in random_heads(17)]
+    expected = formula_with_the_whole_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
+    found = dense_attention(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
+    torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
+
+
+def test_dense_attention_holds_no_matrix_of_the_whole_row():
+    """64 segments of 16 rows: no tensor saved for backward is as large as a head's 1,024 x 1,024 scores."""
+    segments = tuple(Segment(start, start + 16) for start in range(0, 1024, 16))
+    heads = [part.requires_grad_() for part in random_heads(1024)]
+    sizes: list[int] = []
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        sizes.append(saved.numel())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        dense_attention(*heads, segments, 0.3, softcap=1.5)
+    assert 0 < max(sizes) <= max(part.numel() for part in heads)

@@ -50,7 +50,7 @@ def test_a_token_is_predicted_by_the_row_before_it_and_masked_tokens_by_none(arr
 
 def test_useful_and_padding_tokens_add_up_to_the_batch(arranged):
     assert (arranged.num_useful_tokens, arranged.num_padding_tokens) == (16, 8)
-    assert arranged.num_pairs == 2
+    assert arranged.num_shared_tokens == 0
 
 
 def test_padding_goes_to_the_longest_of_the_batch_not_to_a_fixed_length():

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from thresher.data.batch import Pair, PairBatch
@@ -54,6 +55,11 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**GROUPED),
     "granite": GraniteConfig(**GROUPED, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22),
     "cohere": CohereConfig(**GROUPED, logit_scale=0.25, attention_dropout=0.5),
+    "qwen2_windowed": Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=6, max_window_layers=0),
+    "phi3_windowed": Phi3Config(**GROUPED, sliding_window=6),
+    "mixtral_windowed": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    "llama_stray_window": LlamaConfig(**GROUPED, sliding_window=6),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5),
     "opt": OPTConfig(
         vocab_size=VOCAB,

@@ -342,7 +342,7 @@ def test_rewards_follow_the_f_divergence(apart):
     expected = BETA * ((2 * chosen.sigmoid()).log() - (2 * rejected.sigmoid()).log())
     metrics = run.trainer.training_step()
     assert metrics["rewards/margins"].mean == pytest.approx(expected.mean().item(), rel=1e-4)
-    assert metrics["rewards/margins"].mean != pytest.approx(BETA * (chosen - rejected).mean().item(), rel=0.1)
+    assert metrics["rewards/margins"].mean != pytest.approx(BETA * (chosen - rejected).mean().item(), rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])

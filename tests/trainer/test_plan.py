@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -64,6 +65,44 @@ def test_the_order_looks_random():
     order = permuted(np.arange(3000, dtype=np.uint64), 3000, seed=1, epoch=0)
     assert np.abs(np.diff(order)).mean() == pytest.approx(1000, rel=0.05)
     assert abs(np.corrcoef(order, np.arange(3000))[0, 1]) < 0.06  # three standard deviations: 3 / sqrt(3000)
+
+
+@pytest.mark.parametrize("size", [65_537, 100_000, 131_072])  # just over a power of two, between, and on one
+def test_neighbours_and_places_tell_nothing_about_each_other(size):
+    """Correlations of a uniform permutation have the standard deviation 1 / sqrt(n); four of them, for 20 seeds."""
+    places = np.arange(size, dtype=np.uint64)
+    for seed in range(20):
+        order = permuted(places, size, seed, epoch=0)
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / size**0.5
+        assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 4 / size**0.5
+
+
+@pytest.mark.slow
+def test_every_order_of_five_pairs_is_as_likely():
+    """20,000 seeds over 120 orders: chi-square of 119 degrees is below 173 in 999 of 1,000; 8 rounds fail."""
+    seeds = range(20_000_000, 20_020_000)  # not those by which the number of rounds was chosen
+    orders = [tuple(permuted(np.arange(5, dtype=np.uint64), 5, seed, 0).tolist()) for seed in seeds]
+    counts = np.array(list(Counter(orders).values()))
+    assert len(counts) == 120
+    assert ((counts - 20_000 / 120) ** 2 / (20_000 / 120)).sum() < 173
+
+
+def test_it_is_a_permutation_at_every_small_size_and_about_powers_of_two():
+    for size in [*range(1, 300), *(2**bits + step for bits in (10, 13, 16, 20) for step in (-1, 0, 1))]:
+        order = permuted(np.arange(size, dtype=np.uint64), size, seed=size, epoch=1)
+        assert order.min() == 0
+        assert order.max() == size - 1
+        assert (np.bincount(order) == 1).all()
+
+
+@pytest.mark.parametrize("size", [2**29 + 1, 10**9, 2**31 + 1, 2**40 + 1, 2**62])
+def test_no_pair_of_a_large_set_comes_twice(size):
+    places = np.concatenate([np.arange(100_000), np.arange(size - 100_000, size)]).astype(np.uint64)
+    order = permuted(places, size, seed=4, epoch=0)
+    assert len(np.unique(order)) == len(places)
+    assert order.min() >= 0
+    assert order.max() < size
+    assert order.max() > 0.99 * size
 
 
 def test_each_pair_is_as_likely_in_the_first_step_as_any_other():
@@ -136,3 +175,15 @@ def test_a_far_step_of_a_hundred_million_pairs_is_found_at_once_and_without_an_i
     assert peak < 1_000_000
     tail = plan.pair_ids(plan.steps_per_epoch - 1)
     assert len(tail) == 100_000_000 % 512
+
+
+@pytest.mark.parametrize("size", [100_000_000, 2**26 + 1])  # 1.3 and 2 walks a pair
+def test_a_step_of_131072_pairs_is_named_in_milliseconds(size):
+    places = np.arange(50 * 131_072, 51 * 131_072, dtype=np.uint64)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        permuted(places, size, seed=1, epoch=0)
+        times.append(time.perf_counter() - started)
+    print(f"{min(times) * 1e3:.1f} ms")
+    assert min(times) < 0.06, times  # 6 and 11 ms measured

@@ -18,13 +18,13 @@ from thresher.assembly.run import build_checkpoints, build_micro_batching, fit_s
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.plan import make_plan
-from thresher.models.layouts import PaddedLayout
+from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
 from thresher.trainer import DPOTrainer, Split
 
 VOCAB = 64
-LAYOUT = PaddedLayout(pad_id=0)
+LAYOUT = PackedLayout(shares_prompt=True)
 
 
 def save_tiny_llama(directory: Path, seed: int) -> Path:
@@ -53,6 +53,9 @@ class PairsInMemory:
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    def probe(self) -> PairBatch:
+        return PairBatch(np.zeros(1, dtype=np.int64), tuple(self.pairs[:1]))
 
     def read(self, ids: Sequence[int]) -> PairBatch:
         return PairBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))
@@ -101,10 +104,11 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsInMemory | None = None) -> TinyRun:
     """Assemble what the pipeline assembles, from the same config."""
-    config = parse_config(values)
+    section = {} if held_out is None else {"validation": {"data_args": {"file_name": "in memory"}}}
+    config = parse_config({**section, **values})
     objective = build_objective(config)
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
-    layout, _ = choose_layout(config.layout, load_family(str(config.policy_path)), attention, pad_id=0)
+    layout, _ = choose_layout(config.layout, [load_family(str(config.policy_path))], attention, pad_id=0)
     policy = build_policy(config, layout)
     plan = make_plan(
         len(train),
@@ -114,7 +118,15 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
         num_epochs=config.num_train_epochs,
     )
     reference = build_reference_parts(
-        config, objective, policy, layout, plan, train, held_out, progress=lambda what, done, total: None
+        config,
+        objective,
+        policy,
+        layout,
+        plan,
+        train,
+        held_out,
+        train.probe(),
+        progress=lambda what, done, total: None,
     )
     reference.score_in_advance()
     log = MetricsInMemory()

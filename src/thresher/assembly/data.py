@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from thresher.config import DataArgs, DPOConfig
+from thresher.data.batch import PairBatch
 from thresher.data.lint import find_leaks
 from thresher.data.prepare import store_identity, tokenizer_digest
 from thresher.data.settings import DataSettings
@@ -70,6 +72,12 @@ def check_pairs(
                 f"{store.path} holds pairs of up to {store.longest_pair} tokens, and the model takes {max_positions}; "
                 f"set sequence_length={max_positions}"
             )
+
+
+def probe_pairs(store: PairStore) -> PairBatch:
+    """Two pairs to check the model on: the first, and the longest of a few thousand, which may pass a window."""
+    totals = store.lengths[:4096].sum(axis=1)
+    return store.read(np.unique([0, int(totals.argmax())]))
 
 
 def _open_store(

@@ -10,8 +10,10 @@ import numpy as np
 
 from thresher.assembly.engines import build_reference
 from thresher.config import DPOConfig
+from thresher.data.batch import PairBatch
 from thresher.data.plan import PairIds, Plan
 from thresher.data.store import PairStore
+from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
 from thresher.reference.modes import resolve_mode
@@ -39,6 +41,7 @@ class ReferenceParts:
     equals_policy: bool
     synced: SyncedReference | None = None
     score_in_advance: Callable[[], None] = lambda: None
+    notes: tuple[str, ...] = ()
 
 
 def build_reference_parts(
@@ -49,6 +52,7 @@ def build_reference_parts(
     plan: Plan,
     train: PairStore,
     validation: PairStore | None,
+    probe: PairBatch,
     progress: Progress,
 ) -> ReferenceParts:
     """Decide how the reference is scored and load it where it is a model of its own."""
@@ -60,37 +64,66 @@ def build_reference_parts(
         same_weights=same_weights,
         is_synced=config.reference.sync_steps is not None,
     )
+    notes = _idle_settings(config, mode)
     if mode == "none":
         # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
-        return ReferenceParts(mode, None, None, weights_digest(policy.frozen_weights()), equals_policy=False)
+        return ReferenceParts(mode, None, None, weights_digest(policy.frozen_weights()), False, notes=notes)
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceParts(mode, live, live, weights_digest(policy.frozen_weights()), equals_policy=True)
+        return ReferenceParts(mode, live, live, weights_digest(policy.frozen_weights()), True, notes=notes)
     reference = build_reference(config, layout)
+    reference.check_logps(probe)
     digest = weights_digest(reference.weights())
     if mode == "concurrent":
         live = LiveReference(reference.score, policy.device)
         synced = None
         if config.reference.sync_steps is not None:
+            _check_sync(reference, policy)
             synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-        return ReferenceParts(mode, live, live, digest, same_weights, synced)
+        return ReferenceParts(mode, live, live, digest, same_weights, synced, notes=notes)
 
-    tables = {"training": PrecomputedReference(config.reference.infer_batch_size, policy.device)}
-    if validation is not None:
-        tables["held-out"] = PrecomputedReference(config.reference.infer_batch_size, policy.device)
+    return _scored_in_advance(config, reference, policy, plan, train, validation, digest, same_weights, progress)
 
+
+def _idle_settings(config: DPOConfig, mode: str) -> tuple[str, ...]:
+    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped."""
+    own = config.reference.model_args
+    idle = [f"model_args.{name}" for name in own.turned(*type(own).model_fields)] if mode in ("adapter", "none") else []
+    idle += config.reference.turned("infer_batch_size") if mode != "precompute" else []
+    return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
+
+
+def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:
+    own = {name: tensor.shape for name, tensor in reference.weights().items()}
+    theirs = {name: tensor.shape for name, tensor in policy.weights().items()}
+    if own != theirs:
+        raise UserError("reference.sync_steps needs a reference of the policy's shape; remove it or use the same model")
+
+
+def _scored_in_advance(
+    config: DPOConfig,
+    reference: NativeInfer,
+    policy: NativeTrain,
+    plan: Plan,
+    train: PairStore,
+    validation: PairStore | None,
+    digest: str,
+    same_weights: bool,
+    progress: Progress,
+) -> ReferenceParts:
+    size = config.reference.infer_batch_size
+    training = PrecomputedReference(size, policy.device)
+    held_out = None if validation is None else PrecomputedReference(size, policy.device)
     holder = [reference]
 
     def score_in_advance() -> None:
         reference = holder.pop()  # the last hold on the model: its memory goes to the policy when this returns
-        _fill(tables["training"], train, reference, plan.visited_pairs(), plan.num_visits, "training", progress)
-        if validation is not None:
+        _fill(training, train, reference, plan.visited_pairs(), plan.num_visits, "training", progress)
+        if held_out is not None and validation is not None:
             every = np.arange(len(validation), dtype=np.int64)
-            _fill(tables["held-out"], validation, reference, every, len(every), "held-out", progress)
+            _fill(held_out, validation, reference, every, len(every), "held-out", progress)
 
-    return ReferenceParts(
-        mode, tables["training"], tables.get("held-out"), digest, same_weights, score_in_advance=score_in_advance
-    )
+    return ReferenceParts("precompute", training, held_out, digest, same_weights, score_in_advance=score_in_advance)
 
 
 def _fill(
@@ -105,7 +138,7 @@ def _fill(
     table.fill(
         store,
         reference.score,
-        pair_ids.tolist(),
+        pair_ids,
         num_visits=num_visits,
         advance=lambda done, total: progress(f"scoring the reference: {what} pairs", done, total),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.config import DPOConfig
 from thresher.data.balance import CostModel
@@ -39,12 +41,18 @@ def build_layout(
     args = config.actor_train.model_args
     tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
     pad_id = set_pad_token(tokenizer, args.pad_token, config.policy_path)
-    family = load_family(config.policy_path, trust_remote_code=args.trust_remote_code)
     attention = args.attn_implementation or config.reference.model_args.attn_implementation
-    layout, note = choose_layout(config.layout, family, attention, pad_id)
+    layout, note = choose_layout(config.layout, _families(config), attention, pad_id)
     if note is not None:
         announce(note)
     return tokenizer, layout
+
+
+def _families(config: DPOConfig) -> list[PreTrainedConfig]:
+    """The families that must bear the layout: the policy's, and the reference's where it is another model."""
+    paths = dict.fromkeys(path for path in (config.policy_path, config.reference_path) if path is not None)
+    trusted = config.actor_train.model_args.trust_remote_code
+    return [load_family(path, trust_remote_code=trusted and path == config.policy_path) for path in paths]
 
 
 def fit_settings(config: DPOConfig) -> FitSettings:
@@ -63,7 +71,7 @@ def fit_settings(config: DPOConfig) -> FitSettings:
 def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hidden_size: int) -> MicroBatching:
     """Cut steps by a token budget where rows are packed, by pairs where they are padded."""
     training = config.actor_train.training_args
-    costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.name == "shared")
+    costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.shares_prompt)
     if not layout.needs_pair_attention:
         pairs = training.per_device_train_batch_size
         return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch, max_pairs=pairs)
@@ -105,6 +113,24 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
         trackers.close("failed")
         raise
     trackers.close("finished")
+
+
+def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
+    """Say where a resumed run is set otherwise than the run that saved the checkpoint."""
+    then = _flat(load_json(checkpoint / "config.json"))
+    now = _flat(redact(config.model_dump(mode="json")))
+    names = [name for name in now if name not in _FREE_TO_CHANGE and then.get(name) != now[name]]
+    return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
+
+
+_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name"}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def describe_run(

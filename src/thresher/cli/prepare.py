@@ -18,9 +18,20 @@ if TYPE_CHECKING:
     from thresher.data.settings import DataSettings, OnBadRow, Truncation
 
 SECONDS_BETWEEN_LINES = 10.0
+# where a config holds what these options say; {role} is actor_train or validation
+CONFIG_KEYS = {
+    "template": "{role}.data_args.template",
+    "sequence_length": "sequence_length",
+    "truncation": "{role}.data_args.truncation",
+    "on_bad_row": "{role}.data_args.on_bad_row",
+    "chosen_key": "chosen_key",
+    "rejected_key": "rejected_key",
+    "prompt_key": "prompt_key",
+}
 
 
 def prepare(
+    context: typer.Context,
     files: Annotated[
         list[str] | None, typer.Argument(help="Files, globs, URLs; with --config, key=value ... of the config.")
     ] = None,
@@ -43,9 +54,15 @@ def prepare(
     from thresher.data.settings import DataSettings
     from thresher.errors import UserError
 
+    trust_remote_code = False
     if config is not None:
-        settings, config_model = _from_config(config, files or [], validation=validation)
+        _refuse_options_of_the_config(context, validation=validation)
+        settings, config_model, trusts_config_model = _from_config(config, files or [], validation=validation)
         model = model or config_model
+        # trust was given to the config's model, not to whatever --model names
+        trust_remote_code = trusts_config_model and model == config_model
+    elif validation:
+        raise UserError("--validation has no effect without --config; pass --config FILE, or name the files instead")
     else:
         settings = DataSettings(
             file_name=files or [],
@@ -61,10 +78,32 @@ def prepare(
         raise UserError("no tokenizer is named; pass --model DIR")
     if output is None:
         raise UserError("no store is named; pass --output DIR")
-    run_prepare(settings, model, output, num_processes, against=against, overwrite=overwrite)
+    run_prepare(
+        settings,
+        model,
+        output,
+        num_processes,
+        against=against,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+    )
 
 
-def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple[DataSettings, str | None]:
+def _refuse_options_of_the_config(context: typer.Context, *, validation: bool) -> None:
+    """Refuse an option that the config would silently overrule, and name the key to set instead."""
+    from thresher.errors import UserError
+
+    for name, key in CONFIG_KEYS.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option, key = f"--{name.replace('_', '-')}", key.format(role="validation" if validation else "actor_train")
+            raise UserError(
+                f"{option} has no effect with --config; leave it out and pass {key}={context.params[name]} instead"
+            )
+
+
+def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple[DataSettings, str | None, bool]:
+    """Return the settings, the policy's path, and whether code that comes with it may run."""
     from thresher.assembly.data import data_settings
     from thresher.config import load_config
     from thresher.errors import UserError
@@ -73,7 +112,7 @@ def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple
     if validation and config.validation is None:
         raise UserError(f"{path} has no section `validation`; leave --validation out")
     args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
-    return data_settings(config, args), config.policy_path
+    return data_settings(config, args), config.policy_path, config.actor_train.model_args.trust_remote_code
 
 
 def _as_truncation(value: str) -> Truncation:
@@ -92,6 +131,7 @@ def run_prepare(
     *,
     against: Path | None = None,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
 ) -> PrepareReport:
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
     from thresher.cli.terminal import announce
@@ -102,7 +142,7 @@ def run_prepare(
 
     if num_processes is not None:
         settings = replace(settings, num_processes=num_processes)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if (output / "manifest.json").is_file() and not overwrite:
         store = PairStore.open(output, expected_identity=store_identity(settings, tokenizer))
         announce(f"{output} holds these pairs already")

@@ -167,6 +167,17 @@ class DPOConfig(LossConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluation_needs_pairs(self) -> DPOConfig:
+        idle = self.turned("eval_steps", "eval_on_start", "metric_for_best", "greater_is_better")
+        idle += [
+            f"actor_train.training_args.{name}"
+            for name in self.actor_train.training_args.turned("per_device_eval_batch_size")
+        ]
+        if self.validation is None and idle:
+            raise ValueError(f"{', '.join(idle)} has no effect without validation.data_args; add it or remove this")
+        return self
+
     @property
     def policy_path(self) -> str | None:
         return self.actor_train.model_args.model_name_or_path or self.pretrain

@@ -92,10 +92,10 @@ class TrainingArgs(Section):
 
     learning_rate: Annotated[float, Field(gt=0)] = 5e-7
     per_device_train_batch_size: PositiveInt = 8
-    """Pairs in one micro-batch of one data-parallel rank."""
+    """Pairs of one data-parallel rank in a step, before accumulation. The micro-batch of a padded layout."""
     gradient_accumulation_steps: PositiveInt = 1
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """Most tokens that go through the model at once; chosen when absent. Pairs per step stay the same."""
+    """Most tokens of a training micro-batch; chosen when absent. Does not change the pairs of a step."""
     per_device_eval_batch_size: PositiveInt | None = None
     """Pairs in one evaluation batch; the training size when absent."""
     weight_decay: NonNegative = 0.0

@@ -6,12 +6,14 @@ costs is a matter of the model's shape, not of the clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-Lengths = npt.NDArray[np.uint32]  # [num_pairs, 3]: prompt, chosen, rejected
+from thresher.data.store import Lengths
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -44,38 +46,56 @@ class CostModel:
 def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
     """Give every pair a rank: dealt in rounds from the costliest down, each round's costliest to the least loaded rank.
 
-    The longest-processing-time rule with equal counts, one vector operation a round.
+    The longest-processing-time rule with equal counts, one vector operation a round. Loads are whole numbers, and
+    a rank's own number stands in their low bits: sorting them needs no indices, and no two are equal, so that every
+    processor finds the same order with whatever sort it has.
     """
     ranks = np.empty(len(costs), dtype=np.int32)
-    loads = np.zeros(num_ranks)
-    order = _descending(costs)
+    if len(costs) == 0:
+        return ranks
+    num_rounds = -(-len(costs) // num_ranks)
+    rank_bits, load_bits = (num_ranks - 1).bit_length(), num_rounds.bit_length()
+    cost_bits = 62 - rank_bits - load_bits
+    parts = costs / max(costs.max(), 1e-300)
+    order = _descending(parts)
+    units = (parts[order] * 2.0**cost_bits).astype(np.int64) << rank_bits
+    loads = np.arange(num_ranks)
+    takers = np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), num_ranks):
-        dealt = order[start : start + num_ranks]
-        takers = np.argsort(loads, kind="stable")[: len(dealt)]
-        ranks[dealt] = takers
-        loads[takers] += costs[dealt]
+        loads.sort()
+        dealt = units[start : start + num_ranks]
+        takers[start : start + num_ranks] = loads[: len(dealt)]
+        loads[: len(dealt)] += dealt
+    ranks[order] = takers & ((1 << rank_bits) - 1)
     return ranks
 
 
-def _descending(costs: npt.NDArray[np.float64]) -> Indices:
-    """Order by cost, to one part in 65,535 of the largest: 16-bit keys sort in linear time."""
-    if len(costs) == 0:
-        return np.zeros(0, dtype=np.int64)
-    keys = (costs * (65_535 / max(costs.max(), 1e-300))).astype(np.uint16)
+def _descending(parts: npt.NDArray[np.float64]) -> Indices:
+    """Order numbers of 0..1 from the largest down, to one part in 65,535: 16-bit keys sort in linear time."""
+    keys = (parts * 65_535).astype(np.uint16)
     return np.argsort(65_535 - keys, kind="stable")
 
 
 def bin_by_tokens(tokens: Indices, budget: int) -> list[Indices]:
-    """Put pairs into as few bins as first-fit finds, longest first; a pair over the budget is alone in its bin."""
-    room: list[int] = []
+    """Put pairs into as few bins as best-fit finds, longest first; a pair over the budget is alone in its bin.
+
+    The fullest bin that still has room takes a pair. O(n log n) comparisons: open bins stay sorted by room.
+    """
     bins: list[list[int]] = []
-    for index in np.argsort(-tokens, kind="stable").tolist():
-        size = int(tokens[index])
-        place = next((i for i, left in enumerate(room) if left >= size), None)
-        if place is None:
+    # room * stride + bin: whole numbers compare faster than tuples, and equal rooms go to the older bin
+    rooms: list[int] = []
+    stride = len(tokens) + 1
+    order = np.argsort(-tokens, kind="stable")
+    least = int(tokens[order[-1]]) if len(order) else 0
+    for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
+        place = bisect_left(rooms, size * stride)
+        if place == len(rooms):
+            room, chosen = budget, len(bins)
             bins.append([index])
-            room.append(budget - size)
         else:
-            bins[place].append(index)
-            room[place] -= size
+            room, chosen = divmod(rooms.pop(place), stride)
+            bins[chosen].append(index)
+        # a bin too full for the shortest pair is left out, which keeps the list short
+        if room - size >= least:
+            insort(rooms, (room - size) * stride + chosen)
     return [np.array(sorted(chosen), dtype=np.int64) for chosen in bins]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thresher.data.balance import CostModel, Lengths, bin_by_tokens, rank_shares
+from thresher.data.balance import CostModel, bin_by_tokens, rank_shares
 from thresher.data.plan import PairIds
+from thresher.data.store import Lengths
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class MicroBatching:
         """Name the pairs of each of a rank's micro-batches; over all ranks, each pair is in exactly one."""
         share = pair_ids
         if num_ranks > 1:
-            ranks = rank_shares(self.costs.costs(self.lengths[pair_ids]), num_ranks)
+            # take: three times faster than indexing a memory map
+            ranks = rank_shares(self.costs.costs(np.take(self.lengths, pair_ids, axis=0)), num_ranks)
             share = pair_ids[ranks == rank]
         if len(share) == 0:
             return []

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from thresher.errors import UserError
 
 PairIds = npt.NDArray[np.int64]
-_ROUNDS = 8
+# even, for the halves' widths. Of 5 pairs, whose halves are smallest, 20,000 seeds show some orders to be likelier than
+# others after 8 or 10 rounds (chi-square 7 to 26 deviations high), and no longer after 12
+_ROUNDS = 12
 
 
 @dataclass(frozen=True)
@@ -81,30 +83,45 @@ def make_plan(
 def permuted(positions: npt.NDArray[np.uint64], size: int, seed: int, epoch: int) -> PairIds:
     """Map positions through a pseudo-random permutation of range(size), without building it.
 
-    A Feistel network permutes the next even power of two; values outside the range walk the cycle until they are in.
+    A Feistel network permutes the next power of two, which is below 2 * size from three pairs on; values outside the
+    range walk the cycle until they are in.
     """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = np.random.Generator(np.random.Philox(key=[seed, epoch])).integers(0, 2**63, _ROUNDS, dtype=np.uint64)
-    values = positions.copy()
-    outside = np.ones(len(values), dtype=bool)
-    while outside.any():
-        values[outside] = _feistel(values[outside], half_bits, keys)
-        outside = values >= size
+    bits = max(2, (size - 1).bit_length())  # each half needs a bit
+    keys = np.random.Generator(np.random.Philox(key=[seed, epoch])).integers(0, 2**32, _ROUNDS, dtype=np.uint32)
+    values = _feistel(positions, bits, keys)
+    outside = np.flatnonzero(values >= size)
+    while len(outside):
+        walked = _feistel(values[outside], bits, keys)
+        values[outside] = walked
+        outside = outside[walked >= size]
     return values.astype(np.int64)
 
 
-def _feistel(values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right, key) & mask)
-    return (left << shift) | right
+def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """Permute range(2**bits); an odd bit makes the left half the wider one.
+
+    Halves trade places, and widths, every round; after an even number of rounds the widths are where they began.
+    """
+    right_bits = bits // 2
+    left = (values >> np.uint64(right_bits)).astype(np.uint32)
+    right = (values & np.uint64((1 << right_bits) - 1)).astype(np.uint32)
+    masks = (np.uint32((1 << (bits - right_bits)) - 1), np.uint32((1 << right_bits) - 1))
+    for turn, key in enumerate(keys):
+        left ^= _mix(right, key) & masks[turn % 2]
+        left, right = right, left
+    return (left.astype(np.uint64) << np.uint64(right_bits)) | right
 
 
-def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """The splitmix64 finaliser over value + key."""
-    with np.errstate(over="ignore"):
-        mixed = values + key
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31))
+def _mix(values: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
+    """The lowbias32 finaliser (Wellons, "Prospecting for Hash Functions", 2018) over value + key.
+
+    32 bits hold a half of any size up to 2**63, and go through twice as many lanes at once as 64.
+    """
+    mixed = values + key
+    shifted = mixed >> np.uint32(16)
+    mixed ^= shifted
+    mixed *= np.uint32(0x7FEB352D)
+    mixed ^= np.right_shift(mixed, np.uint32(15), out=shifted)
+    mixed *= np.uint32(0x846CA68B)
+    mixed ^= np.right_shift(mixed, np.uint32(16), out=shifted)
+    return mixed

@@ -79,10 +79,6 @@ class Objective:
         return self.wpo
 
     @property
-    def is_stateful(self) -> bool:
-        return any(isinstance(loss, StatefulLoss) for loss, _ in self.terms)
-
-    @property
     def zero_margin_loss(self) -> float | None:
         """Say what a pair of weight 1 without a margin costs when policy == reference; None where it depends."""
         if self.length_penalty or self.rpo_alpha or self.wpo:

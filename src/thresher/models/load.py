@@ -71,6 +71,7 @@ def load_model(
     if gguf:
         model = _without_quantization(model, dtype)
     turn_dropout_off(model)
+    _turn_config_dropout_off(model.config)
     model.config.use_cache = False
     return model
 
@@ -84,6 +85,14 @@ def turn_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
+
+
+def _turn_config_dropout_off(config: PreTrainedConfig) -> None:
+    # some families read a rate from their config at every forward
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int:

@@ -59,6 +59,11 @@ class PairModel:
     def device(self) -> torch.device:
         return next(self.causal_lm.parameters()).device
 
+    @property
+    def max_positions(self) -> int | None:
+        limit = getattr(_plain(self.causal_lm).config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
     def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> SidesLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
         device = self.device
@@ -66,7 +71,7 @@ class PairModel:
         # segments reach our attention function through the keyword arguments that transformers hands down
         context: dict[str, object] = {} if batch.segments is None else {"pair_segments": batch.segments}
         scored = batch.scored_rows
-        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None:
+        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None and len(scored):
             context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.segments)
             scored = batch.scored_in_kept
         with self.precision(device):
@@ -127,9 +132,12 @@ class LogitTransform:
 
     @classmethod
     def of(cls, model: nn.Module) -> LogitTransform:
-        config = _plain(model).config
-        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+        config = _plain(model).config.get_text_config()
+        scale = 1.0
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
+            scale *= float(getattr(config, name, None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite; HyperCLOVA X multiplies by it
+        scale = scale * divisor if config.model_type == "hyperclovax" else scale / divisor
         return cls(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2
 
     def __call__(self, logits: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ def prune_last_layer(backbone: nn.Module) -> bool:
     layer = layers[-1]
     if "forward" not in vars(layer):
         layer.forward = MethodType(_pruned_forward, layer)
-    return True
+    # somebody else's forward, a hook of another library say, does not know which rows to keep
+    return getattr(layer.forward, "__func__", None) is _pruned_forward
 
 
 def _pruned_forward(
@@ -52,11 +53,17 @@ def _pruned_forward(
         None,
         pair_segments=pair_kept.segments,
         scaling=attention.scaling,
-        # Mistral keeps its window in the config alone
-        sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+        sliding_window=_window(layer),
     )
     hidden = hidden_states.index_select(1, rows) + attention.o_proj(attended.flatten(2))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def _window(layer: Any) -> int | None:
+    # only Mistral reads it from the config; others may carry the key and mean nothing by it
+    is_mistral = type(layer).__name__ == "MistralDecoderLayer"
+    window: int | None = getattr(layer.self_attn.config if is_mistral else layer.self_attn, "sliding_window", None)
+    return window
 
 
 def _heads(attention: Any, name: str, states: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,14 +53,14 @@ class PrecomputedReference:
         self,
         source: PairSource,
         score: Callable[[PairBatch], SidesLogps],
-        pair_ids: Iterable[int],
+        pair_ids: npt.NDArray[np.int64],
         *,
         num_visits: int,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Score every block that holds one of `pair_ids`; `num_visits` spreads the cost over the run's pairs."""
         started = time.perf_counter()
-        blocks = sorted({int(i) // self.pairs_per_block for i in pair_ids})
+        blocks = np.unique(pair_ids // self.pairs_per_block).tolist()
         for done, block in enumerate(blocks, start=1):
             first = block * self.pairs_per_block
             ids = np.arange(first, min(first + self.pairs_per_block, len(source)), dtype=np.int64)

@@ -31,13 +31,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens that went through the policy's forward."""
+    """Tokens of a step: useful ones are those of both whole sequences of every pair, whatever the layout.
+
+    padding was computed for nothing; shared was not computed: the other side's prompt served, or nothing needed it.
+    """
 
     useful: int = 0
     padding: int = 0
+    shared: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(self.useful + other.useful, self.padding + other.padding)
+        return TokenCounts(self.useful + other.useful, self.padding + other.padding, self.shared + other.shared)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def pair_attention(
     if query.device.type != "cpu":
         mask = _cached_mask(pair_segments, key.shape[2], window, query.device)
         out = flex_segment_attention(query, key, value, mask, scale, softcap)
-    elif softcap is None and window is None and query.dtype != torch.float64:
+    elif softcap is None and window is None and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
         out = SegmentedFlash.apply(query, key, value, pair_segments, scale)  # type: ignore[no-untyped-call]
     else:
         out = dense_attention(query, key, value, pair_segments, scale, softcap=softcap, window=window)

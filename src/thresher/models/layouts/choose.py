@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from transformers import PreTrainedConfig
@@ -14,13 +15,16 @@ from thresher.models.layouts.padded import PaddedLayout
 
 LayoutWish = Literal["auto", "shared", "packed", "padded"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# families known to tell the attention function of their window; others put it into the mask, which packed rows lack
+_WINDOWS_TOLD = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
 
 
 def choose_layout(
-    wish: LayoutWish, family: PreTrainedConfig, attn_implementation: str | None, pad_id: int
+    wish: LayoutWish, families: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
 ) -> tuple[Layout, str | None]:
-    """Return the layout and, where `auto` had to step back, one line that says why."""
-    obstacle = packing_obstacle(family, attn_implementation)
+    """Return the layout that all families bear and, where `auto` had to step back, one line that says why."""
+    obstacles = [packing_obstacle(family, attn_implementation) for family in families]
+    obstacle = next((found for found in obstacles if found is not None), None)
     if wish == "padded" or (wish == "auto" and obstacle is not None):
         return PaddedLayout(pad_id), None if obstacle is None else f"layout padded, because {obstacle}"
     if obstacle is not None:
@@ -39,7 +43,8 @@ def packing_obstacle(family: PreTrainedConfig, attn_implementation: str | None) 
     if type(family) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"transformers does not know the model family {name}"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(family)]
-    strange = set(getattr(family, "layer_types", None) or ()) - _KNOWN_LAYERS
+    text = family.get_text_config()  # models of several modalities keep their language part inside
+    strange = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
     if getattr(model_class, "_is_stateful", False) or strange:
         kinds = ", ".join(sorted(strange)) or "recurrent"
         return f"the model family {name} has {kinds} layers, which carry state from token to token"
@@ -47,4 +52,6 @@ def packing_obstacle(family: PreTrainedConfig, attn_implementation: str | None) 
         return f"the model family {name} does not go through transformers' attention interface"
     if name == "gpt_oss":
         return f"the attention of the model family {name} has sinks"
+    if getattr(text, "sliding_window", None) is not None and name not in _WINDOWS_TOLD:
+        return f"the model family {name} has a sliding window that it may keep in its mask alone"
     return None

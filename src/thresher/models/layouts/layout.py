@@ -20,6 +20,7 @@ class ArrangedBatch:
         then all rejected sides, pair after pair.
     targets: [num_scored] the tokens predicted there.
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
+    num_useful_tokens: tokens of both sequences of every pair, the same in every layout.
     segments: who sees whom, for layouts that pack several sequences into one row; None leaves it to the model.
     kept, scored_in_kept: the rows that a pruned last layer computes, and where the scored rows are among them.
     """
@@ -31,13 +32,10 @@ class ArrangedBatch:
     rejected_lengths: Tensor
     num_useful_tokens: int
     num_padding_tokens: int
+    num_shared_tokens: int = 0
     segments: tuple[Segment, ...] | None = None
     kept: KeptRows | None = None
     scored_in_kept: Tensor | None = None
-
-    @property
-    def num_pairs(self) -> int:
-        return self.chosen_lengths.numel()
 
 
 class Layout(Protocol):
@@ -45,6 +43,9 @@ class Layout(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shares_prompt(self) -> bool: ...
 
     @property
     def needs_pair_attention(self) -> bool:

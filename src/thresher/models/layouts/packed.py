@@ -68,6 +68,7 @@ class PackedLayout:
         both = [*sides[0], *sides[1]]
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
         kept, scored_in_kept = _keep(row.segments, scored_rows)
+        num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
         return ArrangedBatch(
             model_inputs={
                 "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
@@ -77,8 +78,9 @@ class PackedLayout:
             targets=torch.from_numpy(np.concatenate([ids for _, ids in both]).astype(np.int64)),
             chosen_lengths=torch.tensor([len(ids) for _, ids in sides[0]], dtype=torch.int64),
             rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
-            num_useful_tokens=row.length,
+            num_useful_tokens=num_useful,
             num_padding_tokens=0,
+            num_shared_tokens=num_useful - row.length,
             segments=tuple(row.segments),
             kept=kept,
             scored_in_kept=torch.from_numpy(scored_in_kept),
@@ -117,7 +119,7 @@ def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
         low, high = np.searchsorted(needed, [segment.start, segment.stop])
         if low < high:
             tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
-    rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails])
+    rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
     return KeptRows(torch.from_numpy(rows), tuple(tails)), np.searchsorted(rows, scored_rows)
 
 

@@ -18,6 +18,7 @@ class PaddedLayout:
 
     pad_id: int
     name: str = "padded"
+    shares_prompt: bool = False
     needs_pair_attention: bool = False
 
     def arrange(self, batch: PairBatch) -> ArrangedBatch:

@@ -11,6 +11,7 @@ from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
+from thresher.models.selfcheck import check_against_own_forward
 
 
 class NativeInfer:
@@ -19,7 +20,7 @@ class NativeInfer:
     def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype):
         self.model = model
         self._layout = layout
-        self._pair_model = PairModel.for_layout(model, compute_dtype, layout)
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout)
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
@@ -27,9 +28,13 @@ class NativeInfer:
         was_training = self.model.training
         self.model.eval()
         try:
-            return self._pair_model.score(self._layout.arrange(batch), with_log_collision=with_log_collision).detach()
+            return self.pair_model.score(self._layout.arrange(batch), with_log_collision=with_log_collision).detach()
         finally:
             self.model.train(was_training)
+
+    def check_logps(self, batch: PairBatch) -> None:
+        """Compare our logps with those of the model's own forward; stop the run when they part."""
+        check_against_own_forward(self.pair_model, self._layout, batch)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}

@@ -18,9 +18,7 @@ from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
-from thresher.models.logps import PairModel
 from thresher.models.lora import without_adapter
-from thresher.models.selfcheck import check_against_own_forward
 from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.strategy import Metrics, MicroBatch, StepOutcome, TokenCounts
@@ -47,8 +45,8 @@ class NativeTrain:
     def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, optimizer: OptimizerSettings):
         self.model = model
         self._layout = layout
-        self._pair_model = PairModel.for_layout(model, compute_dtype, layout)
         self._infer = NativeInfer(model, layout, compute_dtype)
+        self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
         self._tokens = TokenCounts()
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -81,7 +79,9 @@ class NativeTrain:
         def score(batch: PairBatch) -> SidesLogps:
             arranged = self._layout.arrange(batch)
             if torch.is_grad_enabled():  # a loss that couples pairs scores them twice; tokens are counted once
-                self._tokens += TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens)
+                self._tokens += TokenCounts(
+                    arranged.num_useful_tokens, arranged.num_padding_tokens, arranged.num_shared_tokens
+                )
             return self._pair_model.score(arranged, with_log_collision=objective.needs_log_collision)
 
         return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step)
@@ -97,7 +97,7 @@ class NativeTrain:
         return metrics
 
     def check_logps(self, batch: PairBatch) -> None:
-        check_against_own_forward(self._pair_model, self._layout, batch)
+        self._infer.check_logps(batch)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for p, name in self._names.items()}
@@ -116,8 +116,7 @@ class NativeTrain:
 
     @property
     def max_positions(self) -> int | None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        return limit if isinstance(limit, int) else None
+        return self._pair_model.max_positions
 
     def save(self, directory: Path) -> None:
         """Write the trainable weights and the optimizer's state."""
