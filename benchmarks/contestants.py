@@ -6,6 +6,7 @@ Each makes one optimizer step over the same pairs at a call, from the same weigh
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ def thresher_trainer(
     directory = Path(tempfile.mkdtemp())
     store = write_store(pairs, directory / "store")
     scorer = NativeInfer(column.reference(), layout, column.dtype)
-    reference = PrecomputedReference(8, torch.device("cpu"))
+    # blocks of one pair: only the few pairs that are trained on are scored
+    reference = PrecomputedReference(1, torch.device("cpu"))
     reference.fill(store, scorer.score, plan.visited_pairs(), num_visits=plan.num_visits)
     model = column.model()
     if checkpointing:
@@ -115,6 +117,18 @@ def thresher_trainer(
         identity={},
         config={},
     )
+
+
+def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan, layout: Layout) -> float:
+    """What scoring the reference of one step costs, at the batch size of a step: median of five."""
+    scorer = NativeInfer(column.reference(), layout, column.dtype)
+    seconds = []
+    for number in range(min(6, plan.num_steps)):
+        ids = plan.pair_ids(number)
+        started = time.perf_counter()
+        scorer.score(PairBatch(ids, tuple(pairs[i] for i in ids)))
+        seconds.append(time.perf_counter() - started)
+    return float(np.median(seconds[1:]))
 
 
 def thresher_step(trainer: DPOTrainer) -> Step:

@@ -23,10 +23,12 @@ from contestants import (
     bare_step,
     check_losses,
     layouts,
+    reference_seconds,
     thresher_step,
     thresher_trainer,
     trl_step,
 )
+from datasets import disable_progress_bars
 from pairs import DATA, token_pairs, train_bpe
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -70,8 +72,8 @@ def build(
         ),
         "bare loop, shared": bare_step(column, pairs, plan, trainers["thresher"]._train.reference, ways["shared"]),
     }
-    reference_seconds = trainers["thresher"]._train.reference.seconds_per_pair * pairs_per_step
-    return steps | {name: thresher_step(trainer) for name, trainer in trainers.items()}, reference_seconds
+    steps |= {name: thresher_step(trainer) for name, trainer in trainers.items()}
+    return steps, reference_seconds(column, pairs, plan, ways["shared"])
 
 
 def measure(steps: dict[str, Step], num_batches: int) -> dict[str, np.ndarray]:
@@ -110,14 +112,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    disable_progress_bars()
     for key in args.columns:
         column = COLUMNS[key]
-        steps, reference_seconds = build(column, args.data, args.batches, args.pairs_per_step, args.max_length)
+        steps, seconds_of_reference = build(column, args.data, args.batches, args.pairs_per_step, args.max_length)
         first = {name: step(0) for name, step in steps.items()}
         check_losses(first, 1e-5 if column.dtype == torch.float32 else 2e-3)
         seconds = measure(steps, args.batches)
         # a reference scored in advance is paid once, in the first epoch; TRL's default pays it in every step
-        seconds["thresher, first epoch (reference included)"] = seconds["thresher"] + reference_seconds
+        seconds["thresher, first epoch (reference included)"] = seconds["thresher"] + seconds_of_reference
         report(f"{column.name}, {args.data}, {args.batches} batches of {args.pairs_per_step} pairs", seconds)
 
 

@@ -332,3 +332,20 @@ def test_any_values_at_all_give_a_config_or_one_readable_error(values):
         assert message.startswith("the configuration has mistakes:\n  - ")
     else:
         assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"eval_steps": 5}, "eval_steps"),
+        ({"eval_on_start": True}, "eval_on_start"),
+        ({"metric_for_best": "eval/rewards/accuracies"}, "metric_for_best"),
+        (
+            {"actor_train": {"training_args": {"per_device_eval_batch_size": 2}}},
+            "actor_train.training_args.per_device_eval_batch_size",
+        ),
+    ],
+)
+def test_evaluation_settings_need_something_to_evaluate(values, named):
+    assert f"{named} has no effect without validation.data_args" in refusal(values)
+    parse_config({**values, "validation": {"data_args": {"file_name": "held_out.jsonl"}}})

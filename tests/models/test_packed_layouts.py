@@ -20,6 +20,7 @@ from thresher.models.attention.segments import visibility
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import turn_dropout_off
 from thresher.models.logps import PairModel
+from thresher.models.selfcheck import check_against_own_forward
 
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
 PACKABLE = list(FAMILIES)
@@ -282,3 +283,33 @@ def test_dense_attention_holds_no_matrix_of_the_whole_row():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         dense_attention(*heads, segments, 0.3, softcap=1.5)
     assert 0 < max(sizes) <= max(part.numel() for part in heads)
+
+
+def test_the_start_up_check_names_the_layer_where_a_layout_parts_from_the_model():
+    model = tiny_model("granite").eval()
+    pair_model = PairModel.for_layout(model, torch.float32, SHARED)
+    check_against_own_forward(pair_model, SHARED, MIXED)
+    calls = []
+
+    def spoil_packed_rows(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
+        calls.append(kwargs.get("pair_segments"))
+        return None if kwargs.get("pair_segments") is None else output.roll(1, -1)
+
+    model.model.layers[1].register_forward_hook(spoil_packed_rows, with_kwargs=True)
+    with pytest.raises(
+        UserError, match=r"layout `shared` differ .*family `granite`, they part in layer 1\); use layout"
+    ):
+        check_against_own_forward(pair_model, SHARED, MIXED)
+    assert calls[0] is not None
+
+
+def test_a_family_that_cannot_be_packed_is_told_so_at_the_start():
+    model = tiny_model("llama").eval()
+    pair_model = PairModel.for_layout(model, torch.float32, SHARED)
+
+    def lose_segments(_layer: object, args: tuple, kwargs: dict) -> tuple:
+        return args, {name: value for name, value in kwargs.items() if name != "pair_segments"}
+
+    model.model.layers[0].register_forward_pre_hook(lose_segments, with_kwargs=True)
+    with pytest.raises(UserError, match=r"layout `shared` does not work with model family `llama`.*use layout=padded"):
+        check_against_own_forward(pair_model, SHARED, MIXED)

@@ -1,0 +1,119 @@
+"""What holds between a policy and its reference: identity, modes that agree, and the start at margin 0."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_run import VOCAB, build_run, merge, noise_pairs, save_tiny_llama
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from thresher.assembly.run import config_changes
+from thresher.config import parse_config
+from thresher.errors import CheckpointError, UserError
+from thresher.reference.invariant import check_step_zero
+
+
+@pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])
+def test_frozen_weights_are_known_by_their_content_not_by_their_name(base, tmp_path, changes):
+    """open-instruct takes the model's name for its weights. With LoRA and no reference the base is what is frozen."""
+    model = save_tiny_llama(tmp_path / "model", 3)
+    values = merge(merge(base, {"pretrain": str(model)}), changes)
+    first = build_run(values, noise_pairs(12))
+    first.trainer.training_step()
+    checkpoint = first.trainer.save()
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 0.01
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="belongs to another run: its reference is"):
+        build_run(values, noise_pairs(12)).trainer.resume(checkpoint)
+
+
+def losses_of(values: dict) -> list[float]:
+    run = build_run(values, noise_pairs(12))
+    return [run.trainer.training_step()["loss"].mean for _ in range(6)]
+
+
+def test_a_reference_scored_in_advance_equals_a_live_one(apart):
+    live = losses_of(merge(apart, {"reference": {"mode": "concurrent"}}))
+    assert losses_of(merge(apart, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
+    assert live[0] != pytest.approx(live[-1], abs=1e-3)
+
+
+def test_the_adapters_base_equals_a_live_reference(base):
+    lora = merge(base, {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}})
+    live = losses_of(merge(lora, {"reference": {"mode": "concurrent"}}))
+    for mode in ("adapter", "precompute"):
+        assert losses_of(merge(lora, {"reference": {"mode": mode}})) == pytest.approx(live, abs=1e-5), mode
+    assert live[0] != pytest.approx(live[-1], abs=1e-3)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["all weights", "lora"])
+def test_a_run_starts_at_margin_zero_and_at_the_logarithm_of_two(base, lora):
+    run = build_run(merge(base, {"actor_train": {"model_args": lora}}), noise_pairs(12))
+    metrics = run.trainer.training_step()
+    assert metrics["rewards/margins"].mean == pytest.approx(0.0, abs=1e-6)
+    assert metrics["kl"].mean == pytest.approx(0.0, abs=1e-5)
+    assert metrics["loss"].mean == pytest.approx(math.log(2), abs=1e-6)
+    assert run.trainer.training_step()["loss"].mean != pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
+    run = build_run(base, noise_pairs(12))
+    first, objective = run.trainer.first_micro_batch(), run.trainer.objective
+    check_step_zero(run.trainer.strategy, first, objective, "fp32")
+    with torch.no_grad():
+        run.trainer.strategy.weights()["model.norm.weight"].mul_(1.01)
+    with pytest.raises(
+        UserError, match=r"start from the same weights but disagree by .* nats a token at step 0; check"
+    ):
+        check_step_zero(run.trainer.strategy, first, objective, "fp32")
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
+    """ROLL's overflowing steps raise, or accumulate forever."""
+    run = build_run(merge(base, {"max_skipped_steps": 3}), noise_pairs(12))
+    run.trainer.training_step()
+    weights = run.trainer.strategy.weights()
+    with torch.no_grad():
+        weights["model.norm.weight"][0] = float("inf")
+    before = {name: weight.clone() for name, weight in weights.items()}
+    with pytest.raises(UserError, match="not finite in 3 steps in a row, up to step 4; lower the learning rate"):
+        run.trainer.fit()
+    assert run.trainer.state.skipped_steps == 3
+    assert run.trainer.state.pairs_seen == 4
+    for name, weight in run.trainer.strategy.weights().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_a_reference_of_another_shape_cannot_follow_the_policy(base, tmp_path):
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
+    wider = {"reference": {"sync_steps": 1, "model_args": {"model_name_or_path": str(tmp_path / "wider")}}}
+    with pytest.raises(UserError, match="sync_steps needs a reference of the policy's shape"):
+        build_run(merge(base, wider), noise_pairs(12))
+
+
+def test_settings_of_a_reference_that_nobody_asks_are_told(base):
+    changes = {"pref_loss": "simpo", "reference": {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}}}
+    assert build_run(merge(base, changes), noise_pairs(12)).reference.notes == (
+        "reference.model_args.dtype has no effect here: the reference's mode is none",
+        "reference.infer_batch_size has no effect here: the reference's mode is none",
+    )
+    assert build_run(base, noise_pairs(12)).reference.notes == ()
+
+
+def test_a_resumed_run_tells_which_settings_changed(base, tmp_path):
+    then, now = parse_config(base), parse_config(merge(base, {"beta": 0.3, "layout": "padded", "output_dir": "other"}))
+    (tmp_path / "config.json").write_text(json.dumps(then.model_dump(mode="json")))
+    assert config_changes(tmp_path, then) == []
+    assert config_changes(tmp_path, now) == [
+        "changed since the checkpoint: beta was None, is 0.3",
+        "changed since the checkpoint: layout was auto, is padded",
+    ]
