@@ -29,6 +29,11 @@ class Pair:
     margin: float = 0.0
 
 
+def scored_positions(response: TokenIds, mask: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
+    """Number the scored tokens of a response, from 0; without a mask all are."""
+    return np.arange(len(response)) if mask is None else np.flatnonzero(mask)
+
+
 @dataclass(frozen=True)
 class PairBatch:
     """Pairs of one micro-batch and their row numbers in the store."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thresher.data.batch import PairBatch
+from thresher.data.batch import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.logps import PairModel, own_attention
@@ -67,8 +67,7 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
     logps, layers = [], []
     for prompt, response, mask in sides:
-        scored = np.arange(len(response)) if mask is None else np.flatnonzero(mask)
-        rows = torch.from_numpy(scored + len(prompt) - 1).to(model.device)
+        rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
         with own_attention(model.causal_lm), _layer_outputs(model.backbone) as outputs:
             logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]

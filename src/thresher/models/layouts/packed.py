@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.data.batch import Pair, PairBatch, TokenIds
+from thresher.data.batch import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, Segment
 from thresher.models.layouts.layout import ArrangedBatch
@@ -63,7 +63,7 @@ class PackedLayout:
             for side, predictors, ids, mask in zip(
                 sides, placed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
             ):
-                scored = np.arange(len(ids)) if mask is None else np.flatnonzero(mask)
+                scored = scored_positions(ids, mask)
                 side.append((predictors[scored], ids[scored]))
         both = [*sides[0], *sides[1]]
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)

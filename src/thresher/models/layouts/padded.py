@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from thresher.data.batch import PairBatch, TokenIds
+from thresher.data.batch import PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts.layout import ArrangedBatch
 
@@ -39,7 +39,7 @@ class PaddedLayout:
             input_ids[i, : len(prompt)] = prompt
             input_ids[i, len(prompt) : end] = response
             attention_mask[i, :end] = 1
-            scored = np.arange(len(response)) if mask is None else np.flatnonzero(mask)
+            scored = scored_positions(response, mask)
             # the hidden state at t predicts the token at t + 1
             rows.append((i * width + len(prompt) - 1 + scored).astype(np.int32))
             targets.append(response[scored])
