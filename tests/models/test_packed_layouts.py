@@ -16,11 +16,28 @@ from thresher.models.attention import Segment
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import visibility
+from thresher.models.attention.segments import query_slices
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import turn_dropout_off
 from thresher.models.logps import PairModel
 from thresher.models.selfcheck import check_against_own_forward
+
+
+def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> torch.Tensor:
+    """The whole mask, [queries, num_keys] bool: True where a query sees a key. The oracle of our attention."""
+    visible = torch.zeros(sum(segment.length for segment in segments), num_keys, dtype=torch.bool)
+    for segment, queries in query_slices(segments):
+        own = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+        prefix = torch.ones(segment.length, segment.prefix_length, dtype=torch.bool)
+        if window is not None:
+            # distances are those of positions: a segment goes on where its prefix ends
+            own &= torch.ones(segment.length, segment.length, dtype=torch.bool).triu(1 - window)
+            rows = torch.arange(segment.length)[:, None] + segment.prefix_length
+            prefix &= rows - torch.arange(segment.prefix_length)[None] < window
+        visible[queries, segment.start : segment.stop] = own
+        visible[queries, segment.prefix_start : segment.prefix_stop] = prefix
+    return visible
+
 
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
 PACKABLE = list(FAMILIES)

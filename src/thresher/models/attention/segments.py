@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -60,19 +59,3 @@ def query_slices(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, slice
     for segment in segments:
         yield segment, slice(place, place + segment.length)
         place += segment.length
-
-
-def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> Tensor:
-    """The whole mask, [queries, num_keys] bool: True where a query sees a key. For checks and odd families."""
-    visible = torch.zeros(sum(segment.length for segment in segments), num_keys, dtype=torch.bool)
-    for segment, queries in query_slices(segments):
-        own = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
-        prefix = torch.ones(segment.length, segment.prefix_length, dtype=torch.bool)
-        if window is not None:
-            # distances are those of positions: a segment goes on where its prefix ends
-            own &= torch.ones(segment.length, segment.length, dtype=torch.bool).triu(1 - window)
-            rows = torch.arange(segment.length)[:, None] + segment.prefix_length
-            prefix &= rows - torch.arange(segment.prefix_length)[None] < window
-        visible[queries, segment.start : segment.stop] = own
-        visible[queries, segment.prefix_start : segment.prefix_stop] = prefix
-    return visible
