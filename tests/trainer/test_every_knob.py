@@ -75,6 +75,7 @@ TRAINING_CASES = {
     "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
     "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
     "gradient_checkpointing": Case({"gradient_checkpointing": True}, "nothing"),
+    "torch_compile": Case({"torch_compile": True}, "nothing"),
 }
 MODEL_CASES = {
     "lora_rank": Case({"lora_rank": 2}, "later losses", {"lora_rank": 4, "lora_alpha": 8}),

@@ -36,7 +36,10 @@ def build_policy(config: DPOConfig, layout: Layout) -> NativeTrain:
         epsilon=training.adam_epsilon,
         max_grad_norm=training.max_grad_norm,
     )
-    return NativeTrain(module.to(device_of(role)), layout, DTYPES[args.dtype], optimizer)
+    policy = NativeTrain(module.to(device_of(role)), layout, DTYPES[args.dtype], optimizer)
+    if training.torch_compile:
+        policy.compile()
+    return policy
 
 
 def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:

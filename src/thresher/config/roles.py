@@ -113,6 +113,8 @@ class TrainingArgs(Section):
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    """Compile the layers with torch.compile: faster steps in bf16, and a minute or so before the first."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TrainingArgs:

@@ -17,6 +17,7 @@ from thresher.data.batch import PairBatch
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
+from thresher.models.compiling import compile_layers
 from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
 from thresher.strategies.accumulate import accumulate_gradients
@@ -72,6 +73,10 @@ class NativeTrain:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepOutcome(self.reduce(metrics), grad_norm, skipped, self._tokens)
+
+    def compile(self) -> None:
+        """Compile the layers; the first step of each kind takes long."""
+        compile_layers(self._pair_model.backbone)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Metrics:
         """Leave the step's gradient in the parameters."""
