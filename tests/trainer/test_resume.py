@@ -78,7 +78,8 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     script = Path(__file__).with_name("killed_run.py")
     return subprocess.run(
         [sys.executable, str(script), str(config), str(output), *kills],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        # a cache of its own: a run that is compared with another must not take its logps
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THRESHER_CACHE_DIR": str(output / "cache")},
         capture_output=True,
         text=True,
         timeout=600,
