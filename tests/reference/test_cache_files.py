@@ -206,17 +206,28 @@ def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
     assert all_bits(longer, pairs) == all_bits(every, pairs)
 
 
+def test_a_pair_that_was_not_looked_up_has_no_logps(tmp_path):
+    pairs = NoisePairs(PAIRS)
+    reference = look_up(tmp_path, pairs, np.array([9, 20]))
+    reference.score_missing(made_up_logps)
+    for stranger in (0, 12, 49):
+        with pytest.raises(IndexError, match=f"pair {stranger} is none of the pairs that were looked up"):
+            reference.logps(pairs.read(np.array([9, stranger])))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 7, 20])
 def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
     """Also when one of them looks up while others have written already: all must deal alike."""
     pairs = NoisePairs(PAIRS)
-    scored = 0
+    reader, scored = look_up(tmp_path, pairs), 0
     for rank in range(num_ranks):
         reference = look_up(tmp_path, pairs)
         reference.score_missing(made_up_logps, rank=rank, num_ranks=num_ranks, limits=SMALL)
         scored += reference.num_scored
     assert scored == PAIRS
-    assert look_up(tmp_path, pairs).num_missing == 0
+    assert reader.num_missing == PAIRS
+    reader.look_up()
+    assert reader.num_missing == 0
 
 
 def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):

@@ -56,7 +56,7 @@ def build_reference_parts(
 ) -> ReferenceParts:
     """Decide how the reference is scored and load it where it is a model of its own that has something to score."""
     mode = reference_mode(config, objective)
-    same_weights = _same_place(config.reference_path, config.policy_path)
+    same_weights = starts_alike(config)
     notes = _idle_settings(config, mode)
     if mode == "none":
         # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
@@ -101,9 +101,15 @@ def reference_mode(config: DPOConfig, objective: Objective) -> Mode:
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
         policy_has_adapter=config.uses_lora,
-        same_weights=_same_place(config.reference_path, config.policy_path),
+        same_weights=starts_alike(config),
         is_synced=config.reference.sync_steps is not None,
     )
+
+
+def starts_alike(config: DPOConfig) -> bool:
+    """Say whether policy and reference start from the same model."""
+    one, other = config.reference_path, config.policy_path
+    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
 
 
 def _idle_settings(config: DPOConfig, mode: str) -> tuple[str, ...]:
@@ -119,7 +125,3 @@ def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:
     theirs = {name: tensor.shape for name, tensor in policy.weights().items()}
     if own != theirs:
         raise UserError("reference.sync_steps needs a reference of the policy's shape; remove it or use the same model")
-
-
-def _same_place(one: str | None, other: str | None) -> bool:
-    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())

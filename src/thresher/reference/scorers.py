@@ -77,7 +77,8 @@ class PrecomputedReference:
         self._blocks: PairIds = np.unique(pair_ids // pairs_per_block)
         self._is_wanted = np.zeros(len(_ids_of(self._blocks, pairs_per_block, len(source))), dtype=np.bool_)
         self._is_wanted[self._positions(pair_ids)] = True
-        self._found = self._look_up()
+        self._found: FoundLogps
+        self.look_up()
 
     @property
     def num_pairs(self) -> int:
@@ -105,11 +106,22 @@ class PrecomputedReference:
                     self._score_block(block, score, writer)
                     advance(done, len(blocks))
             self._cache.trust(writer.written)
-            self._found = self._look_up()
+            self.look_up()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
+    def look_up(self) -> None:
+        """Find the pairs in the cache as it is now: others may have scored some of them."""
+        ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
+        keys = np.empty(len(ids), dtype=f"V{HASH_BYTES}")
+        start = 0
+        for hashes in self._source.hashes():
+            first, last = np.searchsorted(ids, (start, start + len(hashes)))
+            keys[first:last] = hashes[ids[first:last] - start]
+            start += len(hashes)
+        self._found = self._cache.find(keys)
+
     def logps(self, batch: PairBatch) -> SidesLogps:
-        """Look a micro-batch up."""
+        """Read the logps of a micro-batch."""
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
         chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
         return SidesLogps(chosen, rejected)
@@ -137,20 +149,14 @@ class PrecomputedReference:
             writer.add(hash_pair(batch.pairs[index]).pair, chosen[index], rejected[index])
         writer.end_block()
 
-    def _look_up(self) -> FoundLogps:
-        ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
-        keys = np.empty(len(ids), dtype=f"V{HASH_BYTES}")
-        start = 0
-        for hashes in self._source.hashes():
-            first, last = np.searchsorted(ids, (start, start + len(hashes)))
-            keys[first:last] = hashes[ids[first:last] - start]
-            start += len(hashes)
-        return self._cache.find(keys)
-
     def _positions(self, pair_ids: PairIds) -> PairIds:
         """Where pairs stand among those of the blocks: only the very last block of a source can be short."""
         blocks, rows = np.divmod(pair_ids, self._pairs_per_block)
-        return np.searchsorted(self._blocks, blocks) * self._pairs_per_block + rows
+        at = np.searchsorted(self._blocks, blocks)
+        is_known = np.take(self._blocks, at, mode="clip") == blocks
+        if not is_known.all():
+            raise IndexError(f"pair {pair_ids[~is_known][0]} is none of the pairs that were looked up in the cache")
+        return at * self._pairs_per_block + rows
 
 
 def _ids_of(blocks: PairIds, pairs_per_block: int, num_pairs: int) -> PairIds:

@@ -102,10 +102,6 @@ class NativeTrain:
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for p, name in self._names.items()}
 
-    def frozen_weights(self) -> Mapping[str, Tensor]:
-        """The base under an adapter."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
-
     @property
     def device(self) -> torch.device:
         return self._pair_model.device
