@@ -72,6 +72,12 @@ def test_a_file_that_the_index_names_must_be_there(model, tmp_path):
         weights_digest(str(tmp_path / "cut"))
 
 
+def test_a_model_without_safetensors_is_told(model, tmp_path):
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(UserError, match="has no weights in safetensors files, or they cannot be fetched; convert it"):
+        weights_digest(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "matters"),
     [

@@ -33,8 +33,9 @@ def list_cache(cache_dir: CacheDir = None) -> None:
         announce(f"{root} holds nothing yet; runs with reference.mode=precompute and `thresher score` fill it")
         return
     table = Table(title=f"reference cache in {root}", title_justify="left")
-    for heading in ("identity", "model", "dtype"):
-        table.add_column(heading, no_wrap=heading == "identity")
+    table.add_column("identity", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("dtype")
     for heading in ("pairs", "shards", "size", "last used"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in references:

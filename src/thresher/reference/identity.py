@@ -97,7 +97,10 @@ def _weight_files(path: str) -> Iterator[Path]:
         return
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
-        raise UserError(f"{path} holds no weights in safetensors files; convert it with transformers' save_pretrained")
+        raise UserError(
+            f"{path} has no weights in safetensors files, or they cannot be fetched; convert it with transformers' "
+            "save_pretrained, or download it"
+        )
     for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
         shard = _find(path, name)
         if shard is None:
@@ -107,7 +110,10 @@ def _weight_files(path: str) -> Iterator[Path]:
 
 def _find(path: str, name: str) -> Path | None:
     """Look a file up in a model directory, or in the hub's own cache, where it is fetched to if need be."""
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    try:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"{name} of {path} can neither be found nor fetched: {error}") from error
     return None if found is None else Path(found)
 
 
