@@ -24,6 +24,7 @@ from thresher.reference.shards import (
     read_keys,
     write_shard,
 )
+from thresher.reference.upkeep import cache_root
 
 PAIRS = 50
 # about six blocks of four noise pairs
@@ -291,6 +292,23 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
     whole = look_up(tmp_path / "whole", pairs)
     whole.score_missing(made_up_logps)
     assert all_bits(look_up(tmp_path / "killed", pairs), pairs) == all_bits(whole, pairs)
+
+
+@pytest.mark.parametrize(
+    ("cache_dir", "environment", "expected"),
+    [
+        ("~/chosen", {"THRESHER_CACHE_DIR": "/shared", "XDG_CACHE_HOME": "/xdg"}, "/home/me/chosen"),
+        (None, {"THRESHER_CACHE_DIR": "/shared", "XDG_CACHE_HOME": "/xdg"}, "/shared"),
+        (None, {"XDG_CACHE_HOME": "/xdg"}, "/xdg/thresher/reference"),
+        (None, {}, "/home/me/.cache/thresher/reference"),
+    ],
+)
+def test_the_cache_lies_where_the_config_the_environment_or_custom_says(monkeypatch, cache_dir, environment, expected):
+    for name in ("THRESHER_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert cache_root(cache_dir) == Path(expected)
 
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):

@@ -123,7 +123,7 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
-_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name"}
+_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -61,8 +61,15 @@ def leftovers(root: Path) -> list[Path]:
     found = [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
     for directory in _directories(root):
         found += sorted(directory.glob(f"*{DAMAGED}"))
-        found += [path for path in sorted(directory.glob(f"{PARTIAL}*")) if path.stat().st_mtime < old]
+        found += [path for path in sorted(directory.glob(f"{PARTIAL}*")) if _last_written(path) < old]
     return found
+
+
+def _last_written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # a writer has just finished it
+        return time.time()
 
 
 def remove(paths: Iterable[Path]) -> None:
