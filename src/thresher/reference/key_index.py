@@ -25,8 +25,9 @@ class KeyIndex:
     def match(self, keys: Hashes) -> tuple[Positions, Positions]:
         """Return (row in `keys`, position in the run) of every match."""
         halves = keys.view("<u8").reshape(-1, 2)
-        at = np.searchsorted(self._first, halves[:, 0])
-        rows = np.arange(len(keys))
+        # in order, so that the search walks through memory; stable, so that of equal keys the first row comes first
+        rows = np.argsort(halves[:, 0], kind="stable")
+        at = np.searchsorted(self._first, halves[rows, 0])
         found: list[tuple[Positions, Positions]] = []
         while len(rows):
             inside = at < len(self._first)
