@@ -74,7 +74,7 @@ class DPOPipeline:
         probe = probe_pairs(train)
         policy.check_logps(probe)
         reference = build_reference_parts(
-            config, objective, policy, layout, plan, train, validation, probe, progress=self._progress
+            config, objective, policy, layout, plan, train, validation, probe, self._progress, announce
         )
         trainer = DPOTrainer(
             strategy=policy,

@@ -108,7 +108,7 @@ RUN_CASES = {
 NO_NUMBERS = {
     ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
-    ReferenceConfig: {"model_args", "strategy_args", "device_mapping"},
+    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "cache_dir"},
     DPOConfig: {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
         *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),

@@ -212,6 +212,8 @@ class ReferenceConfig(RoleConfig):
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
     infer_batch_size: PositiveInt = 8
     """Pairs scored at once when the reference is precomputed."""
+    cache_dir: str | None = None
+    """Where precomputed logps are kept; `$THRESHER_CACHE_DIR`, or the user's cache directory, when absent."""
     sync_steps: PositiveInt | None = None
     """TR-DPO: pull the reference towards the policy every so many steps."""
     sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
