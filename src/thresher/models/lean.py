@@ -74,7 +74,8 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         inverse_rms = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).mul_(weight).to(rounded or torch.promote_types(x.dtype, weight.dtype))
+        result: Tensor = (wide * inverse_rms).mul_(weight)
+        return result.to(rounded or torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
