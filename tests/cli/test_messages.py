@@ -103,7 +103,8 @@ def test_a_data_set_smaller_than_one_batch(thresher, config, tmp_path):
     assert thresher("train", path) == (
         2,
         "the training set has 8 pairs, fewer than one global batch of 16; lower "
-        "actor_train.training_args.per_device_train_batch_size or gradient_accumulation_steps, or add data",
+        "actor_train.training_args.global_batch_size, or per_device_train_batch_size and gradient_accumulation_steps, "
+        "or add data",
     )
     assert not (tmp_path / "out" / "checkpoints").exists()
 
@@ -258,8 +259,8 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
-            "actor_train.strategy_args.strategy_config.tp_size is 4, and this run has one process; set it to 1 or "
-            "leave it out",
+            "actor_train.strategy_args.strategy_config.tp_size is 4, and this version has data parallelism only; set "
+            "it to 1 or leave it out",
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
@@ -267,9 +268,9 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
             "pp_size, cp_size, dp_replicate",
         ),
         (
-            {"actor_train__device_mapping": "list(range(0,8))"},
-            "device_mapping names 8 devices, and one process trains on one; name one device or leave device_mapping "
-            "out",
+            {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},
+            "the configuration has mistakes:\n  - config: runtime: local is one process, and "
+            "actor_train.device_mapping asks for 8; use runtime: ray",
         ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",

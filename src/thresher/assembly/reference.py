@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from thresher.assembly.engines import build_reference
 from thresher.config import DPOConfig
@@ -16,7 +17,7 @@ from thresher.data.store import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
-from thresher.reference.modes import resolve_mode
+from thresher.reference.modes import Mode, resolve_mode
 from thresher.reference.scorers import LiveReference, PrecomputedReference, weights_digest
 from thresher.reference.synced import SyncedReference
 from thresher.strategies.native.infer import NativeInfer
@@ -54,24 +55,19 @@ def build_reference_parts(
     validation: PairStore | None,
     probe: PairBatch,
     progress: Progress,
+    device: torch.device | None = None,
 ) -> ReferenceParts:
-    """Decide how the reference is scored and load it where it is a model of its own."""
-    same_weights = _same_place(config.reference_path, config.policy_path)
-    mode = resolve_mode(
-        config.reference.mode,
-        loss_needs_reference=objective.needs_reference,
-        policy_has_adapter=config.uses_lora,
-        same_weights=same_weights,
-        is_synced=config.reference.sync_steps is not None,
-    )
-    notes = _idle_settings(config, mode)
+    """Decide how the reference is scored and load it where it is a model of its own; on the mapped device if absent."""
+    same_weights = starts_alike(config)
+    mode = reference_mode(config, objective)
+    notes = idle_settings(config, mode, works_ahead=False)
     if mode == "none":
         # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
         return ReferenceParts(mode, None, None, weights_digest(policy.frozen_weights()), False, notes=notes)
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return ReferenceParts(mode, live, live, weights_digest(policy.frozen_weights()), True, notes=notes)
-    reference = build_reference(config, layout)
+    reference = build_reference(config, layout, device=device)
     reference.check_logps(probe)
     digest = weights_digest(reference.weights())
     if mode == "concurrent":
@@ -85,11 +81,31 @@ def build_reference_parts(
     return _scored_in_advance(config, reference, policy, plan, train, validation, digest, same_weights, progress)
 
 
-def _idle_settings(config: DPOConfig, mode: str) -> tuple[str, ...]:
-    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped."""
+def reference_mode(config: DPOConfig, objective: Objective) -> Mode:
+    return resolve_mode(
+        config.reference.mode,
+        loss_needs_reference=objective.needs_reference,
+        policy_has_adapter=config.uses_lora,
+        same_weights=starts_alike(config),
+        is_synced=config.reference.sync_steps is not None,
+    )
+
+
+def starts_alike(config: DPOConfig) -> bool:
+    """Say whether policy and reference start from the same model."""
+    return _same_place(config.reference_path, config.policy_path)
+
+
+def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[str, ...]:
+    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped.
+
+    works_ahead: the reference has workers of its own that score coming steps.
+    """
     own = config.reference.model_args
     idle = [f"model_args.{name}" for name in own.turned(*type(own).model_fields)] if mode in ("adapter", "none") else []
     idle += config.reference.turned("infer_batch_size") if mode != "precompute" else []
+    idle += config.reference.turned("steps_ahead") if not works_ahead else []
+    idle += config.reference.turned("device_mapping", "num_workers") if mode in ("adapter", "none") else []
     return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
 
 

@@ -60,13 +60,24 @@ class PrecomputedReference:
     ) -> None:
         """Score every block that holds one of `pair_ids`; `num_visits` spreads the cost over the run's pairs."""
         started = time.perf_counter()
-        blocks = np.unique(pair_ids // self.pairs_per_block).tolist()
+        blocks = self.blocks_with(pair_ids)
         for done, block in enumerate(blocks, start=1):
-            first = block * self.pairs_per_block
-            ids = np.arange(first, min(first + self.pairs_per_block, len(source)), dtype=np.int64)
-            self._blocks[block] = _to(score(source.read(ids)), torch.device("cpu"))
+            self.put(block, _to(score(source.read(self.pairs_of(block, source))), torch.device("cpu")))
             advance(done, len(blocks))
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, num_visits)
+
+    def blocks_with(self, pair_ids: npt.NDArray[np.int64]) -> list[int]:
+        """Number the blocks that hold some of these pairs."""
+        blocks: list[int] = np.unique(pair_ids // self.pairs_per_block).tolist()
+        return blocks
+
+    def pairs_of(self, block: int, source: PairSource) -> npt.NDArray[np.int64]:
+        first = block * self.pairs_per_block
+        return np.arange(first, min(first + self.pairs_per_block, len(source)), dtype=np.int64)
+
+    def put(self, block: int, sides: SidesLogps) -> None:
+        """Keep the logps of a block's pairs, scored here or elsewhere."""
+        self._blocks[block] = sides
 
     def logps(self, batch: PairBatch) -> SidesLogps:
         """Look a micro-batch up."""

@@ -1,0 +1,47 @@
+"""One Ray session, started as a run starts it, and the small models and pairs that all tests here train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import make_base
+
+from thresher.runtime.environment import set_environment
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make_base(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """Ray on this machine; runs find it and leave it as it is."""
+    set_environment(None)
+    from thresher.runtime.session import ray_session
+
+    with ray_session(None):
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference_cluster(ray_here) -> Iterator[Any]:
+    """One worker of the reference that serves all runs of a module."""
+    from thresher.runtime.cluster import Cluster, WorkerConfig
+    from thresher.runtime.placement import RoleDemand
+    from thresher.runtime.resources import ResourceManager
+    from thresher.runtime.workers import ReferenceWorker
+
+    resources = ResourceManager([RoleDemand("reference", (), 1)], None, at_once=True)
+    cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference", joins_process_group=False))
+    yield cluster
+    cluster.close()
+    resources.close()
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> dict[str, str]:
+    return {"output_dir": str(tmp_path / "out")}
