@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return make_base(tmp_path_factory.mktemp("small"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let Ray find what a run would tell it, and a token of its own, so that none is written into a home directory."""
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+    set_environment(None)
+
+
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    """Ray on this machine; runs find it and leave it as it is."""
-    set_environment(None)
-    from thresher.runtime.session import ray_session
+    """Ray on this machine, with cores enough for several clusters at once; runs find it and leave it as it is."""
+    import ray
 
-    with ray_session(None):
-        yield
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

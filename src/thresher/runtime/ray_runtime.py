@@ -66,17 +66,17 @@ class RayRuntime:
         config = self._config
         # clusters that are there already serve the next run as well
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
+        loading, link = policy.submit("load", config, inputs), None
         if reference_has_workers(config, self._mode):
-            self.reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
-        loading = policy.submit("load", config, inputs)
-        link = None
-        if self.reference is not None:
-            digest = self.reference.call("load", config, inputs)[0]
-            link = ReferenceLink(self._mode, digest, tuple(self.reference.workers))
-        hidden_size = policy.wait(loading)[0]
-        if self.reference is not None:
-            self.reference.call("serve", hidden_size, len(policy))
-        report = policy.call("build", checkpoint, link)[0]
+            reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
+            self.reference = reference
+            digest = reference.call("load", config, inputs)[0]
+            hidden_size = policy.wait(loading)[0]
+            reference.call("serve", hidden_size, len(policy))
+            link = ReferenceLink(self._mode, digest, tuple(reference.workers))
+        policy.wait(loading)
+        reports = policy.call("build", checkpoint, link)
+        report = reports[0]
 
         def begin() -> None:
             scored = None
@@ -86,7 +86,9 @@ class RayRuntime:
             if self._mode == "precompute":
                 self._release_reference()
 
-        place, notes = f"{len(policy)} x {report.device}", (*report.notes, *self._idle_workers())
+        num_nodes = len({each.node_id for each in reports})
+        place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
+        notes = (*report.notes, *self._idle_workers())
         return Started(RayTrainers(policy), report.standing, report.reference_mode, place, notes, begin)
 
     def close(self) -> None:

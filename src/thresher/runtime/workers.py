@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import ray
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -43,6 +44,7 @@ class RankReport:
     standing: Standing
     reference_mode: str
     device: str
+    node_id: str
     notes: tuple[str, ...]
 
 
@@ -96,7 +98,8 @@ class ActorWorker:
         self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
         trainer = self._parts.trainer
         standing = Standing(trainer.state.step, trainer.last_evaluation)
-        return RankReport(standing, reference.mode, str(policy.device), self._parts.notes)
+        node_id = ray.get_runtime_context().get_node_id()
+        return RankReport(standing, reference.mode, str(policy.device), node_id, self._parts.notes)
 
     def begin(self, scored: ScoredInAdvance | None) -> None:
         """Take what the reference's workers scored in advance, and check step 0."""
