@@ -41,7 +41,7 @@ class FreeCores:
     def start(self, run: object, resume_step: int | None) -> None:
         pass
 
-    def log(self, step: int, metrics: object) -> None:
+    def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
         import ray
 
         deadline = time.monotonic() + 10  # Ray gives resources back some moments after it was asked to

@@ -69,9 +69,21 @@ def connected(address) -> Iterator[None]:
 
 def test_workers_lie_where_their_device_ids_say(connected):
     """Two roles share devices 0 and 3, and the policy has device 1 for itself."""
+    import ray
+
     from thresher.runtime.cluster import Cluster, WorkerConfig
     from thresher.runtime.placement import RoleDemand
     from thresher.runtime.resources import ResourceManager, alive_nodes
+
+    class Whereabouts:
+        """A worker that only says where it is: its node, and the devices that Ray shows it."""
+
+        def __init__(self, rank: int, size: int, threads: int):
+            pass
+
+        def where(self) -> tuple[str, list[str]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
     roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
     resources = ResourceManager(roles, None, at_once=True)
@@ -87,19 +99,6 @@ def test_workers_lie_where_their_device_ids_say(connected):
     for cluster in clusters.values():
         cluster.close()
     resources.close()
-
-
-class Whereabouts:
-    """A worker that only says where it is: its node, and the devices that Ray shows it."""
-
-    def __init__(self, rank: int, size: int, threads: int):
-        pass
-
-    def where(self) -> tuple[str, list[str]]:
-        import ray
-
-        context = ray.get_runtime_context()
-        return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
 
 def test_devices_that_the_cluster_lacks_are_refused_before_anything_is_written(base, address, tmp_path):
@@ -126,5 +125,7 @@ def test_devices_that_other_work_holds_are_told(connected, monkeypatch):
 
 
 def test_a_cluster_that_is_not_there_is_told(base, tmp_path):
-    with pytest.raises(UserError, match=r"cannot connect to the Ray cluster at 127\.0\.0\.1:1: .*check ray_address"):
+    with pytest.raises(
+        UserError, match=r"cannot connect to the Ray cluster at 127\.0\.0\.1:1: .*refused; check ray_addr"
+    ):
         run({**base, "ray_address": "127.0.0.1:1"}, tmp_path / "out")

@@ -111,7 +111,9 @@ def _fail(error: RayError, worker: str) -> NoReturn:
     if isinstance(cause, UserError):
         raise cause from None
     if isinstance(error, RayActorError):
-        reason = str(error).strip().splitlines()[0]
+        # of a worker that could not be made, the last line says why; of one that was lost, the first
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1 if "creation task" in lines[0] else 0].strip()
         raise UserError(
             f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and go on "
             "with resume_from_checkpoint=auto"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 
 import ray
@@ -24,8 +25,9 @@ def ray_session(address: str | None) -> Iterator[None]:
         if address is None:
             ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         else:
+            _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         where = f"the Ray cluster at {address}" if address else "Ray on this machine"
         raise UserError(
             f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH names "
@@ -35,3 +37,10 @@ def ray_session(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Fail within seconds where nobody listens: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
