@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import time
 from pathlib import Path
@@ -178,3 +180,34 @@ def test_a_mistake_that_only_workers_see_is_told_in_their_words(base, ray_here, 
     assert "ray::" not in message
     assert "Traceback" not in message
     assert str(broken) in message
+
+
+def test_ray_that_a_run_starts_listens_on_loopback_only_and_asks_for_a_token(ray_here):
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    listening = {socket for pid in descendants(os.getpid()) for socket in sockets_of(pid)} & listeners().keys()
+    assert listening  # Ray's own servers are among them
+    assert {listeners()[socket] for socket in listening} <= {"0100007F", LOOPBACK_V6, LOOPBACK_V4_IN_V6}
+
+
+LOOPBACK_V6 = "00000000000000000000000001000000"
+LOOPBACK_V4_IN_V6 = "0000000000000000FFFF00000100007F"
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(child) for file in children for child in file.read_text().split()]
+    return [pid, *(each for child in direct for each in descendants(child))]
+
+
+def sockets_of(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.add(str(link.readlink()))
+    return found
+
+
+def listeners() -> dict[str, str]:
+    """Address by socket of all that listens on this machine."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
