@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from thresher.assembly.run import AUTO_TOKENS
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.data.balance import CostModel
 from thresher.data.batch import Pair, PairBatch
@@ -47,6 +48,15 @@ class Column:
     vocab: int
     dtype: torch.dtype
 
+    @property
+    def intermediate(self) -> int:
+        """8/3 of the hidden size, up to a multiple of 64, as real models have it."""
+        return -(-self.hidden * 8 // (3 * 64)) * 64
+
+    @property
+    def weights_per_layer(self) -> int:
+        return 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+
     def reference(self) -> LlamaForCausalLM:
         """Other weights than the policy's, or every loss would be ln 2 whatever the log-probabilities are."""
         return self.model(seed=1)
@@ -56,7 +66,7 @@ class Column:
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
-            intermediate_size=self.hidden * 8 // 3,
+            intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.hidden // 64,
             num_key_value_heads=self.hidden // 64,
@@ -88,26 +98,42 @@ class NoLog:
         pass
 
 
+def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
+    """The reference's logps of every pair, which all who precompute share."""
+    scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
+    reference = PrecomputedReference(plan.pairs_per_step, torch.device("cpu"))
+    reference.fill(store, scorer.score, plan.visited_pairs(), num_visits=plan.num_visits)
+    return reference
+
+
 def thresher_trainer(
-    column: Column, pairs: Sequence[Pair], plan: Plan, layout: Layout, max_tokens: int | None, *, checkpointing: bool
+    column: Column,
+    store: PairStore,
+    plan: Plan,
+    layout: Layout,
+    reference: PrecomputedReference,
+    *,
+    max_tokens: int | None = AUTO_TOKENS,
+    checkpointing: bool = False,
+    compiled: bool = False,
 ) -> DPOTrainer:
     """The product: store, plan, micro-batches, precomputed reference, engine, trainer."""
     directory = Path(tempfile.mkdtemp())
-    store = write_store(pairs, directory / "store")
-    scorer = NativeInfer(column.reference(), layout, column.dtype)
-    # blocks of one pair: only the few pairs that are trained on are scored
-    reference = PrecomputedReference(1, torch.device("cpu"))
-    reference.fill(store, scorer.score, plan.visited_pairs(), num_visits=plan.num_visits)
     model = column.model()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     costs = CostModel(attention_per_key=1 / (6 * column.hidden), shares_prompt=layout.shares_prompt)
     packed = layout.needs_pair_attention
+    policy = NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE))
+    if compiled:
+        policy.compile()
     return DPOTrainer(
-        strategy=NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)),
+        strategy=policy,
         objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
         plan=plan,
-        micro_batching=MicroBatching(store.lengths, costs, max_tokens, None if packed else plan.pairs_per_step),
+        micro_batching=MicroBatching(
+            store.lengths, costs, max_tokens if packed else None, None if packed else plan.pairs_per_step
+        ),
         schedule=Schedule("constant", LEARNING_RATE, 0, plan.num_steps),
         train=Split(store, reference),
         validation=None,
@@ -119,9 +145,9 @@ def thresher_trainer(
     )
 
 
-def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan, layout: Layout) -> float:
+def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan) -> float:
     """What scoring the reference of one step costs, at the batch size of a step: median of five."""
-    scorer = NativeInfer(column.reference(), layout, column.dtype)
+    scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     seconds = []
     for number in range(min(6, plan.num_steps)):
         ids = plan.pair_ids(number)

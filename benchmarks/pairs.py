@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thresher.data.batch import Pair
+from thresher.data.plan import Plan
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 Texts = list[tuple[str, str, str]]
@@ -58,6 +59,15 @@ def train_bpe(texts: Texts, vocab_size: int) -> Tokenizer:
 def _all_texts(texts: Texts) -> Iterator[str]:
     for row in texts:
         yield from row
+
+
+def in_plan_order(pairs: list[Pair], plan: Plan) -> list[Pair]:
+    """Number the pairs so that the plan's steps visit them in the order of the data."""
+    numbered = list(pairs)
+    visited = np.concatenate([plan.pair_ids(step) for step in range(plan.num_steps)])
+    for place, pair in zip(visited.tolist(), pairs, strict=True):
+        numbered[place] = pair
+    return numbered
 
 
 def token_pairs(texts: Texts, tokenizer: Tokenizer, *, max_length: int) -> list[Pair]:

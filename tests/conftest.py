@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,22 @@ def shared_path(*parts: str) -> Path:
     path = SHARED.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"needs ../shared/{'/'.join(parts)}, which is not beside this checkout")
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_of_the_user(tmp_path_factory) -> Iterator[None]:
+    """Keep the reference cache out of the home directory, for fixtures of any scope and for child processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THRESHER_CACHE_DIR", str(tmp_path_factory.mktemp("reference_cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def reference_cache(no_cache_of_the_user, monkeypatch) -> Path:
+    """An empty reference cache for every test."""
+    path = Path(os.environ["THRESHER_CACHE_DIR"]) / secrets.token_hex(8)
+    monkeypatch.setenv("THRESHER_CACHE_DIR", str(path))
     return path
 
 

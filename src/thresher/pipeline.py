@@ -52,7 +52,7 @@ class DPOPipeline:
             inputs = open_inputs(config, announce, self._build_store)
             plan = inputs.plan
 
-            run = runtime.start(inputs, checkpoint, self._progress)
+            run = runtime.start(inputs, checkpoint, announce, self._progress)
             for line in run.notes:
                 announce(line)
             announce(

@@ -336,6 +336,24 @@ def test_a_config_file_that_does_not_exist(thresher):
     assert thresher("config", "show", "nowhere.yaml")[0] == 2
 
 
+def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "start_dpo_pipeline.py"
+
+    def start(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, check=False
+        )
+        return done.returncode, the_message(done.stderr)
+
+    assert start("--config_path", "nowhere", "--config_name", "dpo") == (
+        2,
+        "config file nowhere/dpo.yaml does not exist; give the path of a YAML file",
+    )
+    code, message = start("--config_path", "polite_smollm2", "--config_name", "dpo_config", "bta=1")
+    assert (code, message.splitlines()[-1]) == (2, "  - bta: unknown key; did you mean `beta`?")
+
+
 def test_a_message_is_not_read_as_markup(thresher):
     """Square brackets of a message must reach the reader as they are."""
     assert thresher("train", "[bold]nowhere[/].yaml")[1].startswith("config file [bold]nowhere[/].yaml does not exist")
@@ -356,7 +374,7 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
         seconds.append(time.perf_counter() - started)
         assert done.returncode == 0, done.stderr
-    for verb in ("prepare", "inspect", "train", "export", "losses", "config"):
+    for verb in ("prepare", "inspect", "score", "train", "export", "losses", "cache", "config"):
         assert verb in done.stdout
     assert min(seconds) < 1.0
 

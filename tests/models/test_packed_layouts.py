@@ -309,8 +309,8 @@ def test_the_start_up_check_names_the_layer_where_a_layout_parts_from_the_model(
     calls = []
 
     def spoil_packed_rows(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
-        calls.append(kwargs.get("pair_segments"))
-        return None if kwargs.get("pair_segments") is None else output.roll(1, -1)
+        calls.append(kwargs.get("pair_visibility"))
+        return None if kwargs.get("pair_visibility") is None else output.roll(1, -1)
 
     model.model.layers[1].register_forward_hook(spoil_packed_rows, with_kwargs=True)
     with pytest.raises(
@@ -325,7 +325,7 @@ def test_a_family_that_cannot_be_packed_is_told_so_at_the_start():
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
 
     def lose_segments(_layer: object, args: tuple, kwargs: dict) -> tuple:
-        return args, {name: value for name, value in kwargs.items() if name != "pair_segments"}
+        return args, {name: value for name, value in kwargs.items() if name != "pair_visibility"}
 
     model.model.layers[0].register_forward_pre_hook(lose_segments, with_kwargs=True)
     with pytest.raises(UserError, match=r"layout `shared` does not work with model family `llama`.*use layout=padded"):

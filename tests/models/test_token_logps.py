@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from thresher.data.batch import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps
+from thresher.models.head import LogitTransform
 from thresher.models.layouts import PaddedLayout
 from thresher.models.load import turn_dropout_off
-from thresher.models.logps import LogitTransform, PairModel
+from thresher.models.logps import PairModel, logit_transform
 from thresher.models.selfcheck import check_against_own_forward
 
 LAYOUT = PaddedLayout(pad_id=0)
@@ -144,19 +145,11 @@ def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
     model.zero_grad()
 
 
-def test_soft_capped_rows_are_scored_in_chunks(monkeypatch):
-    model = tiny_model("gemma2").eval()
-    whole = score(model, MIXED)
-    monkeypatch.setattr("thresher.models.logps.ROWS_PER_CHUNK", 2)
-    in_chunks = score(model, MIXED, with_log_collision=True)
-    torch.testing.assert_close(in_chunks.chosen.values, whole.chosen.values, atol=1e-6, rtol=0)
-
-
 def test_a_soft_cap_and_a_scale_change_the_logps():
     """Otherwise the families above would prove nothing about them."""
-    assert LogitTransform.of(tiny_model("gemma2")) == LogitTransform(1.0, 2.0)
-    assert LogitTransform.of(tiny_model("granite")) == LogitTransform(1 / 8, None)
-    assert LogitTransform.of(tiny_model("cohere")) == LogitTransform(0.25, None)
+    assert logit_transform(tiny_model("gemma2")) == LogitTransform(1.0, 2.0)
+    assert logit_transform(tiny_model("granite")) == LogitTransform(1 / 8, None)
+    assert logit_transform(tiny_model("cohere")) == LogitTransform(0.25, None)
     logits = torch.tensor([4.0, -1.0])
     assert LogitTransform(0.5, 2.0)(logits).tolist() == pytest.approx([2 * 0.7615942, 2 * -0.2449187])
 

@@ -54,6 +54,9 @@ class FreeCores:
     def close(self, status: str) -> None:
         pass
 
+    def print(self, message: str) -> None:
+        pass
+
 
 @pytest.fixture(scope="module")
 def alone(base, tmp_path_factory) -> Path:
@@ -67,14 +70,17 @@ def alone(base, tmp_path_factory) -> Path:
 def on_two(base, ray_here, tmp_path_factory) -> tuple[Path, list[str], FreeCores]:
     """The run on two workers, its reference scored in advance by two more."""
     output, free = tmp_path_factory.mktemp("two"), FreeCores()
-    changes = {"reference": {"num_workers": 2, "mode": "precompute"}, "track_with": ["console"]}
-    return output, run(merge(merge(base, TWO), changes), output, free), free
+    reference = {"num_workers": 2, "mode": "precompute", "cache_dir": str(output / "cache")}
+    changes = {"reference": reference, "track_with": ["console"]}
+    with contextlib.chdir(output.parent):  # relative paths mean the same to workers
+        return output, run(merge(merge(base, TWO), changes), Path(output.name), free), free
 
 
 def test_a_reference_that_workers_score_in_advance_equals_a_plain_forward(alone, on_two):
     output, lines, _ = on_two
     assert_same_run(output, alone)
-    assert lines[-1].endswith("reference: precompute; layout: shared; on 2 x cpu on 1 node")
+    assert lines[-2].endswith("reference: precompute; layout: shared; on 2 x cpu on 1 node")
+    assert lines[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
 
 
 def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on_two):
@@ -84,14 +90,13 @@ def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on
 def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
     """With dropout, each rank must go on with its own random stream."""
     lora = {"model_args": {"lora_rank": 4, "lora_dropout": 0.3}, "training_args": {"learning_rate": 0.05}}
-    no_reference = {"pref_loss": "simpo", "reference": {"model_args": {"model_name_or_path": None}}}
-    values = merge(merge(merge(base, TWO), {"actor_train": lora}), no_reference)
-    values["reference"].pop("infer_batch_size")
+    values = merge(merge(base, TWO), {"actor_train": lora})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run(values, whole)
+    assert run(values, whole)[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
     shutil.copytree(whole / "checkpoints" / "step-00000002", resumed / "checkpoints" / "step-00000002")
     lines = run({**values, "resume_from_checkpoint": "auto"}, resumed)
-    assert lines[-1].endswith("resuming from " + str(resumed / "checkpoints" / "step-00000002"))
+    assert lines[-2].endswith("resuming from " + str(resumed / "checkpoints" / "step-00000002"))
+    assert lines[-1] == "reference: 24 pairs from the cache, 0 scored by its workers"
 
     assert metric_log(resumed) == [record for record in metric_log(whole) if record["step"] > 2]
     last = "checkpoints/step-00000004"
@@ -124,7 +129,7 @@ def ahead(base, ray_here, tmp_path):
     config, inputs = open_small_inputs(merge(merge(base, TWO), changes))
     assert mode_of(config) == "concurrent"
     with open_ray_runtime(config) as runtime:
-        yield config, inputs, runtime, runtime.start(inputs, None, lambda what, done, total: None)
+        yield config, inputs, runtime, runtime.start(inputs, None, print, print)
 
 
 def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead):

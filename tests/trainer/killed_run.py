@@ -2,7 +2,8 @@
 
     python killed_run.py CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
 
-Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written), saved.
+Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written), saved; and
+scoring, whose number counts the blocks of pairs that the reference has scored; every two of them make a shard.
 Children are forked before any tensor exists, so that each is a fresh process without the cost of importing torch again.
 """
 
@@ -47,6 +48,9 @@ def kill_at(moment: str, step: int) -> None:
 
         Trackers.log = log_and_die
         return
+    if moment == "scoring":
+        kill_while_scoring(step)
+        return
     method = getattr(DPOTrainer, PATCHED[moment])
 
     def act_and_die(self: DPOTrainer) -> object:
@@ -56,6 +60,24 @@ def kill_at(moment: str, step: int) -> None:
         return result
 
     setattr(DPOTrainer, PATCHED[moment], act_and_die)
+
+
+def kill_while_scoring(block: int) -> None:
+    """Die after so many blocks; a shard ends with every second one, as if it were full."""
+    from thresher.reference.shards import ShardWriter
+
+    end_block, num_blocks = ShardWriter.end_block, 0
+
+    def end_block_and_die(self: ShardWriter) -> None:
+        nonlocal num_blocks
+        num_blocks += 1
+        if num_blocks % 2 == 0:
+            self._flush()
+        end_block(self)
+        if num_blocks == block:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ShardWriter.end_block = end_block_and_die
 
 
 def run_child(config_path: str, output_dir: str, kill: str | None) -> int:

@@ -76,6 +76,7 @@ TRAINING_CASES = {
     "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
     "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
     "gradient_checkpointing": Case({"gradient_checkpointing": True}, "nothing"),
+    "torch_compile": Case({"torch_compile": True}, "nothing"),
 }
 MODEL_CASES = {
     "lora_rank": Case({"lora_rank": 2}, "later losses", {"lora_rank": 4, "lora_alpha": 8}),
@@ -109,7 +110,7 @@ RUN_CASES = {
 NO_NUMBERS = {
     ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
-    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers"},
+    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir"},
     DPOConfig: {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
         *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_run import VOCAB, build_run, merge, noise_pairs, save_tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from thresher.assembly.run import config_changes
+from thresher.assembly import run as assembly_run
+from thresher.assembly.run import build_layout, config_changes
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.invariant import check_step_zero
@@ -117,3 +118,35 @@ def test_a_resumed_run_tells_which_settings_changed(base, tmp_path):
         "changed since the checkpoint: beta was None, is 0.3",
         "changed since the checkpoint: layout was auto, is padded",
     ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "same_model", "expected"),
+    [
+        (True, None, True, True),
+        (True, None, False, False),
+        (False, None, False, False),
+        (False, True, False, True),
+        (True, False, True, False),
+    ],
+)
+def test_trust_in_code_is_given_to_one_model(base, apart, policy, own, same_model, expected):
+    trust = {"actor_train": {"model_args": {"trust_remote_code": policy}}}
+    if own is not None:
+        trust["reference"] = {"model_args": {"trust_remote_code": own}}
+    assert parse_config(merge(base if same_model else apart, trust)).trusts_reference_code is expected
+
+
+@pytest.mark.real
+def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, models, monkeypatch, stories_dir):
+    trusted = {}
+    load = assembly_run.load_family
+
+    def load_and_note(path, *, trust_remote_code):
+        trusted[path] = trust_remote_code
+        return load(path, trust_remote_code=trust_remote_code)
+
+    monkeypatch.setattr(assembly_run, "load_family", load_and_note)
+    values = merge(apart, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)})
+    build_layout(parse_config(values))
+    assert trusted == {str(stories_dir): False, str(models[1]): True}

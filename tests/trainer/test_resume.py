@@ -78,7 +78,8 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     script = Path(__file__).with_name("killed_run.py")
     return subprocess.run(
         [sys.executable, str(script), str(config), str(output), *kills],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        # a cache of its own: a run that is compared with another must not take its logps
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THRESHER_CACHE_DIR": str(output / "cache")},
         capture_output=True,
         text=True,
         timeout=600,
@@ -113,6 +114,21 @@ def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, s
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), f"{name}: {key}"
     assert (killed / last / "trainer.json").read_text() == (whole / last / "trainer.json").read_text()
+
+
+def test_a_run_killed_while_its_reference_is_scored_goes_on_where_it_stopped(tmp_path, stories_dir, files):
+    """Of 7 blocks of up to 8 pairs the first process leaves 2 in a shard and loses its third, the second adds 2."""
+    config = write_config(tmp_path / "run.yaml", stories_dir, files, {})
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first = run(config, whole)
+    assert first.returncode == 0, first.stderr
+    assert "reference: 0 pairs from the cache, 51 scored" in first.stderr
+    second = run(config, killed, "scoring:3", "scoring:3")
+    assert second.returncode == 0, second.stderr
+    assert "reference: 32 pairs from the cache, 19 scored" in second.stderr
+    assert metric_log(killed) == metric_log(whole)
+    last = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
+    assert (killed / last).read_bytes() == (whole / last).read_bytes()
 
 
 def test_the_final_step_is_saved_when_epochs_end_before_max_steps(tmp_path, stories_dir, files):

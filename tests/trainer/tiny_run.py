@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from thresher.assembly.run import build_checkpoints, build_micro_batching, loop_
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.plan import make_plan
+from thresher.data.store_writer import hash_pair
 from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
@@ -57,6 +58,9 @@ class PairsInMemory:
 
     def probe(self) -> PairBatch:
         return PairBatch(np.zeros(1, dtype=np.int64), tuple(self.pairs[:1]))
+
+    def hashes(self) -> Iterator[np.ndarray]:
+        yield np.frombuffer(b"".join(hash_pair(pair).pair for pair in self.pairs), dtype="V16")
 
     def read(self, ids: Sequence[int]) -> PairBatch:
         return PairBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))

@@ -43,7 +43,10 @@ def build_policy(
     if ranks.rank > 0:
         # every rank starts from the same adapters, and then draws its own dropout
         set_seed(int(np.random.SeedSequence([config.seed, ranks.rank]).generate_state(1)[0]))
-    return NativeTrain(module.to(device or device_of(role)), layout, DTYPES[args.dtype], optimizer, ranks)
+    policy = NativeTrain(module.to(device or device_of(role)), layout, DTYPES[args.dtype], optimizer, ranks)
+    if training.torch_compile:
+        policy.compile()
+    return policy
 
 
 def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
@@ -58,18 +61,14 @@ def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
 def build_reference(config: DPOConfig, layout: Layout, *, device: torch.device | None = None) -> NativeInfer:
     """Load the frozen model; it computes in the policy's precision, or step 0 would not start at margin 0."""
     role = config.reference
-    own, policy = role.model_args, config.actor_train.model_args
-    trusted = own.trust_remote_code
-    if trusted is None:
-        trusted = policy.trust_remote_code and config.reference_path == config.policy_path
     model = _load(
         config.reference_path,
-        own.master_dtype or policy.master_dtype,
-        own.attn_implementation or policy.attn_implementation,
-        trusted,
+        config.reference_master_dtype,
+        role.model_args.attn_implementation or config.actor_train.model_args.attn_implementation,
+        config.trusts_reference_code,
     )
     model.requires_grad_(False)
-    return NativeInfer(model.eval().to(device or device_of(role)), layout, DTYPES[own.dtype or policy.dtype])
+    return NativeInfer(model.eval().to(device or device_of(role)), layout, DTYPES[config.reference_dtype])
 
 
 def device_of(role: RoleConfig) -> torch.device:

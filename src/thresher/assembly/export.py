@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from thresher.assembly.engines import attach_adapters
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.tensors import load_tensors
+from thresher.checkpoint.weights import load_weights
 from thresher.config import ModelArgs
 from thresher.errors import CheckpointError, UserError
 from thresher.models.load import DTYPES, load_model, load_tokenizer, set_pad_token
@@ -27,7 +27,8 @@ def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str | None = Non
     path, args = model_of(checkpoint)
     model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
     module = attach_adapters(model, args)
-    _put_in(module, load_tensors(checkpoint, "weights"), checkpoint)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    load_weights(checkpoint, trained, mend=f"put the model that the run started from back at {path}")
     plain = merged(module) if args.lora_rank is not None else model
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True
@@ -58,13 +59,3 @@ def model_of(checkpoint: Path) -> tuple[str, ModelArgs]:
     if not path:
         raise CheckpointError(f"the config in {checkpoint} names no model")
     return str(path), args
-
-
-@torch.no_grad()
-def _put_in(module: torch.nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if set(parameters) != set(weights):
-        odd = sorted(set(parameters) ^ set(weights))
-        raise CheckpointError(f"{checkpoint} does not fit the model it names: {odd[0]} is in one of them only")
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])

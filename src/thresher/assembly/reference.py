@@ -6,25 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from thresher.assembly.engines import build_reference
+from thresher.assembly.precompute import Announce, Progress, plan_precompute
 from thresher.config import DPOConfig
 from thresher.data.batch import PairBatch
-from thresher.data.plan import PairIds, Plan
+from thresher.data.plan import Plan
 from thresher.data.store import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
+from thresher.reference.identity import frozen_digest, weights_digest
 from thresher.reference.modes import Mode, resolve_mode
-from thresher.reference.scorers import LiveReference, PrecomputedReference, weights_digest
+from thresher.reference.scorers import LiveReference
 from thresher.reference.synced import SyncedReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import ReferenceScorer
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -55,33 +54,55 @@ def build_reference_parts(
     validation: PairStore | None,
     probe: PairBatch,
     progress: Progress,
+    announce: Announce = lambda line: None,
+    *,
     device: torch.device | None = None,
+    weights: str | None = None,
 ) -> ReferenceParts:
-    """Decide how the reference is scored and load it where it is a model of its own; on the mapped device if absent."""
-    same_weights = starts_alike(config)
+    """Decide how the reference is scored and load it where it is a model of its own that has something to score.
+
+    device is where such a model goes, the mapped one if absent; weights is the digest of the frozen weights, for
+    callers that know it already.
+    """
     mode = reference_mode(config, objective)
+    same_weights = starts_alike(config)
     notes = idle_settings(config, mode, works_ahead=False)
+    weights = weights or frozen_files_digest(config, mode)
+    digest = reference_digest(config, mode, weights)
     if mode == "none":
-        # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
-        return ReferenceParts(mode, None, None, weights_digest(policy.frozen_weights()), False, notes=notes)
+        return ReferenceParts(mode, None, None, digest, False, notes=notes)
+    if mode == "precompute":
+        job = plan_precompute(
+            config,
+            layout,
+            train,
+            plan.visited_pairs(),
+            validation,
+            probe,
+            str(weights),
+            policy.device,
+            num_visits=plan.num_visits,
+            announce=announce,
+            progress=progress,
+        )
+        return ReferenceParts(
+            mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run, notes=notes
+        )
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceParts(mode, live, live, weights_digest(policy.frozen_weights()), True, notes=notes)
+        return ReferenceParts(mode, live, live, digest, True, notes=notes)
     reference = build_reference(config, layout, device=device)
     reference.check_logps(probe)
-    digest = weights_digest(reference.weights())
-    if mode == "concurrent":
-        live = LiveReference(reference.score, policy.device)
-        synced = None
-        if config.reference.sync_steps is not None:
-            _check_sync(reference, policy)
-            synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-        return ReferenceParts(mode, live, live, digest, same_weights, synced, notes=notes)
-
-    return _scored_in_advance(config, reference, policy, plan, train, validation, digest, same_weights, progress)
+    live = LiveReference(reference.score, policy.device)
+    synced = None
+    if config.reference.sync_steps is not None:
+        _check_sync(reference, policy)
+        synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
+    return ReferenceParts(mode, live, live, digest, same_weights, synced, notes=notes)
 
 
 def reference_mode(config: DPOConfig, objective: Objective) -> Mode:
+    """Resolve `auto`, and refuse what cannot be."""
     return resolve_mode(
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
@@ -93,7 +114,22 @@ def reference_mode(config: DPOConfig, objective: Objective) -> Mode:
 
 def starts_alike(config: DPOConfig) -> bool:
     """Say whether policy and reference start from the same model."""
-    return _same_place(config.reference_path, config.policy_path)
+    one, other = config.reference_path, config.policy_path
+    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
+
+
+def frozen_files_digest(config: DPOConfig, mode: Mode) -> str | None:
+    """Digest the files of the weights that training leaves alone; None: it leaves none alone."""
+    if mode != "none":
+        return weights_digest(str(config.reference_path))
+    # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
+    return weights_digest(str(config.policy_path)) if config.uses_lora else None
+
+
+def reference_digest(config: DPOConfig, mode: Mode, weights: str | None) -> str:
+    """Identify the frozen weights as they are held in memory, given the digest of their files."""
+    policy_dtype = config.actor_train.model_args.master_dtype
+    return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
 
 
 def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[str, ...]:
@@ -103,7 +139,7 @@ def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[
     """
     own = config.reference.model_args
     idle = [f"model_args.{name}" for name in own.turned(*type(own).model_fields)] if mode in ("adapter", "none") else []
-    idle += config.reference.turned("infer_batch_size") if mode != "precompute" else []
+    idle += config.reference.turned("infer_batch_size", "cache_dir") if mode != "precompute" else []
     idle += config.reference.turned("steps_ahead") if not works_ahead else []
     idle += config.reference.turned("device_mapping", "num_workers") if mode in ("adapter", "none") else []
     return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
@@ -114,51 +150,3 @@ def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:
     theirs = {name: tensor.shape for name, tensor in policy.weights().items()}
     if own != theirs:
         raise UserError("reference.sync_steps needs a reference of the policy's shape; remove it or use the same model")
-
-
-def _scored_in_advance(
-    config: DPOConfig,
-    reference: NativeInfer,
-    policy: NativeTrain,
-    plan: Plan,
-    train: PairStore,
-    validation: PairStore | None,
-    digest: str,
-    same_weights: bool,
-    progress: Progress,
-) -> ReferenceParts:
-    size = config.reference.infer_batch_size
-    training = PrecomputedReference(size, policy.device)
-    held_out = None if validation is None else PrecomputedReference(size, policy.device)
-    holder = [reference]
-
-    def score_in_advance() -> None:
-        reference = holder.pop()  # the last hold on the model: its memory goes to the policy when this returns
-        _fill(training, train, reference, plan.visited_pairs(), plan.num_visits, "training", progress)
-        if held_out is not None and validation is not None:
-            every = np.arange(len(validation), dtype=np.int64)
-            _fill(held_out, validation, reference, every, len(every), "held-out", progress)
-
-    return ReferenceParts("precompute", training, held_out, digest, same_weights, score_in_advance=score_in_advance)
-
-
-def _fill(
-    table: PrecomputedReference,
-    store: PairStore,
-    reference: NativeInfer,
-    pair_ids: PairIds,
-    num_visits: int,
-    what: str,
-    progress: Progress,
-) -> None:
-    table.fill(
-        store,
-        reference.score,
-        pair_ids,
-        num_visits=num_visits,
-        advance=lambda done, total: progress(f"scoring the reference: {what} pairs", done, total),
-    )
-
-
-def _same_place(one: str | None, other: str | None) -> bool:
-    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())

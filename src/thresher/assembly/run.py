@@ -50,9 +50,9 @@ def build_layout(
 
 def _families(config: DPOConfig) -> list[PreTrainedConfig]:
     """The families that must bear the layout: the policy's, and the reference's where it is another model."""
-    paths = dict.fromkeys(path for path in (config.policy_path, config.reference_path) if path is not None)
-    trusted = config.actor_train.model_args.trust_remote_code
-    return [load_family(path, trust_remote_code=trusted and path == config.policy_path) for path in paths]
+    trusted = {config.policy_path: config.actor_train.model_args.trust_remote_code}
+    trusted.setdefault(config.reference_path, config.trusts_reference_code)
+    return [load_family(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
 
 
 def trainer_settings(config: DPOConfig) -> TrainerSettings:
@@ -123,7 +123,7 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
-_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name"}
+_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

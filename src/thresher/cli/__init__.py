@@ -6,11 +6,13 @@ import sys
 
 import typer
 
+from thresher.cli.cache import cache_app
 from thresher.cli.config import config_app
 from thresher.cli.export import export
 from thresher.cli.inspect import inspect
 from thresher.cli.losses import losses
 from thresher.cli.prepare import prepare
+from thresher.cli.score import score
 from thresher.cli.train import train
 from thresher.errors import UserError
 
@@ -23,9 +25,11 @@ app = typer.Typer(
 )
 app.command()(prepare)
 app.command()(inspect)
+app.command()(score)
 app.command()(train)
 app.command()(export)
 app.command()(losses)
+app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 
 

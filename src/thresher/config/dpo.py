@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, field_validator, model_validator
 
-from thresher.config.roles import PolicyConfig, ReferenceConfig, StringList, ValidationConfig
+from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section
 
 # Knobs that a loss or modifier may take; None leaves the loss's own default in force.
@@ -217,6 +217,21 @@ class DPOConfig(LossConfig):
     @property
     def reference_path(self) -> str | None:
         return self.reference.model_args.model_name_or_path or self.pretrain or self.policy_path
+
+    @property
+    def reference_dtype(self) -> DType:
+        """The policy's where it has none of its own: otherwise step 0 would not start at margin 0."""
+        return self.reference.model_args.dtype or self.actor_train.model_args.dtype
+
+    @property
+    def reference_master_dtype(self) -> DType:
+        return self.reference.model_args.master_dtype or self.actor_train.model_args.master_dtype
+
+    @property
+    def trusts_reference_code(self) -> bool:
+        """Trust is given to a model: the policy's reaches the reference only where that is the same one."""
+        own, policy = self.reference.model_args.trust_remote_code, self.actor_train.model_args.trust_remote_code
+        return policy and self.reference_path == self.policy_path if own is None else own
 
     @property
     def uses_lora(self) -> bool:

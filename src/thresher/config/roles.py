@@ -116,6 +116,8 @@ class TrainingArgs(Section):
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    """Compile the layers with torch.compile: faster steps in bf16, and a minute or so before the first."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TrainingArgs:
@@ -227,6 +229,8 @@ class ReferenceConfig(RoleConfig):
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
     infer_batch_size: PositiveInt = 8
     """Pairs scored at once when the reference is precomputed."""
+    cache_dir: str | None = None
+    """Where precomputed logps are kept; `$THRESHER_CACHE_DIR`, or the user's cache directory, when absent."""
     steps_ahead: PositiveInt = 2
     """Steps that workers of a concurrent reference are ahead of the policy at most."""
     sync_steps: PositiveInt | None = None

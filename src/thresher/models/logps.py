@@ -11,20 +11,15 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
-from thresher.models.attention.segments import KeptRows
+from thresher.models.attention.segments import KeptRows, Visibility
+from thresher.models.head import Head, LogitTransform, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.pruning import prune_last_layer
-
-ROWS_PER_CHUNK = 512
-# torch's automatic chunking is several times slower than plain logits on CPU; fixed chunks are as fast.
-_CHUNKED = nn.LinearCrossEntropyOptions(batch_chunk_size=ROWS_PER_CHUNK, chunking_method=None, acc_policy="accurate")
 
 
 @dataclass(frozen=True)
@@ -69,17 +64,18 @@ class PairModel:
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
         # segments reach our attention function through the keyword arguments that transformers hands down
-        context: dict[str, object] = {} if batch.segments is None else {"pair_segments": batch.segments}
+        context: dict[str, object] = {} if batch.segments is None else {"pair_visibility": Visibility(batch.segments)}
         scored = batch.scored_rows
         if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None and len(scored):
-            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.segments)
+            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.visibility)
             scored = batch.scored_in_kept
         with self.precision(device):
             hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, scored.to(device))
         targets = batch.targets.to(device)
-        values = self.token_logps(rows, targets)
-        collision = self._log_collision(rows) if with_log_collision else None
+        head = self.head_for(rows)
+        values = target_logps(head, rows, targets)
+        collision = log_collision(head, rows) if with_log_collision else None
         chosen_lengths, rejected_lengths = batch.chosen_lengths.to(device), batch.rejected_lengths.to(device)
         split = int(batch.chosen_lengths.sum())
         return SidesLogps(
@@ -87,34 +83,10 @@ class PairModel:
             ResponseLogps(values[split:], rejected_lengths, None if collision is None else collision[split:]),
         )
 
-    def token_logps(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Log-probability of each target under the head: [num_rows] fp32."""
-        # fp32, also when the backbone computes in bf16: bf16 logits are off by up to 0.06 nats at 16, per token.
-        rows = rows.float() if rows.dtype != torch.float64 else rows
-        weight = self.head.weight.to(rows.dtype)
-        bias = None if self.head.bias is None else self.head.bias.to(rows.dtype)
-        transform = LogitTransform.of(self.causal_lm)
-        if transform.softcap is None:
-            bias = None if bias is None else bias * transform.scale
-            return -F.linear_cross_entropy(
-                rows * transform.scale, weight, targets, linear_bias=bias, reduction="none", options=_CHUNKED
-            )
-        chunks = zip(rows.split(ROWS_PER_CHUNK), targets.split(ROWS_PER_CHUNK), strict=True)
-        # checkpointed: linear_cross_entropy has no place for a soft cap
-        parts = [checkpoint(_capped_logps, r, weight, bias, t, transform, use_reentrant=False) for r, t in chunks]
-        return torch.cat(parts) if parts else rows.new_zeros(0)
-
-    @torch.no_grad()
-    def _log_collision(self, rows: Tensor) -> Tensor:
-        """log(sum_v p(v)^2) at each row, in chunks, without gradient."""
-        transform = LogitTransform.of(self.causal_lm)
-        weight = self.head.weight.float()
-        bias = None if self.head.bias is None else self.head.bias.float()
-        parts = []
-        for chunk in rows.float().split(ROWS_PER_CHUNK):
-            logps = transform(F.linear(chunk, weight, bias)).log_softmax(-1)
-            parts.append(torch.logsumexp(2 * logps, -1))
-        return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float32)
+    def head_for(self, rows: Tensor) -> Head:
+        """The head as it scores such rows: in our precision, or in fp64 where everything is."""
+        compute_dtype = rows.dtype if rows.dtype == torch.float64 else self.compute_dtype
+        return Head(self.head.weight, self.head.bias, compute_dtype, logit_transform(self.causal_lm))
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         stored = self.head.weight.dtype
@@ -123,32 +95,15 @@ class PairModel:
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model family does between its head and the softmax."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module) -> LogitTransform:
-        config = _plain(model).config.get_text_config()
-        scale = 1.0
-        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
-            scale *= float(getattr(config, name, None) or 1.0)
-        divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite; HyperCLOVA X multiplies by it
-        scale = scale * divisor if config.model_type == "hyperclovax" else scale / divisor
-        return cls(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def _capped_logps(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
-) -> Tensor:
-    return -F.cross_entropy(transform(F.linear(rows, weight, bias)), targets, reduction="none")
+def logit_transform(model: nn.Module) -> LogitTransform:
+    """Read from a model's config what its family does to logits."""
+    config = _plain(model).config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
+        scale *= float(getattr(config, name, None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite; HyperCLOVA X multiplies by it
+    scale = scale * divisor if config.model_type == "hyperclovax" else scale / divisor
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def _pruned_forward(
         key,
         value,
         None,
-        pair_segments=pair_kept.segments,
+        pair_visibility=pair_kept.visibility,
         scaling=attention.scaling,
         sliding_window=_window(layer),
     )

@@ -29,7 +29,8 @@ def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch
     # in the precision of the stored weights: bf16 would hide small mistakes
     exact = replace(model, compute_dtype=model.head.weight.dtype)
     arranged = layout.arrange(batch)
-    with _evaluating(model.causal_lm):
+    # uncompiled: the layers are watched, which would be compiled in for once
+    with _evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours, our_layers = _our_forward(exact, layout, arranged)
         theirs, their_layers = _own_forward(exact, batch)
     distance = (ours - theirs).abs().mean().item() if len(theirs) else 0.0

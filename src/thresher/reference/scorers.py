@@ -1,20 +1,23 @@
-"""Who says what the reference thinks of a pair: a live model, the adapter's base, or a table scored in advance."""
+"""Who says what the reference thinks of a pair: a live model, the adapter's base, or the cache."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from thresher.data.batch import PairBatch
-from thresher.losses.pairs import ResponseLogps, SidesLogps, concat_logps
+from thresher.data.plan import PairIds
+from thresher.data.store import HASH_BYTES, Hashes
+from thresher.data.store_writer import hash_pair
+from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.reference.cache import FoundLogps, ReferenceCache
+from thresher.reference.shards import Logps, ShardLimits, ShardWriter
 
 
 @dataclass(frozen=True)
@@ -26,88 +29,159 @@ class LiveReference:
     seconds_per_pair: float = 0.0
 
     def logps(self, batch: PairBatch) -> SidesLogps:
-        return _to(self.score(batch), self.device)
+        scored = self.score(batch)
+        chosen, rejected = (
+            ResponseLogps(side.values.to(self.device), side.lengths.to(self.device))
+            for side in (scored.chosen, scored.rejected)
+        )
+        return SidesLogps(chosen, rejected)
 
 
 class PairSource(Protocol):
-    """What a table needs of a store."""
+    """What is needed of a store; hashes are over token ids and loss masks, in the order of the pairs."""
 
     def __len__(self) -> int: ...
 
-    def read(self, ids: npt.NDArray[np.int64]) -> PairBatch: ...
+    def read(self, pair_ids: PairIds) -> PairBatch: ...
+
+    def hashes(self) -> Iterator[Hashes]: ...
 
 
-@dataclass
 class PrecomputedReference:
-    """Logps scored before training, in blocks of neighbouring rows.
+    """Logps of a run's pairs, read from the cache; what it lacks is scored in blocks of neighbouring pairs.
 
-    A pair's logps depend on its block alone, not on which pairs a run visits, so that a resumed run sees the same bits.
+    The bits of a forward depend on who shares its batch. A block is always scored whole and in order, so they depend
+    neither on which pairs a run visits nor on where an earlier one was killed. num_scored counts the pairs that went
+    through the model.
     """
 
-    pairs_per_block: int
-    device: torch.device
-    seconds_per_pair: float = 0.0
-    _blocks: dict[int, SidesLogps] = field(default_factory=dict)
-
-    def fill(
+    def __init__(
         self,
+        cache: ReferenceCache,
         source: PairSource,
-        score: Callable[[PairBatch], SidesLogps],
-        pair_ids: npt.NDArray[np.int64],
+        pair_ids: PairIds,
         *,
+        pairs_per_block: int,
+        device: torch.device,
         num_visits: int,
+    ) -> None:
+        """Look up `pair_ids`; `num_visits` spreads what scoring costs over the pairs of the run, repeats counted."""
+        self.seconds_per_pair = 0.0
+        self.num_scored = 0
+        self._cache = cache
+        self._source = source
+        self._pairs_per_block = pairs_per_block
+        self._device = device
+        self._num_visits = num_visits
+        self._blocks: PairIds = np.unique(pair_ids // pairs_per_block)
+        self._is_wanted = np.zeros(len(_ids_of(self._blocks, pairs_per_block, len(source))), dtype=np.bool_)
+        self._is_wanted[self._positions(pair_ids)] = True
+        self._found: FoundLogps
+        self.look_up()
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self._is_wanted.sum())
+
+    @property
+    def num_missing(self) -> int:
+        return int((self._is_wanted & self._found.is_missing()).sum())
+
+    def score_missing(
+        self,
+        score: Callable[[PairBatch], SidesLogps],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Score every block that holds one of `pair_ids`; `num_visits` spreads the cost over the run's pairs."""
+        """Score every block of this rank's share that lacks a wanted pair, and look all pairs up again."""
+        for done, total in self.scoring(score, rank=rank, num_ranks=num_ranks, limits=limits):
+            advance(done, total)
+
+    def scoring(
+        self,
+        score: Callable[[PairBatch], SidesLogps],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
+    ) -> Iterator[tuple[int, int]]:
+        """Do the work of `score_missing`, yielding (blocks done, blocks of this rank) on the way."""
         started = time.perf_counter()
-        blocks = self.blocks_with(pair_ids)
-        for done, block in enumerate(blocks, start=1):
-            self.put(block, _to(score(source.read(self.pairs_of(block, source))), torch.device("cpu")))
-            advance(done, len(blocks))
-        self.seconds_per_pair = (time.perf_counter() - started) / max(1, num_visits)
+        blocks = self._missing_blocks(rank, num_ranks)
+        if blocks:
+            with self._cache.writer(limits) as writer:
+                for done, block in enumerate(blocks, start=1):
+                    self._score_block(block, score, writer)
+                    yield done, len(blocks)
+            self._cache.trust(writer.written)
+            self.look_up()
+        self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
-    def blocks_with(self, pair_ids: npt.NDArray[np.int64]) -> list[int]:
-        """Number the blocks that hold some of these pairs."""
-        blocks: list[int] = np.unique(pair_ids // self.pairs_per_block).tolist()
-        return blocks
-
-    def pairs_of(self, block: int, source: PairSource) -> npt.NDArray[np.int64]:
-        first = block * self.pairs_per_block
-        return np.arange(first, min(first + self.pairs_per_block, len(source)), dtype=np.int64)
-
-    def put(self, block: int, sides: SidesLogps) -> None:
-        """Keep the logps of a block's pairs, scored here or elsewhere."""
-        self._blocks[block] = sides
+    def look_up(self) -> None:
+        """Find the pairs in the cache as it is now: others may have scored some of them."""
+        ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
+        keys = np.empty(len(ids), dtype=f"V{HASH_BYTES}")
+        start = 0
+        for hashes in self._source.hashes():
+            first, last = np.searchsorted(ids, (start, start + len(hashes)))
+            keys[first:last] = hashes[ids[first:last] - start]
+            start += len(hashes)
+        self._found = self._cache.find(keys)
 
     def logps(self, batch: PairBatch) -> SidesLogps:
-        """Look a micro-batch up."""
-        sides = [self._pair(int(i)) for i in batch.pair_ids]
-        joined = SidesLogps(concat_logps([s.chosen for s in sides]), concat_logps([s.rejected for s in sides]))
-        return _to(joined, self.device)
+        """Read the logps of a micro-batch."""
+        pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
+        chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
+        return SidesLogps(chosen, rejected)
 
-    def _pair(self, pair_id: int) -> SidesLogps:
-        block, index = divmod(pair_id, self.pairs_per_block)
-        sides = self._blocks[block]
-        return SidesLogps(_slice(sides.chosen, index), _slice(sides.rejected, index))
+    def _missing_blocks(self, rank: int, num_ranks: int) -> list[int]:
+        # dealt out before what is there is left out: other ranks write meanwhile, and all must deal alike
+        is_missing = self._blocks_with(self._is_wanted & self._found.is_missing())
+        is_mine = np.arange(len(self._blocks)) % num_ranks == rank
+        return [int(block) for block in self._blocks[is_mine & is_missing]]
+
+    def _blocks_with(self, is_marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Mark the blocks that hold a marked pair."""
+        starts = np.arange(len(self._blocks)) * self._pairs_per_block
+        return np.logical_or.reduceat(is_marked, starts) if len(starts) else is_marked
+
+    def _score_block(self, block: int, score: Callable[[PairBatch], SidesLogps], writer: ShardWriter) -> None:
+        ids = _ids_of(np.array([block]), self._pairs_per_block, len(self._source))
+        batch = self._source.read(ids)
+        sides = score(batch)
+        self.num_scored += len(batch)
+        chosen, rejected = (_split(side) for side in (sides.chosen, sides.rejected))
+        is_missing = self._found.is_missing(self._positions(ids))
+        for index in np.flatnonzero(is_missing).tolist():
+            # the hash of what was scored, not what the store remembers of it
+            writer.add(hash_pair(batch.pairs[index]).pair, chosen[index], rejected[index])
+        writer.end_block()
+
+    def _positions(self, pair_ids: PairIds) -> PairIds:
+        """Where pairs stand among those of the blocks: only the very last block of a source can be short."""
+        blocks, rows = np.divmod(pair_ids, self._pairs_per_block)
+        at = np.searchsorted(self._blocks, blocks)
+        is_known = np.take(self._blocks, at, mode="clip") == blocks
+        if not is_known.all():
+            raise IndexError(f"pair {pair_ids[~is_known][0]} is none of the pairs that were looked up in the cache")
+        return at * self._pairs_per_block + rows
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Identify a model by its weights, not by its name."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _ids_of(blocks: PairIds, pairs_per_block: int, num_pairs: int) -> PairIds:
+    """Number the pairs of some blocks, in order."""
+    ids = (blocks[:, None] * pairs_per_block + np.arange(pairs_per_block)).reshape(-1)
+    return ids[ids < num_pairs]
 
 
-def _slice(side: ResponseLogps, index: int) -> ResponseLogps:
-    start = int(side.lengths[:index].sum())
-    stop = start + int(side.lengths[index])
-    return ResponseLogps(side.values[start:stop], side.lengths[index : index + 1])
+def _split(side: ResponseLogps) -> list[Logps]:
+    values = side.values.to("cpu", torch.float32).numpy()
+    return np.split(values, np.cumsum(side.lengths.cpu().numpy())[:-1])
 
 
-def _to(sides: SidesLogps, device: torch.device) -> SidesLogps:
-    return SidesLogps(
-        *(ResponseLogps(s.values.to(device), s.lengths.to(device)) for s in (sides.chosen, sides.rejected))
-    )
+def _joined(parts: list[Logps], device: torch.device) -> ResponseLogps:
+    values = torch.from_numpy(np.concatenate(parts))
+    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return ResponseLogps(values.to(device), lengths.to(device))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thresher.assembly.inputs import RunInputs
+from thresher.assembly.precompute import Announce, Progress
 from thresher.config import DPOConfig
 from thresher.loop import Standing, Trainable
 
@@ -26,11 +27,9 @@ class Started:
 
 
 class Runtime(Protocol):
-    """Start the trainers of a run."""
+    """Start the trainers of a run; announce takes lines for a person, progress takes (what, done, total)."""
 
-    def start(
-        self, inputs: RunInputs, checkpoint: Path | None, progress: Callable[[str, int, int], None]
-    ) -> Started: ...
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started: ...
 
 
 def open_runtime(config: DPOConfig) -> AbstractContextManager[Runtime]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -41,7 +42,7 @@ class Cluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=resource_manager.group(place.owner), placement_group_bundle_index=place.bundle
                 ),
-            ).remote(rank, len(places), place.threads)
+            ).remote(rank, len(places), place.threads, str(Path.cwd()))
             for rank, place in enumerate(places)
         ]
         if worker_config.joins_process_group:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.assembly.data import probe_pairs
 from thresher.assembly.engines import build_policy
 from thresher.assembly.inputs import RunInputs
+from thresher.assembly.precompute import Announce, Progress
 from thresher.assembly.reference import build_reference_parts
 from thresher.assembly.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
@@ -23,7 +24,7 @@ class LocalRuntime:
 
     config: DPOConfig
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Callable[[str, int, int], None]) -> Started:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
         """Load the models, check them on real pairs, and go on from a checkpoint."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
@@ -36,7 +37,8 @@ class LocalRuntime:
             inputs.train,
             inputs.validation,
             probe_pairs(inputs.train),
-            progress=progress,
+            progress,
+            announce,
         )
         parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
         standing = Standing(parts.trainer.state.step, parts.trainer.last_evaluation)

@@ -32,14 +32,14 @@ def flatten(parts: Sequence[SidesLogps]) -> FlatLogps:
     return FlatLogps(*arrays)
 
 
-def split(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[SidesLogps]:
+def cut(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[SidesLogps]:
     """Cut joined logps into parts of so many pairs each. On the CPU they stay where the object store put them."""
-    chosen = _split_side(flat.chosen, flat.chosen_lengths, pairs_per_part, device)
-    rejected = _split_side(flat.rejected, flat.rejected_lengths, pairs_per_part, device)
+    chosen = _cut_side(flat.chosen, flat.chosen_lengths, pairs_per_part, device)
+    rejected = _cut_side(flat.rejected, flat.rejected_lengths, pairs_per_part, device)
     return [SidesLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
 
 
-def _split_side(
+def _cut_side(
     values: npt.NDArray[np.float32],
     lengths: npt.NDArray[np.int64],
     pairs_per_part: Sequence[int],

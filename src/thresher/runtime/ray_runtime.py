@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import numpy as np
 import torch
 
 from thresher.assembly.inputs import RunInputs
 from thresher.assembly.objective import build_objective
-from thresher.assembly.reference import reference_mode
+from thresher.assembly.precompute import Announce, Progress
+from thresher.assembly.reference import frozen_files_digest, reference_mode
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
-from thresher.data.plan import PairIds
 from thresher.reference.modes import Mode
-from thresher.reference.scorers import PrecomputedReference
+from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
 from thresher.runtime.cluster import Cluster, WorkerConfig
 from thresher.runtime.placement import RoleDemand
-from thresher.runtime.remote_reference import ReferenceLink, ScoredBlocks, ScoredInAdvance
+from thresher.runtime.remote_reference import ReferenceLink, cached_splits
 from thresher.runtime.resources import ResourceManager
 from thresher.runtime.session import ray_session
 from thresher.runtime.workers import ActorWorker, ReferenceWorker
 from thresher.trainer import Record
-
-Progress = Callable[[str, int, int], None]
-# neighbouring blocks in one answer, so that answers are neither many nor huge
-_BLOCKS_PER_CALL = 32
 
 
 @dataclass(frozen=True)
@@ -55,36 +50,40 @@ class RayRuntime:
     """Start the clusters of a run and bring them to the first step."""
 
     def __init__(self, config: DPOConfig, mode: Mode, resources: ResourceManager):
-        self._config = config
+        self._config = config if mode != "precompute" else _with_cache_place(config)
         self._mode = mode
         self._resources = resources
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
         """Load the models everywhere at once, link the clusters, and go on from a checkpoint."""
-        config = self._config
+        config, mode = self._config, self._mode
+        weights = frozen_files_digest(config, mode)
         # clusters that are there already serve the next run as well
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
-        loading, link = policy.submit("load", config, inputs), None
-        if reference_has_workers(config, self._mode):
+        loading = policy.submit("load", config, inputs)
+        num_found, num_missing = _count_cached(config, inputs, weights, announce) if mode == "precompute" else (0, 0)
+        workers: tuple[Any, ...] = ()
+        if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
             reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
             self.reference = reference
-            digest = reference.call("load", config, inputs)[0]
+            reference.call("load", config, inputs)
             hidden_size = policy.wait(loading)[0]
             reference.call("serve", hidden_size, len(policy))
-            link = ReferenceLink(self._mode, digest, tuple(reference.workers))
+            workers = tuple(reference.workers)
         policy.wait(loading)
-        reports = policy.call("build", checkpoint, link)
+        reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
         report = reports[0]
 
         def begin() -> None:
-            scored = None
-            if self._mode == "precompute" and report.standing.step < inputs.plan.num_steps:
-                scored = self._score_in_advance(inputs, progress)
-            policy.call("begin", scored)
-            if self._mode == "precompute":
+            seconds_per_pair = None
+            if mode == "precompute" and report.standing.step < inputs.plan.num_steps:
+                seconds_per_pair = self._score_missing(str(weights), progress) / inputs.plan.num_visits
+                announce(f"reference: {num_found:,} pairs from the cache, {num_missing:,} scored by its workers")
+            if mode == "precompute":
                 self._release_reference()
+            policy.call("begin", seconds_per_pair)
 
         num_nodes = len({each.node_id for each in reports})
         place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
@@ -108,40 +107,33 @@ class RayRuntime:
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
         return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group))
 
-    def _score_in_advance(self, inputs: RunInputs, progress: Progress) -> ScoredInAdvance:
+    def _score_missing(self, weights: str, progress: Progress) -> float:
+        """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
         started = time.perf_counter()
-        train = self._score_blocks("train", inputs.plan.visited_pairs(), "training", progress)
-        seconds = time.perf_counter() - started
-        held_out: tuple[ScoredBlocks, ...] = ()
-        if inputs.validation is not None:
-            every = np.arange(len(inputs.validation), dtype=np.int64)
-            held_out = self._score_blocks("validation", every, "held-out", progress)
-        return ScoredInAdvance(train, held_out, seconds / max(1, inputs.plan.num_visits))
-
-    def _score_blocks(
-        self, split: Literal["train", "validation"], pair_ids: PairIds, what: str, progress: Progress
-    ) -> tuple[ScoredBlocks, ...]:
-        cluster = self.reference
-        if cluster is None:
-            raise RuntimeError("the reference has no workers to score with")
-        table = PrecomputedReference(self._config.reference.infer_batch_size, torch.device("cpu"))
-        blocks = table.blocks_with(pair_ids)
-        finished, scored = [], []
-        for at in range(0, len(blocks), _BLOCKS_PER_CALL):
-            part = tuple(blocks[at : at + _BLOCKS_PER_CALL])
-            rank = at // _BLOCKS_PER_CALL % len(cluster)
-            # two answers: the driver waits for the count, and the logps stay where the policy will ask for them
-            done, logps = cluster.workers[rank].score_blocks.options(num_returns=2).remote(split, part)
-            finished.append((rank, done))
-            scored.append(ScoredBlocks(part, logps))
-        cluster.wait(finished, lambda done: progress(f"scoring the reference: {what} pairs", done, len(finished)))
-        return tuple(scored)
+        if self.reference is not None:
+            for what, done, total in self.reference.stream("score_missing", "score_missing_quietly", weights):
+                progress(f"scoring the reference: {what} pairs, blocks of the first worker", done, total)
+        return time.perf_counter() - started
 
     def _release_reference(self) -> None:
         if self.reference is not None:
             self.reference.close()
             self.reference = None
-            self._resources.release("reference")
+        self._resources.release("reference")
+
+
+def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None, announce: Announce) -> tuple[int, int]:
+    """Say how many of the run's pairs the cache has and how many it lacks: without a gap nobody loads the reference."""
+    both = cached_splits(config, inputs, str(weights), torch.device("cpu"), announce)
+    splits = [split for split in both if split is not None]
+    num_missing = sum(split.num_missing for split in splits)
+    return sum(split.num_pairs for split in splits) - num_missing, num_missing
+
+
+def _with_cache_place(config: DPOConfig) -> DPOConfig:
+    """Say where the cache is: a worker's environment need not be the driver's."""
+    place = str(cache_root(config.reference.cache_dir).resolve())
+    return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": place})})
 
 
 def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:

@@ -1,4 +1,4 @@
-"""The reference as a policy worker sees it when it has workers of its own: scored in advance, or some steps ahead."""
+"""The reference as a policy worker sees it: in the cache, some steps ahead on other workers, or beside the policy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from thresher.assembly.data import probe_pairs
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.reference import ReferenceParts, idle_settings, starts_alike
+from thresher.assembly.precompute import Announce, look_up_splits, open_cache
+from thresher.assembly.reference import (
+    ReferenceParts,
+    build_reference_parts,
+    idle_settings,
+    reference_digest,
+    starts_alike,
+)
 from thresher.assembly.run import build_micro_batching
 from thresher.config import DPOConfig
 from thresher.data.batch import PairBatch
@@ -21,35 +29,19 @@ from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps
 from thresher.reference.modes import Mode
 from thresher.reference.scorers import PrecomputedReference
-from thresher.runtime.logps_transport import split
+from thresher.reference.upkeep import cache_root
+from thresher.runtime.logps_transport import cut
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import ReferenceScorer, evaluation_batches
 
 
 @dataclass(frozen=True)
 class ReferenceLink:
-    """What a policy worker must know of the reference's workers; digest names their weights."""
+    """What a policy worker must know of the reference: its mode, the digest of its files, and its workers, if any."""
 
     mode: Mode
-    digest: str
-    workers: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class ScoredBlocks:
-    """Logps of some neighbouring blocks of a split, as a reference to the object store."""
-
-    blocks: tuple[int, ...]
-    logps: Any
-
-
-@dataclass(frozen=True)
-class ScoredInAdvance:
-    """What reference workers have scored before the first step."""
-
-    train: tuple[ScoredBlocks, ...]
-    validation: tuple[ScoredBlocks, ...]
-    seconds_per_pair: float
+    weights: str | None
+    workers: tuple[Any, ...] = ()
 
 
 class ReferenceAhead:
@@ -107,7 +99,7 @@ class ReferenceAhead:
                 f"a reference worker died: {reason}; look for the cause (often memory) and go on with "
                 "resume_from_checkpoint=auto"
             ) from None
-        parts = split(flat, [len(ids) for ids in batches], self._device)
+        parts = cut(flat, [len(ids) for ids in batches], self._device)
         self._unit = {ids.tobytes(): part for ids, part in zip(batches, parts, strict=True)}
 
     def _request(self) -> None:
@@ -121,17 +113,57 @@ class ReferenceAhead:
 def linked_reference(
     config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceLink, first_step: int
 ) -> ReferenceParts:
-    """Make a policy worker's reference out of its link to the reference's workers."""
+    """Make a policy worker's reference: in the cache that reference workers fill, some steps ahead, or its own."""
     train: ReferenceScorer
     validation: ReferenceScorer | None
     if link.mode == "precompute":
-        size = config.reference.infer_batch_size
-        train = PrecomputedReference(size, policy.device)
-        validation = None if inputs.validation is None else PrecomputedReference(size, policy.device)
-    else:
+        train, validation = cached_splits(config, inputs, str(link.weights), policy.device)
+    elif link.workers:
         train, validation = _ahead(config, inputs, policy, link, first_step)
+    else:
+        return build_reference_parts(
+            config,
+            inputs.objective,
+            policy,
+            inputs.layout,
+            inputs.plan,
+            inputs.train,
+            inputs.validation,
+            probe_pairs(inputs.train),
+            progress=lambda what, done, total: None,
+            device=policy.device,
+            weights=link.weights,
+        )
+    digest = reference_digest(config, link.mode, link.weights)
     notes = idle_settings(config, link.mode, works_ahead=link.mode == "concurrent")
-    return ReferenceParts(link.mode, train, validation, link.digest, starts_alike(config), notes=notes)
+    return ReferenceParts(link.mode, train, validation, digest, starts_alike(config), notes=notes)
+
+
+def cached_splits(
+    config: DPOConfig,
+    inputs: RunInputs,
+    weights: str,
+    device: torch.device,
+    announce: Announce = lambda line: None,
+) -> tuple[PrecomputedReference, PrecomputedReference | None]:
+    """Look the run's pairs up in the cache; driver, reference workers and policy workers all do."""
+    cache, plan = open_cache(config, weights, announce), inputs.plan
+    return look_up_splits(
+        config, cache, inputs.train, plan.visited_pairs(), inputs.validation, device, num_visits=plan.num_visits
+    )
+
+
+def look_up_again(reference: ReferenceParts, config: DPOConfig, seconds_per_pair: float) -> None:
+    """Find what reference workers have put into the cache meanwhile."""
+    for split in (reference.train, reference.validation):
+        if isinstance(split, PrecomputedReference):
+            split.look_up()
+            if split.num_missing:
+                raise UserError(
+                    f"the reference's workers scored {split.num_missing} pairs that a policy worker does not find in "
+                    f"{cache_root(config.reference.cache_dir)}; set reference.cache_dir to a place that all nodes share"
+                )
+            split.seconds_per_pair = seconds_per_pair
 
 
 def _ahead(
@@ -164,18 +196,3 @@ def _ahead(
         device=policy.device,
     )
     return train, validation
-
-
-def fill_from(scored: ScoredInAdvance, reference: ReferenceParts, inputs: RunInputs) -> None:
-    """Put logps that reference workers scored into a policy worker's tables."""
-    for table, store, parts in (
-        (reference.train, inputs.train, scored.train),
-        (reference.validation, inputs.validation, scored.validation),
-    ):
-        if not isinstance(table, PrecomputedReference) or store is None:
-            continue
-        for part, flat in zip(parts, ray.get([part.logps for part in parts]), strict=True):
-            sizes = [len(table.pairs_of(block, store)) for block in part.blocks]
-            for block, sides in zip(part.blocks, split(flat, sizes, torch.device("cpu")), strict=True):
-                table.put(block, sides)
-        table.seconds_per_pair = scored.seconds_per_pair

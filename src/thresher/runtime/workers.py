@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import ray
 import torch
@@ -16,7 +17,6 @@ from torch._C._distributed_c10d import TCPStore
 from thresher.assembly.data import probe_pairs
 from thresher.assembly.engines import build_policy, build_reference
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.reference import build_reference_parts
 from thresher.assembly.run import build_micro_batching
 from thresher.assembly.trainer import RankParts, build_trainer, check_policy
 from thresher.checkpoint.manifest import read_manifest
@@ -27,14 +27,15 @@ from thresher.data.store import PairStore
 from thresher.loop import Standing
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.step_clock import NUM_SPANS, Span
-from thresher.reference.scorers import PrecomputedReference, weights_digest
 from thresher.runtime.logps_transport import FlatLogps, flatten
 from thresher.runtime.process_group import Address, host_meeting, join_group
-from thresher.runtime.remote_reference import ReferenceLink, ScoredInAdvance, fill_from, linked_reference
+from thresher.runtime.remote_reference import ReferenceLink, cached_splits, linked_reference, look_up_again
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.ranks import DataRanks
 from thresher.trainer import Record, evaluation_batches
+
+_SECONDS_BETWEEN_NEWS = 2.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class RankReport:
 class ActorWorker:
     """One rank of the policy: its trainer, built by the same functions as in one process, and called from afar."""
 
-    def __init__(self, rank: int, size: int, threads: int):
-        torch.set_num_threads(threads)
+    def __init__(self, rank: int, size: int, threads: int, directory: str):
+        start_process(threads, directory)
         self._rank, self._size = rank, size
         self._meeting: TCPStore | None = None
         self._ranks = DataRanks()
@@ -76,35 +77,21 @@ class ActorWorker:
         check_policy(config, inputs, self._policy)
         return self._policy.hidden_size
 
-    def build(self, checkpoint: Path | None, link: ReferenceLink | None) -> RankReport:
+    def build(self, checkpoint: Path | None, link: ReferenceLink) -> RankReport:
         """Make the trainer, and go on from a checkpoint where there is one."""
         config, inputs, policy = self._config, self._inputs, self._policy
-        if link is not None:
-            first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
-            reference = linked_reference(config, inputs, policy, link, first_step)
-        else:
-            reference = build_reference_parts(
-                config,
-                inputs.objective,
-                policy,
-                inputs.layout,
-                inputs.plan,
-                inputs.train,
-                inputs.validation,
-                probe_pairs(inputs.train),
-                progress=lambda what, done, total: None,
-                device=policy.device,
-            )
+        first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
+        reference = linked_reference(config, inputs, policy, link, first_step)
         self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
         trainer = self._parts.trainer
         standing = Standing(trainer.state.step, trainer.last_evaluation)
         node_id = ray.get_runtime_context().get_node_id()
         return RankReport(standing, reference.mode, str(policy.device), node_id, self._parts.notes)
 
-    def begin(self, scored: ScoredInAdvance | None) -> None:
-        """Take what the reference's workers scored in advance, and check step 0."""
-        if scored is not None:
-            fill_from(scored, self._parts.reference, self._inputs)
+    def begin(self, seconds_per_pair: float | None) -> None:
+        """Check step 0; seconds_per_pair is what reference workers spent in advance, None where they did nothing."""
+        if seconds_per_pair is not None:
+            look_up_again(self._parts.reference, self._config, seconds_per_pair)
         self._parts.begin()
 
     def run(self, until: int) -> Iterator[Record]:
@@ -127,10 +114,10 @@ class ActorWorker:
 
 
 class ReferenceWorker:
-    """A copy of the frozen model that scores blocks in advance, or the shares of coming steps."""
+    """A copy of the frozen model that scores into the cache, or the shares of coming steps."""
 
-    def __init__(self, rank: int, size: int, threads: int):
-        torch.set_num_threads(threads)
+    def __init__(self, rank: int, size: int, threads: int, directory: str):
+        start_process(threads, directory)
         self._rank, self._size = rank, size
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS)
         self._config: DPOConfig
@@ -139,12 +126,26 @@ class ReferenceWorker:
         self._micro_batching: MicroBatching
         self._num_ranks: int
 
-    def load(self, config: DPOConfig, inputs: RunInputs) -> str:
-        """Load the reference and check it on real pairs; return the digest of its weights."""
+    def load(self, config: DPOConfig, inputs: RunInputs) -> None:
+        """Load the reference and check it on real pairs."""
         self._config, self._inputs = config, inputs
         self._reference = build_reference(config, inputs.layout, device=own_device())
         self._reference.check_logps(probe_pairs(inputs.train))
-        return weights_digest(self._reference.weights())
+
+    def score_missing(self, weights: str) -> Iterator[tuple[str, int, int]]:
+        """Score this worker's share of the blocks that the cache lacks; yield (what, done, total) now and then."""
+        train, validation = cached_splits(self._config, self._inputs, weights, own_device())
+        shown = time.monotonic()
+        for what, split in (("training", train), ("held-out", validation)):
+            if split is None:
+                continue
+            for done, total in split.scoring(self._reference.score, rank=self._rank, num_ranks=self._size):
+                if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
+                    shown = time.monotonic()
+                    yield what, done, total
+
+    def score_missing_quietly(self, weights: str) -> None:
+        deque(self.score_missing(weights), maxlen=0)
 
     def serve(self, policy_hidden_size: int, num_ranks: int) -> None:
         """Learn how the policy cuts its steps, so that both derive the same shares."""
@@ -167,20 +168,19 @@ class ReferenceWorker:
             raise ValueError("there are no held-out pairs to score")
         return flatten([self._score(store, evaluation_batches(len(store), size, rank, self._num_ranks)[batch])])
 
-    def score_blocks(self, split: Literal["train", "validation"], blocks: Sequence[int]) -> tuple[int, FlatLogps]:
-        """Score whole blocks, so that who shares a forward does not depend on the workers; return their number too."""
-        store = self._inputs.train if split == "train" else self._inputs.validation
-        if store is None:
-            raise ValueError("there are no held-out pairs to score")
-        table = PrecomputedReference(self._config.reference.infer_batch_size, torch.device("cpu"))
-        return len(blocks), flatten([self._score(store, table.pairs_of(block, store)) for block in blocks])
-
     def spans(self) -> list[Span]:
         """When this worker scored which step."""
         return list(self._spans)
 
     def _score(self, store: PairStore, ids: PairIds) -> SidesLogps:
         return self._reference.score(store.read(ids))
+
+
+def start_process(threads: int, directory: str) -> None:
+    """Compute with so many threads, and read relative paths as the driver does, where its directory is here as well."""
+    torch.set_num_threads(threads)
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(directory)
 
 
 def own_device() -> torch.device:

@@ -113,10 +113,6 @@ class TrainStrategy(Scorer, Protocol):
         """The trainable weights by name."""
         ...
 
-    def frozen_weights(self) -> Mapping[str, Tensor]:
-        """The weights that training leaves alone: the base under an adapter."""
-        ...
-
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state into a checkpoint that is being staged."""
         ...

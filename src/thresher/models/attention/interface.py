@@ -14,7 +14,7 @@ from thresher.errors import UserError
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import Segment
+from thresher.models.attention.segments import Segment, Visibility
 
 PAIR_ATTENTION = "thresher_pairs"
 
@@ -25,6 +25,7 @@ def register_pair_attention() -> None:
     AttentionMaskInterface.register(PAIR_ATTENTION, _no_mask)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pair_attention(
     module: nn.Module,  # noqa: ARG001  transformers passes it
     query: Tensor,
@@ -32,29 +33,30 @@ def pair_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  segments say it all
     *,
-    pair_segments: tuple[Segment, ...] | None = None,
+    pair_visibility: Visibility | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attend within segments; [1, heads, queries, dim] comes in, [1, queries, heads, dim] goes back to transformers."""
-    if pair_segments is None:
+    if pair_visibility is None:
         raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_attention")
     if rest.get("s_aux") is not None:
         raise UserError("this model's attention has sinks, which packed layouts do not know; set layout=padded")
     # under autocast the rotary embedding leaves queries and keys in fp32
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    longest = max(segment.context_length for segment in pair_segments)
+    segments = pair_visibility.segments
+    longest = max(segment.context_length for segment in segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.device.type != "cpu":
-        mask = _cached_mask(pair_segments, key.shape[2], window, query.device)
+        mask = _cached_mask(segments, key.shape[2], window, query.device)
         out = flex_segment_attention(query, key, value, mask, scale, softcap)
     elif softcap is None and window is None and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
-        out = SegmentedFlash.apply(query, key, value, pair_segments, scale)  # type: ignore[no-untyped-call]
+        out = SegmentedFlash.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
     else:
-        out = dense_attention(query, key, value, pair_segments, scale, softcap=softcap, window=window)
+        out = dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
     return out.transpose(1, 2).contiguous(), None
 
 

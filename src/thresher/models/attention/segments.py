@@ -46,11 +46,21 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Visibility:
+    """The segments as one object, which compiled layers hand on without looking inside.
+
+    Of a bare tuple they would note the length, and be compiled again for every number of pairs.
+    """
+
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
 class KeptRows:
     """The rows that a last layer need compute: rows of the packed row, and the segments that they form."""
 
     rows: Tensor
-    segments: tuple[Segment, ...]
+    visibility: Visibility
 
 
 def query_slices(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, slice]]:

@@ -14,7 +14,7 @@ import torch
 
 from thresher.data.batch import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
-from thresher.models.attention.segments import KeptRows, Segment
+from thresher.models.attention.segments import KeptRows, Segment, Visibility
 from thresher.models.layouts.layout import ArrangedBatch
 
 Rows = npt.NDArray[np.int64]
@@ -120,7 +120,7 @@ def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
         if low < high:
             tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
     rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
-    return KeptRows(torch.from_numpy(rows), tuple(tails)), np.searchsorted(rows, scored_rows)
+    return KeptRows(torch.from_numpy(rows), Visibility(tuple(tails))), np.searchsorted(rows, scored_rows)
 
 
 def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from thresher.checkpoint.state import load_state, save_state
-from thresher.checkpoint.tensors import load_tensors, save_tensors
+from thresher.checkpoint.tensors import save_tensors
+from thresher.checkpoint.weights import STEM, load_weights
 from thresher.data.batch import PairBatch
-from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
+from thresher.models.compiling import compile_layers
 from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
 from thresher.strategies.accumulate import accumulate_gradients
@@ -82,6 +83,10 @@ class NativeTrain:
         self._optimizer.zero_grad(set_to_none=True)
         return StepOutcome(metrics, grad_norm, skipped, TokenCounts(*tokens))
 
+    def compile(self) -> None:
+        """Compile the layers; the first step of each kind takes long."""
+        compile_layers(self._pair_model.backbone)
+
     def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Metrics:
         """Leave this rank's part of the step's gradient in the parameters."""
 
@@ -108,10 +113,6 @@ class NativeTrain:
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for p, name in self._names.items()}
 
-    def frozen_weights(self) -> Mapping[str, Tensor]:
-        """The base under an adapter."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
-
     @property
     def device(self) -> torch.device:
         return self._pair_model.device
@@ -126,23 +127,13 @@ class NativeTrain:
 
     def save(self, directory: Path) -> None:
         """Write the trainable weights and the optimizer's state."""
-        save_tensors(directory, "weights", self.weights())
+        save_tensors(directory, STEM, self.weights())
         save_state(directory, "optimizer", optimizer_state(self._optimizer, self._names))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, bitwise."""
-        stored = load_tensors(directory, "weights")
-        expected = {name: (p.shape, p.dtype) for p, name in self._names.items()}
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-        odd = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        if odd:
-            raise CheckpointError(
-                f"the checkpoint in {directory} was made for another model: {len(odd)} weights differ, such as "
-                f"{odd[0]}; resume with the same pretrain, master_dtype and lora settings"
-            )
-        with torch.no_grad():
-            for parameter, name in self._names.items():
-                parameter.copy_(stored[name])
+        own = {name: parameter for parameter, name in self._names.items()}
+        load_weights(directory, own, mend="resume with the same pretrain, master_dtype and lora settings")
         load_optimizer_state(self._optimizer, self._names, load_state(directory, "optimizer"))
 
     def _clip(self) -> float:

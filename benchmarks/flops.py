@@ -1,0 +1,65 @@
+"""What a step must compute, what this machine could, and how fast the step's matrix products run with nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from contestants import Column
+
+from thresher.data.batch import Pair
+
+
+def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:
+    """Forward and backward of one step with every prompt computed once and only scored tokens under the head.
+
+    Two FLOPs a multiply-add, three products a weight (forward, two in backward). What a trainer computes beyond this
+    (padding, the prompt again, the last layer and the head where nothing is scored, recomputation) is not useful.
+    """
+    hidden, layer = column.hidden, column.weights_per_layer
+    prompt, chosen, rejected = (
+        np.array([len(getattr(pair, name)) for pair in pairs], dtype=np.float64)
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+    )
+    rows = (prompt + chosen - 1 + rejected - 1).sum()
+    scored = (chosen + rejected).sum()
+    kept = scored - len(pairs)  # the last prompt token predicts both first tokens
+    only_keys = 2 * hidden * hidden
+    linear = (column.layers - 1) * layer * rows + only_keys * rows + (layer - only_keys) * kept
+    head = hidden * column.vocab * scored
+    # each row sees half its own run and its whole prefix; scores and values are a product each
+    seen = prompt**2 / 2 + sum(prompt * side + side**2 / 2 for side in (chosen, rejected))
+    attention = (column.layers - 1) * 2 * hidden * seen.sum()
+    return float(6 * (linear + head + attention))
+
+
+def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
+    """FLOP/s of one large square product: best of seven."""
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / min(_seconds(lambda: left @ right) for _ in range(7))
+
+
+def products_only_seconds(column: Column, num_rows: int, num_scored: int) -> float:
+    """The step's products with its weights, in its shapes and precision, one after another: median of three."""
+    hidden, inner = column.hidden, column.intermediate
+    shapes = [(hidden, hidden)] * 4 + [(hidden, inner)] * 2 + [(inner, hidden)]
+    cases = [(num_rows, *shape, column.layers) for shape in shapes] + [(num_scored, hidden, column.vocab, 1)]
+    total = 0.0
+    for rows, inputs, outputs, times in cases:
+        states, weight = (torch.randn(*size).to(column.dtype) for size in ((rows, inputs), (outputs, inputs)))
+        grads = torch.randn(rows, outputs).to(column.dtype)
+
+        def products(states=states, weight=weight, grads=grads) -> None:
+            _ = states @ weight.T, grads @ weight, grads.T @ states
+
+        products()
+        total += times * float(np.median([_seconds(products) for _ in range(3)]))
+    return total
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

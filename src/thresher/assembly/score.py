@@ -1,0 +1,58 @@
+"""Fill the reference cache ahead of a run: what `thresher score` does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thresher.assembly.data import StoreBuilder, check_pairs, open_stores, probe_pairs
+from thresher.assembly.engines import check_engines, device_of
+from thresher.assembly.objective import build_objective
+from thresher.assembly.precompute import Announce, Progress, plan_precompute
+from thresher.assembly.reference import reference_mode
+from thresher.assembly.run import build_layout
+from thresher.config import DPOConfig
+from thresher.data.plan import make_plan
+from thresher.errors import UserError
+from thresher.models.load import load_family
+from thresher.reference.identity import weights_digest
+
+
+def score_ahead(
+    config: DPOConfig, *, every_pair: bool, announce: Announce, progress: Progress, build_store: StoreBuilder
+) -> None:
+    """Score the pairs that the run of this config visits, or every training pair, and all held-out pairs."""
+    check_engines(config)
+    objective = build_objective(config)
+    if (mode := reference_mode(config, objective)) != "precompute":
+        raise UserError(
+            f"the reference's mode is {mode} here, which reads no cache, so there is nothing to score ahead; set "
+            "reference.mode=precompute, with a loss that needs a reference"
+        )
+    tokenizer, layout = build_layout(config, announce)
+    train, validation = open_stores(config, tokenizer, announce, build_store)
+    path = str(config.reference_path)
+    family = load_family(path, trust_remote_code=config.trusts_reference_code)
+    limit = getattr(family.get_text_config(), "max_position_embeddings", None)
+    check_pairs(config, objective, limit if isinstance(limit, int) else None, [train, validation])
+    plan = make_plan(
+        len(train),
+        seed=config.seed,
+        pairs_per_step=config.pairs_per_step,
+        max_steps=config.max_steps,
+        num_epochs=config.num_train_epochs,
+    )
+    pair_ids = np.arange(len(train), dtype=np.int64) if every_pair else plan.visited_pairs()
+    job = plan_precompute(
+        config,
+        layout,
+        train,
+        pair_ids,
+        validation,
+        probe_pairs(train),
+        weights_digest(path),
+        device_of(config.reference),
+        num_visits=len(pair_ids),
+        announce=announce,
+        progress=progress,
+    )
+    job.run()

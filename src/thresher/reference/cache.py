@@ -1,0 +1,156 @@
+"""The reference cache: where the logps of one reference lie on disk, and how a run finds those of its pairs.
+
+A cache directory holds one directory for each reference, named by its identity; in it `identity.json`, which says in
+words whose logps these are, and shards. Processes and machines share it without a lock: shards appear whole and never
+change, and a pair that two of them scored counts once, the oldest first, so that a run that goes on sees the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.checkpoint.exact_json import Json, save_json
+from thresher.data.store import Hashes
+from thresher.errors import UserError
+from thresher.reference.identity import SCORING_VERSION, ReferenceIdentity
+from thresher.reference.key_index import KeyIndex, Positions
+from thresher.reference.shards import (
+    DAMAGED,
+    IDENTITY_NAME,
+    OTHER_BYTES,
+    PARTIAL,
+    Logps,
+    Shard,
+    ShardFile,
+    ShardLimits,
+    ShardWriter,
+    find_fault,
+    list_shards,
+    read_keys,
+)
+
+# each mapped shard holds a file descriptor; common limits allow 1024 of them, and the store's shards need some too
+MAX_OPEN_SHARDS = 256
+_ROW_BITS = 32
+
+
+class ReferenceCache:
+    """The cached logps of one reference; model is the path it was loaded from, a hint for people."""
+
+    def __init__(
+        self, root: Path, identity: ReferenceIdentity, model: str, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.directory = root / identity.digest[:32]
+        self._identity = identity
+        self._model = model
+        self._report = report
+        self._sound: set[str] = set()
+        with contextlib.suppress(OSError):  # absent, or for reading only
+            os.utime(self.directory / IDENTITY_NAME)  # tells `thresher cache prune` that it is still of use
+
+    def writer(self, limits: ShardLimits) -> ShardWriter:
+        """Open the directory for writing, making it where there is none."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not (self.directory / IDENTITY_NAME).exists():
+                self._write_identity()
+        except OSError as error:
+            raise UserError(
+                f"the reference cache cannot be written in {self.directory}: {error.strerror or error}; set "
+                "reference.cache_dir to a place that can"
+            ) from error
+        return ShardWriter(self.directory, limits)
+
+    def find(self, keys: Hashes) -> FoundLogps:
+        """Find pairs by their keys, in time O((run + cache) log run); damaged shards are told and left out."""
+        index = KeyIndex(keys)
+        locations = np.full(len(keys), -1, dtype=np.int64)
+        shards = list_shards(self.directory)
+        # reading and hashing let other threads run: a few keep a fast disk busy
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            for number, match in enumerate(pool.map(lambda shard: self._search(shard, index), shards)):
+                if isinstance(match, str):
+                    self._leave_out(shards[number], match)
+                    continue
+                rows, positions = match
+                is_new = locations[positions] < 0
+                # backwards, so that of several copies in one shard the first stays, as it does of several shards
+                locations[positions[is_new][::-1]] = (number << _ROW_BITS) + rows[is_new][::-1]
+        return FoundLogps(shards, locations)
+
+    def trust(self, shards: list[ShardFile]) -> None:
+        """Take shards that this process has just written as sound, without reading them again."""
+        self._sound |= {shard.path.name for shard in shards}
+
+    def _search(self, shard: ShardFile, index: KeyIndex) -> tuple[Positions, Positions] | str:
+        """Match a shard's keys; one that is needed must prove its bytes. Say what is wrong with it, if anything."""
+        match = None
+        with contextlib.suppress(OSError, ValueError):  # not even an Arrow file: the digest will tell why
+            match = index.match(read_keys(shard.path))
+            if not len(match[0]) or shard.path.name in self._sound:
+                return match
+        fault = find_fault(shard)
+        if fault is None and match is not None:
+            self._sound.add(shard.path.name)
+            return match
+        return fault or "is no shard that this version reads"
+
+    def _leave_out(self, shard: ShardFile, fault: str) -> None:
+        if fault == OTHER_BYTES:
+            # set aside: it is told once, and every process agrees that its pairs are missing
+            with contextlib.suppress(OSError):
+                shard.path.rename(shard.path.with_name(shard.path.name + DAMAGED))
+        self._report(f"reference cache: {shard.path} {fault}; those of its pairs that are needed are scored again")
+
+    def _write_identity(self) -> None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        hints: dict[str, Json] = {"model": self._model, "created": created, "scoring_version": SCORING_VERSION}
+        aside = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
+        save_json(aside, hints | asdict(self._identity))
+        aside.rename(self.directory / IDENTITY_NAME)
+
+
+class FoundLogps:
+    """Where each of some pairs lies: a shard and a row, or nowhere. 8 bytes a pair; logps stay on disk."""
+
+    def __init__(self, shards: list[ShardFile], locations: Positions) -> None:
+        self._shards = shards
+        self._locations = locations
+        self._open_shards: OrderedDict[int, Shard] = OrderedDict()
+
+    def is_missing(self, positions: Positions | slice = slice(None)) -> npt.NDArray[np.bool_]:
+        return self._locations[positions] < 0
+
+    def logps(self, position: int) -> tuple[Logps, Logps]:
+        """Read the logps of one pair, chosen and rejected."""
+        location = int(self._locations[position])
+        if location < 0:
+            raise KeyError(f"pair at position {position} was not found in the cache")
+        return self._shard(location >> _ROW_BITS).logps(location & ((1 << _ROW_BITS) - 1))
+
+    def _shard(self, number: int) -> Shard:
+        if number in self._open_shards:
+            self._open_shards.move_to_end(number)
+            return self._open_shards[number]
+        if len(self._open_shards) >= MAX_OPEN_SHARDS:
+            self._open_shards.popitem(last=False)
+        path = self._shards[number].path
+        try:
+            self._open_shards[number] = Shard(path)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path} was removed from the reference cache, or damaged, during this run ({error}); start the run "
+                "again with resume_from_checkpoint=auto, and missing pairs are scored again"
+            ) from error
+        return self._open_shards[number]

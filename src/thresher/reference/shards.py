@@ -1,0 +1,193 @@
+"""The files of the reference cache: per-token logps of some pairs, written once and never changed.
+
+A shard is an Arrow IPC file of one record batch. Its name tells when it was written, how many pairs it holds and the
+SHA-256 of its bytes, so that a shard proves itself, and many processes write into one directory without a lock: each
+writes aside, flushes and renames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from thresher.checkpoint.directory import sync_directory
+from thresher.data.store import HASH_BYTES, Hashes
+from thresher.errors import UserError
+
+Logps = npt.NDArray[np.float32]
+
+_LOGPS = pa.list_(pa.field("item", pa.float32(), nullable=False))
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.binary(HASH_BYTES), nullable=False),
+        pa.field("chosen", _LOGPS, nullable=False),
+        pa.field("rejected", _LOGPS, nullable=False),
+    ]
+)
+IDENTITY_NAME = "identity.json"
+PARTIAL = ".partial-"
+DAMAGED = ".damaged"
+OTHER_BYTES = "has other bytes than were written"
+_NAME = re.compile(r"(\d{13})-(\d+)-([0-9a-f]{64})\.arrow")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard as its name tells it; created is in seconds since 1970."""
+
+    path: Path
+    created: float
+    num_pairs: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, path: Path) -> ShardFile | None:
+        match = _NAME.fullmatch(path.name)
+        return None if match is None else cls(path, int(match[1]) / 1000, int(match[2]), match[3])
+
+
+def list_shards(directory: Path) -> list[ShardFile]:
+    """Name the shards of a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    # names begin with the time, so this order is that of time; the digest decides between equals
+    found = [ShardFile.parse(path) for path in sorted(directory.iterdir())]
+    return [shard for shard in found if shard is not None]
+
+
+def find_fault(shard: ShardFile) -> str | None:
+    """Read every byte of a shard; say what is wrong with it, or None."""
+    try:
+        with shard.path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None if digest == shard.sha256 else OTHER_BYTES
+
+
+class Shard:
+    """A shard mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        keys = batch.column(0)
+        self.keys: Hashes = np.frombuffer(keys.buffers()[1], dtype=f"V{HASH_BYTES}", count=len(keys))
+        self._sides = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in (1, 2)]
+
+    def logps(self, row: int) -> tuple[Logps, Logps]:
+        """Give the logps of one pair, chosen and rejected, as views of the file."""
+        chosen, rejected = (values[offsets[row] : offsets[row + 1]] for offsets, values in self._sides)
+        return chosen, rejected
+
+
+def read_keys(path: Path) -> Hashes:
+    """Copy the keys of a shard; a file that is no shard raises ValueError or OSError."""
+    return Shard(path).keys.copy()
+
+
+@dataclass(frozen=True)
+class ShardLimits:
+    """When a shard is full: at so many bytes of logps, or so long after its first pair. A kill loses less than one."""
+
+    num_bytes: int = 64 * 2**20
+    seconds: float = 60.0
+
+
+class ShardWriter:
+    """Collect logps and write them as shards; leaving the `with` block writes the rest, after an error as well."""
+
+    def __init__(self, directory: Path, limits: ShardLimits) -> None:
+        self.written: list[ShardFile] = []
+        self._directory = directory
+        self._limits = limits
+        self._keys: list[bytes] = []
+        self._chosen: list[Logps] = []
+        self._rejected: list[Logps] = []
+        self._num_bytes = 0
+        self._started = 0.0
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._flush()
+
+    def add(self, key: bytes, chosen: Logps, rejected: Logps) -> None:
+        """Take one pair's logps."""
+        if not self._keys:
+            self._started = time.monotonic()
+        self._keys.append(key)
+        self._chosen.append(chosen)
+        self._rejected.append(rejected)
+        self._num_bytes += HASH_BYTES + chosen.nbytes + rejected.nbytes
+
+    def end_block(self) -> None:
+        """Write a shard if this one is full; blocks are scored whole, so they are kept whole."""
+        if self._num_bytes >= self._limits.num_bytes or time.monotonic() - self._started >= self._limits.seconds:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._keys:
+            return
+        keys, chosen, rejected = self._keys, self._chosen, self._rejected
+        # taken first: a disk that is full must not be tried again on the way out
+        self._keys, self._chosen, self._rejected, self._num_bytes = [], [], [], 0
+        self.written.append(write_shard(self._directory, keys, chosen, rejected))
+
+
+def write_shard(
+    directory: Path, keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]
+) -> ShardFile:
+    """Write logps aside, flush them to the disk, and let them appear under the name that proves them."""
+    content = _to_arrow(keys, chosen, rejected)
+    sha256 = hashlib.sha256(content).hexdigest()
+    created = time.time_ns() // 1_000_000
+    path = directory / f"{created:013d}-{len(keys)}-{sha256}.arrow"
+    aside = directory / f"{PARTIAL}{secrets.token_hex(8)}"
+    try:
+        with aside.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.rename(path)
+        sync_directory(directory)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = "free some space there (`thresher cache prune`)" if full else "check that this place can be written"
+        raise UserError(
+            f"could not write to the reference cache in {directory}: {error.strerror or error}; {mend}, or set "
+            "reference.cache_dir to another one"
+        ) from error
+    return ShardFile(path, created / 1000, len(keys), sha256)
+
+
+def _to_arrow(keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]) -> Any:
+    columns = [pa.array(keys, pa.binary(HASH_BYTES)), _list_array(chosen), _list_array(rejected)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    return sink.getvalue()
+
+
+def _list_array(sides: Sequence[Logps]) -> Any:
+    offsets = np.concatenate([[0], np.cumsum([len(side) for side in sides])])
+    values = np.concatenate(sides).astype(np.float32, copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.float32()), type=_LOGPS)

@@ -1,0 +1,207 @@
+"""`thresher score` and `thresher cache`: what they say, count, find and remove."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.real
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "the", "big", "red", "sun", "go", "down"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+NUM_PAIRS, NUM_HELD_OUT = 20, 5
+
+
+@pytest.fixture
+def thresher(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process; return its exit code and all that it printed."""
+    from thresher.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return code, printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path, stories_dir) -> Path:
+    """20 pairs to train on, of 4 to 23 words a side, and 5 held out."""
+
+    def row(number: int) -> dict[str, str]:
+        said = [WORDS[(number + i) % len(WORDS)] for i in range(4 + number % 20)]
+        return {"prompt": f"Tale {number}:\n", "chosen": " ".join(said), "rejected": " ".join(reversed(said)) + "!"}
+
+    rows = [json.dumps(row(number)) + "\n" for number in range(NUM_PAIRS + NUM_HELD_OUT)]
+    (tmp_path / "train.jsonl").write_text("".join(rows[:NUM_PAIRS]))
+    (tmp_path / "held_out.jsonl").write_text("".join(rows[NUM_PAIRS:]))
+    values = {
+        "pretrain": str(stories_dir),
+        "output_dir": "out",
+        "max_steps": 2,
+        "track_with": [],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": "train.jsonl", "template": "raw"},
+            "training_args": {"per_device_train_batch_size": 4},
+        },
+        "reference": {"infer_batch_size": 1},
+        "validation": {"data_args": {"file_name": "held_out.jsonl", "template": "raw"}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "say.jinja").write_text(TEMPLATE)
+    return tmp_path / "run.yaml"
+
+
+def counts(printed: str) -> tuple[int, int]:
+    """Pairs from the cache, and pairs that went through the reference."""
+    (found,) = re.findall(r"reference: ([\d,]+) pairs from the cache, ([\d,]+) scored", printed)
+    return int(found[0]), int(found[1])
+
+
+def test_a_training_run_finds_what_was_scored_ahead(thresher, config):
+    assert counts(thresher("score", config)[1]) == (0, 8 + NUM_HELD_OUT)  # two steps of four pairs
+    code, printed = thresher("train", config, "beta=0.3", "actor_train.training_args.learning_rate=1e-4")
+    assert (code, counts(printed)) == (0, (8 + NUM_HELD_OUT, 0))
+
+
+def test_every_pair_serves_runs_of_any_length_and_seed(thresher, config):
+    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
+    assert counts(thresher("train", config, "max_steps=5", "seed=1")[1]) == (NUM_PAIRS + NUM_HELD_OUT, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_scored"),
+    [
+        ([], 0),
+        (["beta=0.7", "pref_loss=hinge", "layout=padded"], 0),
+        (["actor_train.data_args.template=say.jinja"], NUM_PAIRS),
+        (["validation.data_args.template=say.jinja"], NUM_HELD_OUT),
+        (["reference.model_args.dtype=bf16"], NUM_PAIRS + NUM_HELD_OUT),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_a_template_or_a_precision_misses_and_a_loss_does_not(thresher, config, changes, num_scored):
+    thresher("score", config, "--every-pair")
+    code, printed = thresher("score", config, "--every-pair", *changes)
+    assert (code, counts(printed)) == (0, (NUM_PAIRS + NUM_HELD_OUT - num_scored, num_scored))
+
+
+@pytest.mark.parametrize("truncation", ["response_end", "prompt_start"])
+def test_a_truncation_misses_the_pairs_that_it_cuts(thresher, config, truncation):
+    thresher("score", config, "--every-pair")
+    cut = [f"{role}.data_args.truncation={truncation}" for role in ("actor_train", "validation")]
+    # a limit that no pair reaches cuts none, although the store is another
+    assert counts(thresher("score", config, "--every-pair", "sequence_length=400", *cut)[1])[1] == 0
+    code, printed = thresher("score", config, "--every-pair", "sequence_length=40", *cut)
+    num_cut = sum(map(int, re.findall(r"truncated: \D*(\d+)", printed)))
+    found, num_scored = counts(printed)
+    assert code == 0
+    assert 0 < num_cut < NUM_PAIRS
+    assert num_scored == num_cut
+    assert found > 0
+
+
+def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
+    for change, mode in (
+        ("actor_train.model_args.lora_rank=2", "adapter"),
+        ("reference.mode=concurrent", "concurrent"),
+    ):
+        code, printed = thresher("score", config, change)
+        assert code == 2
+        assert f"the reference's mode is {mode} here, which reads no cache" in printed
+        assert "set reference.mode=precompute" in printed
+
+
+def test_ls_tells_whose_logps_there_are(thresher, config, stories_dir, reference_cache):
+    code, printed = thresher("cache", "ls")
+    assert (code, "holds nothing yet" in printed) == (0, True)
+    thresher("score", config, "max_steps=5")
+    thresher("score", config, "max_steps=5", "reference.model_args.dtype=bf16")
+    code, printed = thresher("cache", "ls")
+    assert code == 0
+    rows = [line.split("│") for line in printed.splitlines() if str(stories_dir) in line]
+    assert sorted(row[3].strip() for row in rows) == ["bf16", "fp32"]
+    assert [(row[4].strip(), row[-2].strip()) for row in rows] == [("25", "just now")] * 2
+    assert {row[1].strip() for row in rows} == {path.name[:12] for path in reference_cache.iterdir()}
+
+
+def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_cache):
+    thresher("score", config, "max_steps=5")
+    code, printed = thresher("cache", "verify")
+    assert code == 0
+    assert "2 sound shards with 25 pairs, 0 damaged" in printed
+    victim = min(reference_cache.glob("*/*.arrow"))
+    victim.write_bytes(victim.read_bytes()[:-9] + b"\0" * 9)
+    code, printed = thresher("cache", "verify")
+    assert code == 1
+    assert f"damaged: {victim} has other bytes than were written" in printed.replace("\n", "")
+    assert "1 sound shards" in printed
+    assert victim.exists()  # verify only looks
+    _, printed = thresher("score", config, "max_steps=5")
+    assert counts(printed)[1] in (NUM_PAIRS, NUM_HELD_OUT)
+    assert thresher("cache", "verify")[0] == 0
+
+
+def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, config, stories_dir, reference_cache):
+    thresher("score", config)
+    thresher("score", config, "reference.model_args.dtype=bf16")
+    old, new = sorted(reference_cache.iterdir())
+    for path in (old / "identity.json", *old.glob("*.arrow")):
+        os.utime(path, (0, 0))
+    for shard in old.glob("*.arrow"):
+        shard.rename(shard.with_name("0000000000000" + shard.name[13:]))
+
+    code, printed = thresher("cache", "prune", "--older-than", "3")
+    assert code == 0
+    assert f"{old.name[:12]}: 13 pairs of {stories_dir}" in printed
+    assert "nothing was removed; pass --yes" in printed
+    assert old.exists()
+    assert thresher("cache", "prune", "--older-than", "3", "--yes")[1].endswith("removed\n")
+    assert list(reference_cache.iterdir()) == [new]
+
+    code, printed = thresher("cache", "prune", "--identity", "zzz")
+    assert code == 2
+    assert "has an identity that begins with zzz; see `thresher cache ls`" in printed
+    assert "nothing to remove" in thresher("cache", "prune", "--identity", new.name[:6], "--older-than", "3")[1]
+    thresher("cache", "prune", "--identity", new.name[:6], "--yes")
+    assert list(reference_cache.iterdir()) == []
+
+
+def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, reference_cache):
+    thresher("score", config)
+    (directory,) = reference_cache.iterdir()
+    abandoned, fresh, damaged = (directory / name for name in (".partial-0", ".partial-1", "x.arrow.damaged"))
+    for path in (abandoned, fresh, damaged):
+        path.write_bytes(b"half a shard")
+    os.utime(abandoned, (0, 0))
+    _, printed = thresher("cache", "prune", "--older-than", "1", "--yes")
+    assert printed.count("left behind") == 2
+    assert (abandoned.exists(), fresh.exists(), damaged.exists()) == (False, True, False)
+    assert thresher("cache", "ls")[1].count(directory.name[:12]) == 1
+    assert counts(thresher("score", config)[1])[1] == 0
+
+
+def test_a_cache_may_lie_elsewhere(thresher, config, tmp_path, reference_cache):
+    thresher("score", config, "reference.cache_dir=shared_cache")
+    assert not reference_cache.exists()
+    assert "13" in thresher("cache", "ls", "--cache-dir", "shared_cache")[1]

@@ -1,0 +1,55 @@
+"""Compiled layers: the same numbers, one compilation for rows of any length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.tiny_models import batch_of, pair_of, tiny_model
+from torch._dynamo.utils import counters
+
+from thresher.errors import UserError
+from thresher.models.compiling import compile_layers
+from thresher.models.layouts import PackedLayout
+from thresher.models.logps import PairModel
+from thresher.models.selfcheck import check_against_own_forward
+
+LAYOUT = PackedLayout(shares_prompt=True)
+BATCHES = [
+    batch_of(pair_of(9, 7, 5, seed=1), pair_of(4, 6, 11, seed=2)),
+    batch_of(pair_of(12, 3, 8, seed=3), pair_of(2, 9, 4, seed=4), pair_of(5, 5, 6, seed=5)),
+    batch_of(pair_of(20, 10, 9, seed=6)),
+]
+
+
+def _gradients(model: PairModel, batch) -> dict[str, torch.Tensor]:
+    model.causal_lm.zero_grad()
+    scored = model.score(LAYOUT.arrange(batch))
+    (scored.chosen.values.sum() - 2 * scored.rejected.values.sum()).backward()
+    return {name: p.grad.clone() for name, p in model.causal_lm.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_compiled_layers_give_the_same_gradients_and_compile_once(checkpointing):
+    plain, compiled = (PairModel.for_layout(tiny_model("llama").train(), torch.float32, LAYOUT) for _ in range(2))
+    if checkpointing:
+        compiled.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.compiler.reset()
+    counters.clear()
+    compile_layers(compiled.backbone)
+    check_against_own_forward(compiled, LAYOUT, BATCHES[0])
+    assert counters["stats"]["unique_graphs"] == 0  # the check watches layers and runs them as they are
+    graphs = []
+    for batch in BATCHES:
+        theirs, ours = _gradients(plain, batch), _gradients(compiled, batch)
+        norm = torch.cat([grad.flatten() for grad in theirs.values()]).norm()
+        for name, grad in theirs.items():
+            torch.testing.assert_close(ours[name], grad, atol=float(1e-5 * norm), rtol=0, msg=name)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs == graphs[:1] * len(BATCHES)
+
+
+def test_a_model_without_a_stack_of_layers_is_refused():
+    with pytest.raises(UserError, match="leave torch_compile out"):
+        compile_layers(torch.nn.Linear(2, 2))

@@ -1,0 +1,56 @@
+"""Fill a cache in child processes, each killed with SIGKILL at a chosen forward, the last one to its end.
+
+    python killed_scoring.py CACHE_DIR LOG NUM_PAIRS SHARD_BYTES KILL_AT ...
+
+Every forward is logged as the first pair of its block before it is made. Children are forked, as in killed_run.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from noise_cache import NoisePairs, look_up, made_up_logps
+
+from thresher.data.batch import PairBatch
+from thresher.losses.pairs import SidesLogps
+from thresher.reference.shards import ShardLimits
+
+
+def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, kill_at: int | None) -> None:
+    num_forwards = 0
+
+    def score(batch: PairBatch) -> SidesLogps:
+        nonlocal num_forwards
+        num_forwards += 1
+        with log.open("a") as stream:
+            stream.write(f"{batch.pair_ids[0]}\n")
+        if num_forwards == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made_up_logps(batch)
+
+    look_up(root, NoisePairs(num_pairs)).score_missing(score, limits=limits)
+
+
+def main(root: str, log: str, num_pairs: str, shard_bytes: str, *kills: str) -> None:
+    limits = ShardLimits(num_bytes=int(shard_bytes))
+    for kill_at in [*map(int, kills), None]:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                score_and_die(Path(root), Path(log), int(num_pairs), limits, kill_at)
+                code = 0
+            finally:
+                os._exit(code)
+        status = os.waitpid(pid, 0)[1]
+        if kill_at is None and status != 0:
+            sys.exit(f"the last process ended with status {status}")
+        if kill_at is not None and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            sys.exit(f"the process that was to die at forward {kill_at} ended with status {status}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

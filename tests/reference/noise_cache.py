@@ -1,0 +1,80 @@
+"""A source of random pairs and a reference that needs no model, for tests of the cache itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thresher.data.batch import Pair, PairBatch
+from thresher.data.store_writer import hash_pair
+from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.reference.cache import ReferenceCache
+from thresher.reference.identity import ReferenceIdentity
+from thresher.reference.scorers import PrecomputedReference
+
+IDENTITY = ReferenceIdentity(weights="w", settings="s", dtype="fp32", master_dtype="fp32")
+
+
+class NoisePairs:
+    """Pairs of random tokens; hashes come in pieces, as from the shards of a store."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed)
+
+        def tokens(most: int) -> np.ndarray:
+            return draw.integers(0, 1000, draw.integers(1, most + 1)).astype(np.int32)
+
+        self.pairs = [Pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def read(self, pair_ids: np.ndarray) -> PairBatch:
+        return PairBatch(np.asarray(pair_ids), tuple(self.pairs[int(i)] for i in pair_ids))
+
+    def hashes(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self.pairs), 5):
+            keys = [hash_pair(pair).pair for pair in self.pairs[start : start + 5]]
+            yield np.frombuffer(b"".join(keys), dtype="V16")
+
+
+def made_up_logps(batch: PairBatch) -> SidesLogps:
+    """A value for every token that depends on the pair, and in its last bits on who shares the batch."""
+
+    def side(responses: list[np.ndarray]) -> ResponseLogps:
+        values = np.concatenate([-(np.sin(ids + 1.0) ** 2) for ids in responses]) * (1 + 1e-6 * len(batch))
+        lengths = torch.tensor([len(ids) for ids in responses])
+        return ResponseLogps(torch.from_numpy(values.astype(np.float32)), lengths)
+
+    return SidesLogps(side([p.chosen_ids for p in batch.pairs]), side([p.rejected_ids for p in batch.pairs]))
+
+
+def open_cache(root: Path, report=lambda line: None) -> ReferenceCache:
+    return ReferenceCache(root, IDENTITY, "made up", report)
+
+
+def look_up(
+    root: Path,
+    pairs: NoisePairs,
+    pair_ids: np.ndarray | None = None,
+    pairs_per_block: int = 4,
+    report=lambda line: None,
+) -> PrecomputedReference:
+    ids = np.arange(len(pairs)) if pair_ids is None else pair_ids
+    return PrecomputedReference(
+        open_cache(root, report),
+        pairs,
+        ids,
+        pairs_per_block=pairs_per_block,
+        device=torch.device("cpu"),
+        num_visits=len(ids),
+    )
+
+
+def all_bits(reference: PrecomputedReference, pairs: NoisePairs) -> bytes:
+    """Every logp of every pair, as bytes."""
+    sides = reference.logps(pairs.read(np.arange(len(pairs))))
+    return sides.chosen.values.numpy().tobytes() + sides.rejected.values.numpy().tobytes()

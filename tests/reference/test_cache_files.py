@@ -1,0 +1,321 @@
+"""The cache on disk: what was written comes back bit for bit, damage is found, and many writers do no harm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
+
+from thresher.errors import UserError
+from thresher.reference.key_index import KeyIndex
+from thresher.reference.shards import (
+    Shard,
+    ShardFile,
+    ShardLimits,
+    ShardWriter,
+    find_fault,
+    list_shards,
+    read_keys,
+    write_shard,
+)
+from thresher.reference.upkeep import cache_root
+
+PAIRS = 50
+# about six blocks of four noise pairs
+SMALL = ShardLimits(num_bytes=1200)
+
+
+def shards_in(root: Path) -> list[ShardFile]:
+    return [shard for directory in root.iterdir() for shard in list_shards(directory)]
+
+
+def test_logps_come_back_bit_for_bit(tmp_path):
+    draw = np.random.default_rng(0)
+    keys = [draw.bytes(16) for _ in range(20)]
+    sides = [[draw.normal(size=n).astype(np.float32) for n in draw.integers(0, 9, 20)] for _ in range(2)]
+    sides[0][3] = np.array([-np.inf, -0.0, np.nan, np.float32(1e-42)], dtype=np.float32)
+    file = write_shard(tmp_path, keys, *sides)
+    assert (file, file.num_pairs, find_fault(file)) == (ShardFile.parse(file.path), 20, None)
+    shard = Shard(file.path)
+    assert [key.tobytes() for key in read_keys(file.path)] == keys
+    for row in range(20):
+        for ours, theirs in zip(shard.logps(row), (sides[0][row], sides[1][row]), strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_keys_are_found_as_a_dictionary_would(repeats):
+    """Also where keys share the half that is sorted, and where a run holds the same pair several times."""
+    draw = np.random.default_rng(1)
+    halves = draw.integers(0, 40, (300, 2)).astype("<u8")
+    run = np.repeat(halves[:200], repeats, axis=0)[draw.permutation(200 * repeats)]
+    shard = halves[100:]
+    expected = {
+        (row, position)
+        for row, key in enumerate(shard.tolist())
+        for position, own in enumerate(run.tolist())
+        if key == own
+    }
+    index = KeyIndex(np.frombuffer(run.tobytes(), dtype="V16"))
+    rows, positions = index.match(np.frombuffer(shard.tobytes(), dtype="V16"))
+    assert set(zip(rows.tolist(), positions.tolist(), strict=True)) == expected
+    assert len(rows) == len(expected) > 50
+
+
+def test_no_key_is_found_where_there_is_none():
+    empty = np.zeros(0, dtype="V16")
+    one = np.frombuffer(b"0123456789abcdef", dtype="V16")
+    assert [len(part) for part in KeyIndex(empty).match(one)] == [0, 0]
+    assert [len(part) for part in KeyIndex(one).match(empty)] == [0, 0]
+
+
+def damage_by_flipping(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a flipped bit": damage_by_flipping,
+    "a lost tail": lambda path: path.write_bytes(path.read_bytes()[:-40]),
+    "a lost half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "nothing left": lambda path: path.write_bytes(b""),
+    "other bytes": lambda path: path.write_bytes(b"x" * 5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_shard_is_told_once_and_counts_as_absent(tmp_path, damage):
+    pairs = NoisePairs(PAIRS)
+    look_up(tmp_path, pairs).score_missing(made_up_logps, limits=SMALL)
+    expected = all_bits(look_up(tmp_path, pairs), pairs)
+    victim = shards_in(tmp_path)[1]
+    damage(victim.path)
+    told: list[str] = []
+    again = look_up(tmp_path, pairs, report=told.append)
+    assert len(told) == 1
+    assert f"{victim.path} has other bytes than were written; those of its pairs that are needed are scored" in told[0]
+    assert again.num_missing == victim.num_pairs
+    again.score_missing(made_up_logps)
+    assert again.num_missing == 0
+    assert all_bits(again, pairs) == expected
+    look_up(tmp_path, pairs, report=told.append)
+    assert len(told) == 1
+
+
+def test_a_shard_that_vanishes_during_a_run_is_told_with_its_mend(tmp_path):
+    pairs = NoisePairs(PAIRS)
+    reference = look_up(tmp_path, pairs)
+    reference.score_missing(made_up_logps)
+    for shard in shards_in(tmp_path):
+        shard.path.unlink()
+    with pytest.raises(UserError, match=r"was removed from the reference cache, .* start the run again"):
+        reference.logps(pairs.read(np.arange(3)))
+
+
+def test_a_cache_that_cannot_be_written_is_told_with_its_mend(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written in .*; set reference.cache_dir to a place that can"):
+        look_up(tmp_path / "file", NoisePairs(4)).score_missing(made_up_logps)
+
+
+def test_a_directory_that_vanishes_under_a_writer_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"could not write to the reference cache in .*: No such file"):
+        write_shard(tmp_path / "gone", [b"k" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+
+
+def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
+    one = np.zeros(10, dtype=np.float32)
+    with ShardWriter(tmp_path, ShardLimits(num_bytes=500)) as writer:
+        for number in range(13):
+            writer.add(bytes([number]) * 16, one, one)  # 96 bytes
+            writer.end_block()
+    assert [shard.num_pairs for shard in writer.written] == [6, 6, 1]
+    with ShardWriter(tmp_path, ShardLimits(seconds=0.0)) as writer:
+        for number in range(3):
+            writer.add(bytes([number]) * 16, one, one)
+            writer.end_block()
+    assert [shard.num_pairs for shard in writer.written] == [1, 1, 1]
+
+
+def test_an_error_in_the_middle_keeps_what_was_scored(tmp_path):
+    pairs, num_forwards = NoisePairs(PAIRS), 0
+
+    def score(batch):
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 8:
+            raise KeyboardInterrupt
+        return made_up_logps(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        look_up(tmp_path, pairs).score_missing(score)
+    assert look_up(tmp_path, pairs).num_missing == PAIRS - 7 * 4
+
+
+def test_of_two_copies_of_a_pair_the_oldest_counts(tmp_path):
+    """A run that goes on must see the bits that it saw before, whatever others have written since."""
+    pairs = NoisePairs(12)
+    first = look_up(tmp_path, pairs, pairs_per_block=3)
+    late = look_up(tmp_path, pairs, pairs_per_block=4)  # sees an empty cache, as a second writer would
+    first.score_missing(made_up_logps)
+    bits = all_bits(first, pairs)
+    time.sleep(0.002)
+    late.score_missing(made_up_logps)
+    assert len(shards_in(tmp_path)) == 2
+    assert all_bits(look_up(tmp_path, pairs), pairs) == bits
+    assert all_bits(late, pairs) == bits
+    (alone := tmp_path / "alone").mkdir()
+    other = look_up(alone, pairs, pairs_per_block=4)
+    other.score_missing(made_up_logps)
+    assert all_bits(other, pairs) != bits
+
+
+def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
+    pairs = NoisePairs(12)
+    pairs.pairs[10] = pairs.pairs[1]
+    pairs.pairs.pop()  # the last block holds three pairs, so that its bits differ
+    reference = look_up(tmp_path, pairs)
+    reference.score_missing(made_up_logps)
+    one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
+    assert one == other
+    expected = made_up_logps(pairs.read(np.arange(4))).chosen
+    start = int(expected.lengths[:1].sum())
+    assert one == expected.values[start : start + int(expected.lengths[1])].numpy().tobytes()
+
+
+def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
+    pairs = NoisePairs(PAIRS)
+    some = look_up(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
+    assert (some.num_pairs, some.num_missing) == (4, 4)
+    some.score_missing(made_up_logps)
+    assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last holds two pairs
+    every = look_up(tmp_path / "every", pairs)
+    every.score_missing(made_up_logps)
+    for pair_id in (3, 17, 18, 49):
+        batch = pairs.read(np.array([pair_id]))
+        assert some.logps(batch).chosen.values.tolist() == every.logps(batch).chosen.values.tolist()
+    longer = look_up(tmp_path / "some", pairs)
+    assert longer.num_missing == PAIRS - 10
+    longer.score_missing(made_up_logps)
+    assert all_bits(longer, pairs) == all_bits(every, pairs)
+
+
+def test_a_pair_that_was_not_looked_up_has_no_logps(tmp_path):
+    pairs = NoisePairs(PAIRS)
+    reference = look_up(tmp_path, pairs, np.array([9, 20]))
+    reference.score_missing(made_up_logps)
+    for stranger in (0, 12, 49):
+        with pytest.raises(IndexError, match=f"pair {stranger} is none of the pairs that were looked up"):
+            reference.logps(pairs.read(np.array([9, stranger])))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7, 20])
+def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
+    """Also when one of them looks up while others have written already: all must deal alike."""
+    pairs = NoisePairs(PAIRS)
+    reader, scored = look_up(tmp_path, pairs), 0
+    for rank in range(num_ranks):
+        reference = look_up(tmp_path, pairs)
+        reference.score_missing(made_up_logps, rank=rank, num_ranks=num_ranks, limits=SMALL)
+        scored += reference.num_scored
+    assert scored == PAIRS
+    assert reader.num_missing == PAIRS
+    reader.look_up()
+    assert reader.num_missing == 0
+
+
+def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
+    """Eight writers, half of which score everything and half a share; what they write twice does no harm."""
+    pairs = NoisePairs(400)
+    children = []
+    for number in range(8):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                rank, num_ranks = (0, 1) if number % 2 else (number // 2, 4)
+                look_up(tmp_path, pairs).score_missing(made_up_logps, rank=rank, num_ranks=num_ranks, limits=SMALL)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
+    shards = shards_in(tmp_path)
+    assert sum(shard.num_pairs for shard in shards) > 400
+    assert [find_fault(shard) for shard in shards] == [None] * len(shards)
+    reference = look_up(tmp_path, pairs)
+    assert reference.num_missing == 0
+    alone = look_up(tmp_path / "alone", pairs)
+    alone.score_missing(made_up_logps)
+    assert all_bits(reference, pairs) == all_bits(alone, pairs)
+
+
+@pytest.mark.slow
+def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
+    """SIGKILL in the middle of a forward, five times, at moments before, in and after shards."""
+    script = Path(__file__).with_name("killed_scoring.py")
+    num_pairs, kills = 400, [1, 5, 9, 20, 31]
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "killed", tmp_path / "log", str(num_pairs), str(SMALL.num_bytes)]
+        + [str(kill) for kill in kills],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shards = shards_in(tmp_path / "killed")
+    blocks_per_shard = max(shard.num_pairs for shard in shards) // 4
+    assert blocks_per_shard >= 3
+    assert sum(shard.num_pairs for shard in shards) == num_pairs  # nothing is there twice
+
+    forwards = [int(line) // 4 for line in (tmp_path / "log").read_text().split()]
+    assert set(forwards) == set(range(num_pairs // 4))
+    repeated = len(forwards) - num_pairs // 4
+    # of every killed process: the forward that it died in, and fewer finished ones than a shard holds
+    assert 0 < repeated <= len(kills) * blocks_per_shard
+    begun = 0
+    for kill in kills:
+        lost = sum(block in forwards[begun + kill :] for block in forwards[begun : begun + kill])
+        assert 1 <= lost <= blocks_per_shard
+        begun += kill
+
+    pairs = NoisePairs(num_pairs)
+    whole = look_up(tmp_path / "whole", pairs)
+    whole.score_missing(made_up_logps)
+    assert all_bits(look_up(tmp_path / "killed", pairs), pairs) == all_bits(whole, pairs)
+
+
+@pytest.mark.parametrize(
+    ("cache_dir", "environment", "expected"),
+    [
+        ("~/chosen", {"THRESHER_CACHE_DIR": "/shared", "XDG_CACHE_HOME": "/xdg"}, "/home/me/chosen"),
+        (None, {"THRESHER_CACHE_DIR": "/shared", "XDG_CACHE_HOME": "/xdg"}, "/shared"),
+        (None, {"XDG_CACHE_HOME": "/xdg"}, "/xdg/thresher/reference"),
+        (None, {}, "/home/me/.cache/thresher/reference"),
+    ],
+)
+def test_the_cache_lies_where_the_config_the_environment_or_custom_says(monkeypatch, cache_dir, environment, expected):
+    for name in ("THRESHER_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert cache_root(cache_dir) == Path(expected)
+
+
+def test_a_cache_of_another_reference_is_not_read(tmp_path):
+    pairs = NoisePairs(8)
+    look_up(tmp_path, pairs).score_missing(made_up_logps)
+    cache = open_cache(tmp_path)
+    other = cache.directory.rename(tmp_path / ("0" * 32))
+    assert look_up(tmp_path, pairs).num_missing == 8
+    other.rename(cache.directory)
+    assert look_up(tmp_path, pairs).num_missing == 0

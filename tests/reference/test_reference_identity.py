@@ -1,0 +1,137 @@
+"""A reference is known by what it computes: its weights and settings, not its name or the way its files are cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from noise_cache import IDENTITY
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from thresher.errors import UserError
+from thresher.reference.identity import frozen_digest, settings_digest, weights_digest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def copy(model, tmp_path) -> Path:
+    return shutil.copytree(model, tmp_path / "copy")
+
+
+def settings(path: Path) -> str:
+    return settings_digest(str(path), trust_remote_code=False)
+
+
+def test_a_copy_under_another_name_is_the_same_reference(model, copy):
+    assert weights_digest(str(copy)) == weights_digest(str(model))
+    assert settings(copy) == settings(model)
+
+
+def test_the_way_tensors_are_spread_over_files_does_not_matter(model, tmp_path):
+    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "cut", max_shard_size="8KB")
+    assert len(list((tmp_path / "cut").glob("model-*.safetensors"))) > 1
+    assert weights_digest(str(tmp_path / "cut")) == weights_digest(str(model))
+
+
+def test_one_bit_of_one_weight_matters(model, copy):
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"].view(torch.int32)[3] ^= 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert weights_digest(str(copy)) != weights_digest(str(model))
+
+
+def test_exchanged_tensors_and_other_precisions_matter(model, copy):
+    weights = load_file(copy / "model.safetensors")
+    up, gate = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+    save_file(weights | {up: weights[gate], gate: weights[up]}, copy / "model.safetensors", metadata={"format": "pt"})
+    assert weights_digest(str(copy)) != weights_digest(str(model))
+    LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(copy)
+    assert weights_digest(str(copy)) != weights_digest(str(model))
+
+
+def test_a_file_that_the_index_names_must_be_there(model, tmp_path):
+    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "cut", max_shard_size="8KB")
+    first = min((tmp_path / "cut").glob("model-*.safetensors"))
+    first.unlink()
+    with pytest.raises(UserError, match=f"lacks {first.name}, which its index names"):
+        weights_digest(str(tmp_path / "cut"))
+
+
+def test_a_model_without_safetensors_is_told(model, tmp_path):
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(UserError, match="has no weights in safetensors files, or they cannot be fetched; convert it"):
+        weights_digest(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "matters"),
+    [
+        ("rms_norm_eps", 1e-3, True),
+        ("rope_parameters", {"rope_theta": 5e5, "rope_type": "default"}, True),
+        ("logit_scale", 2.0, True),
+        ("_name_or_path", "elsewhere", False),
+        ("transformers_version", "9.9.9", False),
+        ("dtype", "bfloat16", False),
+        ("use_cache", False, False),
+    ],
+)
+def test_settings_matter_where_they_can_change_a_logp(model, copy, key, value, matters):
+    values = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(values | {key: value}))
+    assert (settings(copy) != settings(model)) == matters
+
+
+def test_code_that_may_run_matters(copy):
+    before = [settings_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
+    (copy / "modeling_own.py").write_text("scale = 2")
+    after = [settings_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_a_gguf_file_is_known_by_its_bytes(tmp_path):
+    for name, content in (("one.gguf", b"GGUF1"), ("two.gguf", b"GGUF1"), ("three.gguf", b"GGUF2")):
+        (tmp_path / name).write_bytes(content)
+    one, two, three = (weights_digest(str(tmp_path / f"{name}.gguf")) for name in ("one", "two", "three"))
+    assert one == two != three
+
+
+def test_an_adapter_is_known_by_itself_and_by_its_base(model, copy, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "config.json").write_text((model / "config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(copy)}))
+    save_file({"lora_A": torch.ones(2)}, adapter / "adapter_model.safetensors")
+    digests = [weights_digest(str(copy)), weights_digest(str(adapter))]
+    save_file({"lora_A": torch.zeros(2)}, adapter / "adapter_model.safetensors")
+    digests.append(weights_digest(str(adapter)))
+    weights = load_file(copy / "model.safetensors")
+    save_file({**weights, "model.norm.weight": torch.zeros(16)}, copy / "model.safetensors")
+    digests.append(weights_digest(str(adapter)))
+    assert len(set(digests)) == 4
+
+
+def test_every_part_of_an_identity_matters():
+    for part in fields(IDENTITY):
+        assert replace(IDENTITY, **{part.name: "other"}).digest != IDENTITY.digest
+
+
+def test_frozen_weights_are_those_in_memory():
+    assert frozen_digest("a", "fp32") == frozen_digest("a", "fp32")
+    assert len({frozen_digest("a", "fp32"), frozen_digest("a", "bf16"), frozen_digest("b", "fp32")}) == 3
+    assert frozen_digest(None, "fp32") == frozen_digest(None, "bf16") == "none"
