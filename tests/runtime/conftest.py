@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,8 +50,3 @@ def reference_cluster(ray_here) -> Iterator[Any]:
     yield cluster
     cluster.close()
     resources.close()
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> dict[str, str]:
-    return {"output_dir": str(tmp_path / "out")}
