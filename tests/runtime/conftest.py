@@ -32,7 +32,7 @@ def ray_here() -> Iterator[None]:
     """Ray on this machine, with cores enough for several clusters at once; runs find it and leave it as it is."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

@@ -47,7 +47,7 @@ class FreeCores:
         import ray
 
         deadline = time.monotonic() + 10  # Ray gives resources back some moments after it was asked to
-        while self.most < 14 and time.monotonic() < deadline:
+        while self.most < 6 and time.monotonic() < deadline:
             self.most = max(self.most, ray.available_resources()["CPU"])
             time.sleep(0.1)
 
@@ -84,7 +84,7 @@ def test_a_reference_that_workers_score_in_advance_equals_a_plain_forward(alone,
 
 
 def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on_two):
-    assert on_two[2].most == 14  # of 16; two workers of the policy have one each
+    assert on_two[2].most == 6  # of 8; two workers of the policy have one each
 
 
 def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
