@@ -27,7 +27,7 @@ def submit(
     """Run a config as a job on a Ray cluster, through its job server; the exit code is the job's."""
     from thresher.config.load import compose_yaml, parse_config
 
-    values = {**compose_yaml(path, overrides or []), "ray_address": "auto"}  # of the cluster that the job is on
+    values = compose_yaml(path, overrides or [])
     check_job(parse_config(values), address, working_dir)  # mistakes are told before anything is sent
 
     from thresher.cli.terminal import announce
@@ -37,7 +37,7 @@ def submit(
     from thresher.runtime.submission import JobServer
 
     server = JobServer(address)
-    job = server.submit(values, working_dir)
+    job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on
     announce(f"submitted job {job}")
     if not wait:
         typer.echo(job)
@@ -66,7 +66,9 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
             f"--address {redact_text(address)} is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265"
         )
     if working_dir is not None and not working_dir.is_dir():
-        raise UserError(f"--working-dir {working_dir} is not a directory")
+        raise UserError(f"--working-dir {working_dir} is not a directory; name the one whose files the job needs")
+    if config.runtime == "local":
+        raise UserError("runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray")
     written = {
         "output_dir": config.output_dir,
         "logging_dir": config.logging_dir,
