@@ -374,7 +374,7 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
         seconds.append(time.perf_counter() - started)
         assert done.returncode == 0, done.stderr
-    for verb in ("prepare", "inspect", "score", "train", "export", "losses", "cache", "config"):
+    for verb in ("prepare", "inspect", "score", "train", "submit", "export", "losses", "cache", "config"):
         assert verb in done.stdout
     assert min(seconds) < 1.0
 

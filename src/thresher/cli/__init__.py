@@ -13,6 +13,7 @@ from thresher.cli.inspect import inspect
 from thresher.cli.losses import losses
 from thresher.cli.prepare import prepare
 from thresher.cli.score import score
+from thresher.cli.submit import submit
 from thresher.cli.train import train
 from thresher.errors import UserError
 
@@ -27,6 +28,7 @@ app.command()(prepare)
 app.command()(inspect)
 app.command()(score)
 app.command()(train)
+app.command()(submit)
 app.command()(export)
 app.command()(losses)
 app.add_typer(cache_app, name="cache")

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Announce, Progress
-from thresher.config import DPOConfig
-from thresher.loop import Standing, Trainable
+if TYPE_CHECKING:  # a run that is only submitted must not wait for models and trainers to be imported
+    from thresher.assembly.inputs import RunInputs
+    from thresher.assembly.precompute import Announce, Progress
+    from thresher.config import DPOConfig
+    from thresher.loop import Standing, Trainable
 
 
 @dataclass(frozen=True)

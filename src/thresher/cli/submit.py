@@ -1,0 +1,82 @@
+"""`thresher submit`: run a config as a job on a Ray cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from thresher.config import DPOConfig
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def submit(
+    path: Annotated[Path, typer.Argument(help="YAML file.")],
+    address: Annotated[
+        str, typer.Option("--address", metavar="URL", help="The cluster's dashboard, such as http://HEAD:8265.")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the log to the end of the job.")] = True,
+    working_dir: Annotated[
+        Path | None, typer.Option("--working-dir", metavar="DIR", help="Files to take along; the job runs in a copy.")
+    ] = None,
+) -> None:
+    """Run a config as a job on a Ray cluster, through its job server; the exit code is the job's."""
+    from thresher.config.load import compose_yaml, parse_config
+
+    values = compose_yaml(path, overrides or [])
+    check_job(parse_config(values), address, working_dir)  # mistakes are told before anything is sent
+
+    from thresher.cli.terminal import announce
+    from thresher.runtime.environment import set_environment
+
+    set_environment(address)
+    from thresher.runtime.submission import JobServer
+
+    server = JobServer(address)
+    job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on
+    announce(f"submitted job {job}")
+    if not wait:
+        typer.echo(job)
+        announce(f"follow it with: {server.command('logs --follow', job)}\nstop it with: {server.command('stop', job)}")
+        return
+    try:
+        outcome = server.follow(job, lambda text: typer.echo(text, nl=False))
+    except KeyboardInterrupt:
+        announce(f"job {job} goes on; stop it with: {server.command('stop', job)}")
+        announce(f"or follow it again with: {server.command('logs --follow', job)}")
+        raise typer.Exit(INTERRUPTED) from None
+    if outcome.exit_code:
+        announce(f"job {job} {outcome.status.lower()} (exit code {outcome.exit_code}): {outcome.message.strip()}")
+        announce(f"see its log with: {server.command('logs', job)}")
+        raise typer.Exit(outcome.exit_code)
+    announce(f"job {job} succeeded")
+
+
+def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:
+    """Refuse what cannot work in a job: it runs in a copy that Ray deletes when the job is over."""
+    from thresher.errors import UserError
+    from thresher.observe.redact import redact_text
+
+    if not address.startswith(("http://", "https://")):
+        raise UserError(
+            f"--address {redact_text(address)} is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265"
+        )
+    if working_dir is not None and not working_dir.is_dir():
+        raise UserError(f"--working-dir {working_dir} is not a directory; name the one whose files the job needs")
+    if config.runtime == "local":
+        raise UserError("runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray")
+    written = {
+        "output_dir": config.output_dir,
+        "logging_dir": config.logging_dir,
+        "reference.cache_dir": config.reference.cache_dir,
+    }
+    for key, value in written.items():
+        if value is not None and "://" not in value and not Path(value).is_absolute():
+            raise UserError(
+                f"{key} is {value}, and a job runs in a directory that Ray deletes after it; give an absolute path "
+                "that all nodes share"
+            )

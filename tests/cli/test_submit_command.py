@@ -1,0 +1,44 @@
+"""What `thresher submit` refuses before it speaks to anybody. Nobody listens at the address that these tests give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from thresher.cli import main
+
+CONFIG = Path(__file__).parents[2] / "examples" / "polite_smollm2" / "dpo_config.yaml"
+TEMPORARY = "and a job runs in a directory that Ray deletes after it; give an absolute path that all nodes share"
+REFUSED = {
+    "an address without a scheme": (
+        ["--address=10.0.0.1:8265"],
+        "--address 10.0.0.1:8265 is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265",
+    ),
+    "a login in an address": (
+        ["--address=ray://me:0pensesame@head:1"],
+        "--address ray://***@head:1 is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265",
+    ),
+    "a relative output_dir": (["output_dir=here"], f"output_dir is here, {TEMPORARY}"),
+    "a relative logging_dir": (["output_dir=/out", "logging_dir=logs"], f"logging_dir is logs, {TEMPORARY}"),
+    "a relative cache": (["output_dir=/o", "reference.cache_dir=c"], f"reference.cache_dir is c, {TEMPORARY}"),
+    "a working directory that is not there": (
+        ["--working-dir=nowhere"],
+        "--working-dir nowhere is not a directory; name the one whose files the job needs",
+    ),
+    "one process": (
+        ["runtime=local"],
+        "runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray",
+    ),
+    "an unknown key": (["bta=1"], "the configuration has mistakes:\n  - bta: unknown key; did you mean `beta`?"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_job_that_cannot_work_is_told_before_anything_is_sent(monkeypatch, capsys, arguments, message):
+    command = ["thresher", "submit", str(CONFIG), "--address=http://127.0.0.1:1", *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err.strip()) == (2, f"error: {message}")

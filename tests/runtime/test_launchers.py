@@ -1,0 +1,184 @@
+"""Every way to start a run, to its end: the launcher, an example's script, and a job on a cluster that is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import assert_same_run
+
+pytestmark = pytest.mark.distributed
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = EXAMPLES / "polite_smollm2" / "dpo_config.yaml"
+BIN = Path(sys.executable).parent
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
+def spell(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Spell nested values as overrides."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from spell(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={str(value).replace(' ', '')}"
+
+
+@pytest.fixture(scope="module")
+def tiny(base, tmp_path_factory) -> list[str]:
+    """Overrides that make the example train the tiny model on the tiny pairs; the first run fills the cache for all."""
+    cache = tmp_path_factory.mktemp("cache")
+    return [*spell(base), f"reference.cache_dir={cache}", "~actor_train.training_args.gradient_accumulation_steps"]
+
+
+def call(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, command)), env=environment() | changes, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def launched(tiny, tmp_path_factory) -> Path:
+    """What the launcher's run in one process leaves."""
+    output = tmp_path_factory.mktemp("launched")
+    by_name = ["--config_path", "polite_smollm2", "--config_name", "dpo_config"]
+    done = call(sys.executable, EXAMPLES / "start_dpo_pipeline.py", *by_name, *tiny, f"output_dir={output}")
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def test_the_launcher_trains_to_the_final_checkpoint(launched):
+    assert [path.name for path in sorted((launched / "checkpoints").iterdir())][-1].endswith("4")
+
+
+def test_the_script_of_an_example_makes_the_launchers_run(tiny, launched, tmp_path):
+    script = EXAMPLES / "polite_smollm2" / "run_dpo_pipeline.sh"
+    done = call("bash", script, *tiny, f"output_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, launched)
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """A head on loopback with its dashboard, as `ray start` makes one; its token is that of the tests."""
+    temp_dir = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it, and their paths may have 107 characters
+    dashboard_port, agent_port, client_port = free_ports(3)
+    command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--port=0", f"--temp-dir={temp_dir}"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats"]
+    command += [f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"]
+    log = Path(temp_dir) / "head.log"
+    with log.open("w") as stream:
+        head = subprocess.Popen(list(map(str, command)), env=environment(), stdout=stream, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while not accepts(dashboard_port):
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{dashboard_port}"
+    finally:
+        head.terminate()  # a blocking head takes all that it started with it
+        head.wait(timeout=30)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as knocking:
+        return knocking.connect_ex(("127.0.0.1", port)) == 0
+
+
+def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return call(sys.executable, "-m", "thresher", "submit", CONFIG, *arguments, **changes)
+
+
+def test_a_submitted_job_on_two_workers_makes_the_launchers_run(tiny, base, dashboard, launched, tmp_path):
+    # relative paths of inputs are those of the files that were sent along
+    taken = tmp_path / "taken"
+    shutil.copytree(Path(base["pretrain"]).parent, taken)
+    relative = [each.replace(str(Path(base["pretrain"]).parent) + "/", "") for each in tiny]
+    secret = "tracker_kwargs.mlflow_tracking_uri=http://me:0pensesame@127.0.0.1:1"
+    done = submit(
+        *relative,
+        f"output_dir={tmp_path / 'out'}",
+        "actor_train.num_workers=2",
+        secret,
+        f"--address={dashboard}",
+        f"--working-dir={taken}",
+        RAY_ADDRESS="http://127.0.0.1:1",  # what was typed counts, not what lies around
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    job = re.search(r"submitted job (\S+)", done.stderr)[1]
+    assert f"job {job} succeeded" in done.stderr
+    assert "2 x cpu on 1 node" in done.stdout
+    assert_same_run(tmp_path / "out", launched)
+    listed = call(BIN / "ray", "job", "list", f"--address={dashboard}")
+    assert job in listed.stdout
+    assert "0pensesame" not in done.stdout + done.stderr + listed.stdout + listed.stderr
+
+
+def test_the_exit_code_of_a_job_is_passed_on_with_the_way_to_its_log(tiny, dashboard, tmp_path):
+    done = submit(*tiny, f"output_dir={tmp_path / 'out'}", f"pretrain={tmp_path / 'nowhere'}", f"--address={dashboard}")
+    assert done.returncode == 2
+    assert re.search("error: .*nowhere", done.stdout)
+    job = re.search(r"submitted job (\S+)", done.stderr)[1]
+    assert f"job {job} failed (exit code 2)" in done.stderr
+    assert f"see its log with: RAY_AUTH_MODE=token ray job logs {job} --address {dashboard}" in done.stderr
+
+
+def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):
+    command = [sys.executable, "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
+    command += [f"--address={dashboard}"]
+    with subprocess.Popen(list(map(str, command)), env=environment(), stderr=subprocess.PIPE, text=True) as following:
+        seen = ""
+        while "submitted job" not in seen and (line := following.stderr.readline()):
+            seen += line
+        time.sleep(1)  # the log is being followed
+        following.send_signal(signal.SIGINT)
+        _, rest = following.communicate(timeout=30)
+    assert following.returncode == 130, seen + rest
+    assert "Traceback" not in rest
+    stop = re.search(r"goes on; stop it with: (.*)", rest)[1]
+    status = call(*without_variables(stop.replace(" stop ", " status ")))
+    assert re.search("PENDING|RUNNING", status.stdout + status.stderr)
+    stopped = call("bash", "-c", stop)
+    assert "was stopped" in stopped.stdout + stopped.stderr
+
+
+def without_variables(command: str) -> list[str]:
+    return [word for word in shlex.split(command) if not word.startswith("RAY_")]
+
+
+def test_a_wrong_token_is_told(tiny, dashboard, tmp_path):
+    other = tmp_path / "token"
+    other.write_text("0" * 64)
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", RAY_AUTH_TOKEN_PATH=str(other))
+    assert done.returncode == 2
+    assert re.search(r"error: the Ray cluster at \S+ refuses us: .*; set RAY_AUTH_TOKEN_PATH to a file", done.stderr)
+
+
+def test_a_dashboard_that_is_not_there_is_told(tiny, tmp_path):
+    done = submit(*tiny, f"output_dir={tmp_path}", "--address=http://127.0.0.1:1")
+    assert done.returncode == 2
+    assert re.search(r"error: no Ray job server answers at http://127.0.0.1:1: .*refused; give the URL", done.stderr)

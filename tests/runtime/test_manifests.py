@@ -1,0 +1,72 @@
+"""The files for clusters in examples/, as far as what is installed here can judge them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def ray_job() -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLES / "kuberay" / "rayjob.yaml").read_text())
+
+
+def test_the_cluster_file_is_one_that_ray_up_accepts():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((EXAMPLES / "ray_cluster" / "cluster.yaml").read_text())
+    prepared = prepare_config(config)
+    validate_config(prepared)  # ray-schema.json, and what it cannot say
+    assert [kind["min_workers"] for kind in prepared["available_node_types"].values()] == [2]
+    with pytest.raises(Exception, match="Additional properties are not allowed"):
+        validate_config(prepared | {"head_start_command": []})
+
+
+def test_every_command_that_starts_ray_asks_for_a_token():
+    config = yaml.safe_load((EXAMPLES / "ray_cluster" / "cluster.yaml").read_text())
+    starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    for command in (each for each in starts if "ray start" in each):
+        assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=" in command
+
+
+def test_the_cluster_of_the_ray_job_is_one_that_rays_autoscaler_reads(ray_job):
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    # KubeRay makes a RayCluster of the job's rayClusterSpec; Ray turns that into a config that fits ray-schema.json
+    derived = _derive_autoscaling_config_from_ray_cr({"metadata": ray_job["metadata"], "spec": cluster_spec(ray_job)})
+    kinds = derived["available_node_types"]
+    assert kinds["headgroup"]["resources"] == {"CPU": 4, "GPU": 0, "memory": 16 * 2**30}
+    assert kinds["gpu"]["resources"] == {"CPU": 32, "GPU": 8, "memory": 256 * 2**30}
+    assert (kinds["gpu"]["min_workers"], kinds["gpu"]["max_workers"]) == (2, 2)
+
+
+def test_the_ray_job_asks_for_a_token_and_for_the_ray_that_is_pinned(ray_job):
+    constraints = (EXAMPLES.parent / "constraints.txt").read_text()
+    assert cluster_spec(ray_job)["authOptions"] == {"mode": "token"}
+    assert cluster_spec(ray_job)["rayVersion"] == re.search(r"^ray(?:\[.*\])?==(\S+)", constraints, re.MULTILINE)[1]
+
+
+def test_every_volume_that_a_pod_of_the_ray_job_mounts_is_there(ray_job):
+    spec = cluster_spec(ray_job)
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def cluster_spec(ray_job: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = ray_job["spec"]["rayClusterSpec"]
+    return spec
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*/*.s*h")) + sorted(EXAMPLES.glob("*/*.sbatch")), ids=str)
+def test_shell_scripts_parse(script):
+    done = subprocess.run(["/bin/bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
