@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 
 import ray
+from ray.exceptions import RayError
 
 from thresher.errors import UserError
 
@@ -27,7 +28,7 @@ def ray_session(address: str | None) -> Iterator[None]:
         else:
             _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         where = f"the Ray cluster at {address}" if address else "Ray on this machine"
         raise UserError(
             f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH names "
