@@ -33,15 +33,12 @@ class Staging:
         self.directory = output.parent / f".{output.name}.partial"
         self._replaced = self.directory / "replaced"
         self._fits = fits
-        self._is_worth_keeping = False
         self._lock = self._take()
         self._restore()
-        self.state = self._read_state()
+        self.state: dict[str, Any] | None = self._read_state()
         if self.state is None:
-            for entry in self.directory.iterdir():
-                _remove(entry)
+            self.clear()
         self._is_worth_keeping = self.state is not None
-        self.content.mkdir(exist_ok=True)
 
     @property
     def content(self) -> Path:
@@ -68,6 +65,14 @@ class Staging:
             os.fsync(stream.fileno())
         new.replace(self.directory / _PROGRESS)
         self._is_worth_keeping = self._fits is not None
+
+    def clear(self) -> None:
+        """Begin with nothing."""
+        for entry in self.directory.iterdir():
+            _remove(entry)
+        self.content.mkdir()
+        self.state = None
+        self._is_worth_keeping = False
 
     def give_up(self) -> None:
         """Keep nothing: whoever starts again would come to the same end."""

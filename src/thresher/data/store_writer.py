@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pyarrow as pa
+
 from thresher.data.staging import Staging
 from thresher.data.store import FORMAT_VERSION
 from thresher.data.store_files import StoreFiles
@@ -26,16 +28,21 @@ class StoreWriter:
     def __init__(self, output: Path, shard_rows: int, fits: str | None = None) -> None:
         self._output = output
         self._staging = Staging(output, fits)
-        try:
-            state = self._staging.state
-            self.resumed: Mapping[str, Any] | None = state["caller"] if state else None
-            self._files = StoreFiles(self._staging.content, shard_rows, state["files"] if state else None)
-        except BaseException as error:
-            self._staging.give_up()
-            self._staging.__exit__(type(error), error, error.__traceback__)
-            raise
+        self._files = self._open_files(shard_rows)
+        state = self._staging.state
+        self.resumed: Mapping[str, Any] | None = state["caller"] if state else None
         self._pairs_per_checkpoint = min(shard_rows, PAIRS_PER_CHECKPOINT)
         self._pairs_saved = self._files.pairs_written
+
+    def _open_files(self, shard_rows: int) -> StoreFiles:
+        state = self._staging.state
+        if state is not None:
+            try:
+                return StoreFiles(self._staging.content, shard_rows, state["files"])
+            except (pa.ArrowInvalid, OSError):
+                # a disk or a person has damaged what was staged; everything in it can be made again
+                self._staging.clear()
+        return StoreFiles(self._staging.content, shard_rows)
 
     def __enter__(self) -> StoreWriter:
         return self
