@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thresher.assembly.data import StoreBuilder, check_pairs, open_stores, probe_pairs
-from thresher.assembly.engines import build_policy, check_engines
-from thresher.assembly.objective import build_objective, build_schedule
-from thresher.assembly.reference import build_reference_parts
-from thresher.assembly.run import (
-    build_checkpoints,
-    build_layout,
-    build_micro_batching,
-    build_tracking,
-    config_changes,
-    describe_run,
-    fit_settings,
-    track,
-)
+from thresher.assembly.data import StoreBuilder
+from thresher.assembly.engines import check_engines
+from thresher.assembly.inputs import open_inputs
+from thresher.assembly.objective import build_objective
+from thresher.assembly.run import build_checkpoints, build_tracking, describe_run, loop_settings, track
 from thresher.config import DPOConfig
-from thresher.data.plan import make_plan
 from thresher.data.prepare import prepare
+from thresher.loop import fit
 from thresher.observe.console import ConsoleTracker
-from thresher.observe.redact import redact
-from thresher.reference.invariant import check_step_zero
-from thresher.trainer import DPOTrainer, Split
+from thresher.runtime import open_runtime
 
 
 class DPOPipeline:
-    """One run in this process.
+    """One run, in this process or on a Ray cluster, as the config says.
 
     announce takes lines for a person, progress takes (what, done, total), build_store prepares pairs that are not yet
     there, and console is where a person watches the training.
@@ -53,59 +42,23 @@ class DPOPipeline:
         """Prepare, train, evaluate, save; return the last evaluation."""
         config, announce = self.config, self._announce
 
-        # what needs no model comes first: a mistake is told in seconds
+        # what needs no model and no worker comes first: a mistake is told in seconds
         check_engines(config)
-        objective = build_objective(config)
+        build_objective(config)
         trackers = build_tracking(config, self._console)
-        checkpoints = build_checkpoints(config, announce)
-        checkpoint = checkpoints.resume(config.resume_from_checkpoint)
-        tokenizer, layout = build_layout(config, announce)
-        train, validation = open_stores(config, tokenizer, announce, self._build_store)
-        plan = make_plan(
-            len(train),
-            seed=config.seed,
-            pairs_per_step=config.actor_train.training_args.pairs_per_rank,
-            max_steps=config.max_steps,
-            num_epochs=config.num_train_epochs,
-        )
+        checkpoint = build_checkpoints(config, announce).resume(config.resume_from_checkpoint)
 
-        policy = build_policy(config, layout)
-        check_pairs(config, objective, policy.max_positions, [train, validation])
-        probe = probe_pairs(train)
-        policy.check_logps(probe)
-        reference = build_reference_parts(
-            config, objective, policy, layout, plan, train, validation, probe, self._progress, announce
-        )
-        trainer = DPOTrainer(
-            strategy=policy,
-            objective=objective,
-            plan=plan,
-            micro_batching=build_micro_batching(config, layout, train, policy.hidden_size),
-            schedule=build_schedule(config, plan.num_steps),
-            train=Split(train, reference.train),
-            validation=None if validation is None else Split(validation, reference.validation),
-            settings=fit_settings(config),
-            checkpoints=checkpoints,
-            trackers=trackers,
-            identity={
-                "data": train.digest,
-                "pairs per step": plan.pairs_per_step,
-                "seed": plan.seed,
-                "reference": reference.digest,
-            },
-            config=redact(config.model_dump(mode="json")),
-            extra=reference.synced,
-        )
-        for line in reference.notes:
-            announce(line)
-        if checkpoint is not None:
-            for line in [*config_changes(checkpoint, config), *trainer.resume(checkpoint)]:
+        with open_runtime(config) as runtime:  # devices that are not there are refused before pairs are prepared
+            inputs = open_inputs(config, announce, self._build_store)
+            plan = inputs.plan
+
+            run = runtime.start(inputs, checkpoint, announce, self._progress)
+            for line in run.notes:
                 announce(line)
-        announce(describe_run(objective, plan, reference.mode, layout.name, policy.device, checkpoint))
+            announce(
+                describe_run(inputs.objective, plan, run.reference_mode, inputs.layout.name, run.place, checkpoint)
+            )
+            run.begin()
 
-        if trainer.state.step < plan.num_steps:
-            reference.score_in_advance()
-        if trainer.state.step == 0 and reference.equals_policy:
-            check_step_zero(policy, trainer.first_micro_batch(), objective, config.actor_train.model_args.dtype)
-        with track(trackers, config, plan, resume_step=None if checkpoint is None else trainer.state.step):
-            return trainer.fit()
+            with track(trackers, config, plan, resume_step=None if checkpoint is None else run.standing.step):
+                return fit(run.trainable, run.standing, plan.num_steps, loop_settings(config), trackers)

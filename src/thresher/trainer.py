@@ -1,10 +1,12 @@
-"""DPOTrainer: one rank's steps, evaluation and fit(). It knows no Ray, no engine and no number of processes."""
+"""DPOTrainer: one rank's steps, evaluation and checkpoints. It knows no Ray and no engine; `loop` says when."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +15,8 @@ import torch
 
 from thresher.checkpoint.exact_json import load_json, save_json
 from thresher.checkpoint.keeper import CheckpointKeeper
-from thresher.checkpoint.rng import capture_rng, restore_rng
-from thresher.checkpoint.state import load_state, save_state
+from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
+from thresher.checkpoint.state import State, load_state, save_state
 from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import PairIds, Plan
@@ -24,10 +26,11 @@ from thresher.losses.metrics import MetricSum
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.memory import memory_metrics
-from thresher.observe.step_clock import StepClock
+from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
 from thresher.strategies.accumulate import evaluate_objective
-from thresher.strategies.strategy import Metrics, MicroBatch, TrainStrategy
+from thresher.strategies.ranks import Metrics
+from thresher.strategies.strategy import MicroBatch, TrainStrategy
 from thresher.trainer_state import TrainerState
 
 
@@ -49,20 +52,16 @@ class Split:
 
 
 @dataclass(frozen=True)
-class FitSettings:
-    """When to log, evaluate, save and give up. Zero means: at the end only."""
+class TrainerSettings:
+    """How evaluation is cut, when metrics are due, and when to give up."""
 
     pairs_per_eval_batch: int
     logging_steps: int = 1
-    eval_steps: int = 0
-    save_steps: int = 0
-    eval_on_start: bool = False
     max_skipped_steps: int = 5
     seed: int = 0
 
 
-class MetricLog(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+Record = tuple[int, dict[str, float]]
 
 
 class Extra(Protocol):
@@ -88,9 +87,8 @@ class DPOTrainer:
         schedule: Schedule,
         train: Split,
         validation: Split | None,
-        settings: FitSettings,
+        settings: TrainerSettings,
         checkpoints: CheckpointKeeper,
-        trackers: MetricLog,
         identity: Mapping[str, str | int],
         config: Mapping[str, Any],
         extra: Extra | None = None,
@@ -105,34 +103,29 @@ class DPOTrainer:
         self._validation = validation
         self._settings = settings
         self._checkpoints = checkpoints
-        self._trackers = trackers
         self._identity = dict(identity)
         self._config = dict(config)
         self._extra = extra
-        self._last_eval: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
         self._clock = StepClock()
+        self.spans: deque[Span] = deque(maxlen=NUM_SPANS)
 
-    def fit(self) -> dict[str, float]:
-        """Train to the end of the plan from wherever the state stands; return the last evaluation."""
-        if self.state.step == 0 and self._settings.eval_on_start:
-            self._evaluate_and_log()
-        self._clock.restart()
-        while self.state.step < self.plan.num_steps:
+    def run(self, until: int) -> Iterator[Record]:
+        """Train up to a step of the plan; yield what is to be logged, when it is due."""
+        while self.state.step < until:
             self.training_step()
-            if self._is_due(self._settings.logging_steps):
-                self._log()
-            if self._is_due(self._settings.eval_steps):
-                self._evaluate_and_log()
-            if self._is_due(self._settings.save_steps):
-                self.save()
-        return self._last_eval
+            if self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps:
+                yield self.state.step, self._take_log()
 
     def training_step(self) -> Metrics:
         """Make the next optimizer step of the plan."""
         pair_ids = self.plan.pair_ids(self.state.step)
+        with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
+            micro_batches = list(self._micro_batches(pair_ids))
+        started = time.time()
         outcome = self.strategy.train_step(
-            list(self._micro_batches(pair_ids)),
+            micro_batches,
             self.objective,
             num_pairs_in_step=len(pair_ids),
             learning_rate=self._schedule(self.state.step),
@@ -157,6 +150,7 @@ class DPOTrainer:
         if self._extra is not None:
             self._extra.after_step(self.state.step)
         self._clock.count(len(pair_ids), outcome.tokens.useful)
+        self.spans.append(Span("train", self.state.step - 1, started, time.time()))
         return outcome.metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -165,14 +159,24 @@ class DPOTrainer:
             return {}
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.seed)
-            metrics = evaluate_objective(self._score, self._validation_batches(), self.objective)
-        return {f"eval/{name}": metric.mean for name, metric in self.strategy.reduce(metrics).items()}
+            batches = self._validation_batches()
+            metrics = evaluate_objective(self._score, batches, self.objective, self.strategy.ranks)
+        return {f"eval/{name}": metric.mean for name, metric in metrics.items()}
 
-    def save(self) -> Path:
-        """Publish a checkpoint of this very step."""
+    def measure(self) -> dict[str, float]:
+        """Evaluate at this very step and keep the result: a checkpoint of this step is judged by it."""
         with self._clock.paused():
-            measured = self._last_eval if self._last_eval_step == self.state.step else {}
-            return self._checkpoints.save(self.state.step, self._write, measured)
+            self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
+        return self.last_evaluation
+
+    def save(self) -> Path | None:
+        """Publish a checkpoint of this very step: all ranks take part, rank 0 writes and returns where it is."""
+        with self._clock.paused():
+            streams = self.strategy.ranks.gather(capture_rng())
+            if streams is None:
+                return None
+            measured = self.last_evaluation if self._last_eval_step == self.state.step else {}
+            return self._checkpoints.save(self.state.step, partial(self._write, streams=streams), measured)
 
     def resume(self, checkpoint: Path) -> list[str]:
         """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
@@ -186,37 +190,37 @@ class DPOTrainer:
         self.strategy.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])
         self.objective = self.objective.with_state(values["objective"])
-        self._last_eval = values["last_eval"]
+        self.last_evaluation = values["last_eval"]
         if self._extra is not None:
             self._extra.load(checkpoint)
-        return restore_rng(load_state(checkpoint, "rng"))
+        ranks = self.strategy.ranks
+        return restore_rng_of_rank(load_state(checkpoint, "rng"), ranks.rank, ranks.size)
 
-    def first_micro_batch(self) -> MicroBatch:
-        """The first real pairs of the run, for checks at start-up."""
-        return next(self._micro_batches(self.plan.pair_ids(self.state.step)))
+    def first_micro_batch(self) -> MicroBatch | None:
+        """The next pairs that this rank trains on, for checks at start-up; None where the step has none for it."""
+        return next(self._micro_batches(self.plan.pair_ids(self.state.step)), None)
+
+    def restart_clock(self) -> None:
+        """Let the rates begin here."""
+        self._clock.restart()
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        rank, num_ranks = self.strategy.data_rank, self.strategy.num_data_ranks
-        for ids in self._micro_batching.cut(pair_ids, rank, num_ranks):
+        ranks = self.strategy.ranks
+        for ids in self._micro_batching.cut(pair_ids, ranks.rank, ranks.size):
             yield _read_micro_batch(self._train, ids)
 
     def _validation_batches(self) -> Iterator[MicroBatch]:
         assert self._validation is not None  # noqa: S101
-        rank, num_ranks = self.strategy.data_rank, self.strategy.num_data_ranks
-        share = np.arange(rank, len(self._validation.store), num_ranks, dtype=np.int64)
-        size = self._settings.pairs_per_eval_batch
-        for start in range(0, len(share), size):
-            yield _read_micro_batch(self._validation, share[start : start + size])
+        ranks = self.strategy.ranks
+        num_pairs, size = len(self._validation.store), self._settings.pairs_per_eval_batch
+        for ids in evaluation_batches(num_pairs, size, ranks.rank, ranks.size):
+            yield _read_micro_batch(self._validation, ids)
 
     def _score(self, batch: PairBatch) -> SidesLogps:
         return self.strategy.score(batch, with_log_collision=self.objective.needs_log_collision)
 
-    def _is_due(self, every: int) -> bool:
-        return self.state.step == self.plan.num_steps or (every > 0 and self.state.step % every == 0)
-
-    def _log(self) -> None:
-        self._trackers.log(
-            self.state.step,
+    def _take_log(self) -> dict[str, float]:
+        return (
             self.state.take_window()
             | {
                 "lr": self._schedule(self.state.step - 1),
@@ -227,16 +231,8 @@ class DPOTrainer:
                 "tokens/seen": self.state.useful_tokens_seen,
             }
             | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else 0.0)
-            | memory_metrics(),
+            | memory_metrics()
         )
-
-    def _evaluate_and_log(self) -> None:
-        with self._clock.paused():
-            started = time.perf_counter()
-            self._last_eval, self._last_eval_step = self.evaluate(), self.state.step
-            if self._last_eval:
-                seconds = {"time/evaluate": time.perf_counter() - started}
-                self._trackers.log(self.state.step, self._last_eval | seconds)
 
     def _count_skipped(self) -> None:
         self.state.skipped_steps += 1
@@ -248,21 +244,27 @@ class DPOTrainer:
                 "max_skipped_steps"
             )
 
-    def _write(self, directory: Path) -> None:
+    def _write(self, directory: Path, streams: Sequence[State]) -> None:
         self.strategy.save(directory)
-        save_state(directory, "rng", capture_rng())
+        save_state(directory, "rng", join_rng(streams))
         save_json(
             directory / "trainer.json",
             {
                 "state": self.state.to_json(),
                 "objective": self.objective.state(),
                 "identity": self._identity,
-                "last_eval": self._last_eval,
+                "last_eval": self.last_evaluation,
             },
         )
         save_json(directory / "config.json", self._config)
         if self._extra is not None:
             self._extra.save(directory)
+
+
+def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_ranks: int) -> list[PairIds]:
+    """Name the held-out pairs of each of a rank's batches; over all ranks, each pair is in exactly one."""
+    share = np.arange(rank, num_pairs, num_ranks, dtype=np.int64)
+    return [share[start : start + pairs_per_batch] for start in range(0, len(share), pairs_per_batch)]
 
 
 def _read_micro_batch(split: Split, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:

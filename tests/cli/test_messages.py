@@ -103,7 +103,8 @@ def test_a_data_set_smaller_than_one_batch(thresher, config, tmp_path):
     assert thresher("train", path) == (
         2,
         "the training set has 8 pairs, fewer than one global batch of 16; lower "
-        "actor_train.training_args.per_device_train_batch_size or gradient_accumulation_steps, or add data",
+        "actor_train.training_args.global_batch_size, or per_device_train_batch_size and gradient_accumulation_steps, "
+        "or add data",
     )
     assert not (tmp_path / "out" / "checkpoints").exists()
 
@@ -258,8 +259,8 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
-            "actor_train.strategy_args.strategy_config.tp_size is 4, and this run has one process; set it to 1 or "
-            "leave it out",
+            "actor_train.strategy_args.strategy_config.tp_size is 4, and this version has data parallelism only; set "
+            "it to 1 or leave it out",
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
@@ -267,9 +268,9 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
             "pp_size, cp_size, dp_replicate",
         ),
         (
-            {"actor_train__device_mapping": "list(range(0,8))"},
-            "device_mapping names 8 devices, and one process trains on one; name one device or leave device_mapping "
-            "out",
+            {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},
+            "the configuration has mistakes:\n  - config: runtime: local is one process, and "
+            "actor_train.device_mapping asks for 8; use runtime: ray",
         ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
@@ -333,6 +334,24 @@ def test_a_config_file_that_does_not_exist(thresher):
         "config file nowhere.yaml does not exist; give the path of a YAML file",
     )
     assert thresher("config", "show", "nowhere.yaml")[0] == 2
+
+
+def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "start_dpo_pipeline.py"
+
+    def start(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, check=False
+        )
+        return done.returncode, the_message(done.stderr)
+
+    assert start("--config_path", "nowhere", "--config_name", "dpo") == (
+        2,
+        "config file nowhere/dpo.yaml does not exist; give the path of a YAML file",
+    )
+    code, message = start("--config_path", "polite_smollm2", "--config_name", "dpo_config", "bta=1")
+    assert (code, message.splitlines()[-1]) == (2, "  - bta: unknown key; did you mean `beta`?")
 
 
 def test_a_message_is_not_read_as_markup(thresher):

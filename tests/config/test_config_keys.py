@@ -285,7 +285,7 @@ def test_policy_and_reference_start_from_pretrain_unless_told_otherwise():
 def test_batch_sizes_are_in_pairs_and_evaluation_takes_the_training_size_by_default():
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}
     training = parse_config({"actor_train": {"training_args": sizes}}).actor_train.training_args
-    assert (training.pairs_per_rank, training.pairs_per_eval_batch) == (15, 3)
+    assert (training.pairs_per_step(1), training.pairs_per_eval_batch) == (15, 3)
 
 
 KEYS = sorted({key.rpartition(".")[2] for key, _ in known_keys(DPOConfig)} | {"zzz", ""})

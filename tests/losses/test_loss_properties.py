@@ -93,3 +93,13 @@ MONOTONE = [n for n in ALL_LOSSES if n not in ("ipo", "ipo_sum", "sppo_hard", "e
 @given(pairs=pair_logps())
 def test_a_less_likely_rejected_side_never_costs(name, pairs):
     assert bool((evaluate(objective_of(name), pairs).rejected_grad >= 0).all())
+
+
+@pytest.mark.parametrize("name", ALL_LOSSES)
+def test_no_pairs_are_every_metric_with_a_count_of_zero(name):
+    """A rank may hold no pair of a step; its part of the sums must have the names of everybody's."""
+    empty = SidesLogps(side([], torch.float32), side([], torch.float32))
+    some = SidesLogps(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))
+    nothing, something = (objective_of(name)(PairLogps(sides, sides)).metrics for sides in (empty, some))
+    assert nothing.keys() == something.keys()
+    assert all((float(metric.sum), float(metric.count)) == (0.0, 0.0) for metric in nothing.values())

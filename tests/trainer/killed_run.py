@@ -16,10 +16,12 @@ import traceback
 from pathlib import Path
 
 from thresher.config import load_config
+from thresher.observe.tracker import Trackers
 from thresher.pipeline import DPOPipeline
 from thresher.trainer import DPOTrainer
 
-PATCHED = {"step": "training_step", "logged": "_log", "evaluated": "_evaluate_and_log", "saved": "save"}
+PATCHED = {"step": "training_step", "saved": "save"}
+LOGGED = {"logged": "loss", "evaluated": "eval/loss"}
 
 
 def kill_at(moment: str, step: int) -> None:
@@ -35,6 +37,16 @@ def kill_at(moment: str, step: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         NativeTrain.save = save_and_die
+        return
+    if moment in LOGGED:
+        log = Trackers.log
+
+        def log_and_die(self: Trackers, at: int, metrics: dict[str, float]) -> None:
+            log(self, at, metrics)
+            if at == step and LOGGED[moment] in metrics:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Trackers.log = log_and_die
         return
     if moment == "scoring":
         kill_while_scoring(step)

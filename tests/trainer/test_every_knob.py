@@ -63,6 +63,7 @@ TRAINING_CASES = {
     ),
     "max_tokens_per_micro_batch": Case({"max_tokens_per_micro_batch": 30}, "nothing"),
     "gradient_accumulation_steps": Case({"gradient_accumulation_steps": 1}, "first loss"),
+    "global_batch_size": Case({"global_batch_size": 8}, "first loss", {"gradient_accumulation_steps": 1}),
     "per_device_eval_batch_size": Case({"per_device_eval_batch_size": 3}, "nothing"),
     "weight_decay": Case({"weight_decay": 0.5}, "weights"),
     "adam_beta1": Case({"adam_beta1": 0.5}, "weights"),
@@ -91,6 +92,7 @@ REFERENCE_CASES = {
     "sync_alpha": Case({"sync_alpha": 0.1}, "later losses", {"sync_steps": 1}),
     "mode": Case({"mode": "concurrent"}, "nothing"),
     "infer_batch_size": Case({"infer_batch_size": 3}, "nothing"),
+    "steps_ahead": Case({"steps_ahead": 3}, "nothing", {"mode": "concurrent"}),
 }
 REFERENCE_MODEL_CASES = {
     # rounding moves each pair's margin a little, up or down, so one step's mean may stay by chance
@@ -108,12 +110,12 @@ RUN_CASES = {
 NO_NUMBERS = {
     ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
-    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "cache_dir"},
+    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir"},
     DPOConfig: {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
         *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
-        *("actor_train", "reference", "validation"),
+        *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node"),
     },
 }
 TABLES = {

@@ -60,7 +60,7 @@ def test_beta_ipo_and_label_smoothing_reach_the_loss(apart):
 def test_the_learning_rate_falls_to_the_end_of_the_run_and_no_sooner(base):
     """ROLL's schedule ends at 1 / dp_size of the run."""
     run = build_run(base, noise_pairs(12))
-    run.trainer.fit()
+    run.fit()
     rates = [metrics["lr"] for _, metrics in run.log.records]
     assert rates == pytest.approx([0.01 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
 
@@ -90,7 +90,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(apart, size):
 def test_a_validation_set_smaller_than_one_batch_still_gives_metrics(base):
     """ROLL: no metrics and no warning."""
     run = build_run(merge(base, {"eval_steps": 2}), noise_pairs(12), noise_pairs(1, seed=5))
-    last = run.trainer.fit()
+    last = run.fit()
     assert len(run.log.evaluations()) == 3
     assert last["eval/loss"] != pytest.approx(math.log(2), abs=1e-4)  # after training
     assert all(math.isfinite(value) for value in last.values())
@@ -100,7 +100,7 @@ def test_evaluating_changes_nothing_about_the_training(base):
     def losses(changes: dict) -> list[float]:
         lora = {"actor_train": {"model_args": {"lora_rank": 2, "lora_dropout": 0.3}}}
         run = build_run(merge(merge(base, lora), changes), noise_pairs(12), noise_pairs(5, seed=5))
-        run.trainer.fit()
+        run.fit()
         return [metrics["loss"] for _, metrics in run.log.records if "loss" in metrics]
 
     often = losses({"eval_steps": 1, "eval_on_start": True, "output_dir": base["output_dir"] + "-often"})
@@ -130,7 +130,7 @@ def test_auto_resume_without_a_directory_starts_afresh(base, tmp_path):
     run = build_run(base, noise_pairs(12))
     assert not (tmp_path / "out").exists()
     assert run.trainer._checkpoints.resume("auto") is None
-    run.trainer.fit()
+    run.fit()
     found = run.trainer._checkpoints.resume("auto")
     assert found == tmp_path / "out" / "checkpoints" / "step-00000006"
 
@@ -182,7 +182,7 @@ def test_training_pairs_are_shuffled_anew_in_every_epoch(base):
 def test_a_fraction_of_an_epoch_is_at_least_one_step_and_is_saved(base, tmp_path):
     """ROLL: zero steps; no final checkpoint when epochs end before max_steps."""
     run = build_run(merge(base, {"num_train_epochs": 0.01, "max_steps": 50, "save_steps": 20}), noise_pairs(12))
-    run.trainer.fit()
+    run.fit()
     assert run.trainer.state.step == 1
     assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
@@ -221,7 +221,7 @@ def test_a_loss_without_a_reference_trains_and_loads_no_reference(base, loss):
     nowhere = {"reference": {"model_args": {"model_name_or_path": "./nowhere"}}}
     run = build_run(merge(base, {"pref_loss": loss, "num_train_epochs": 8, **nowhere}), noise_pairs(12), noise_pairs(5))
     assert (run.reference.mode, run.reference.train) == ("none", None)
-    run.trainer.fit()
+    run.fit()
     losses = [metrics["loss"] for _, metrics in run.log.records if "loss" in metrics]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
     assert not any("kl" in name for name in run.log.evaluations()[-1])
@@ -232,7 +232,7 @@ def test_lora_with_evaluation_runs_through_several_epochs(base):
     lora = {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}}
     run = build_run(merge(base, {**lora, "num_train_epochs": 6, "eval_steps": 3}), noise_pairs(12), noise_pairs(12))
     assert run.reference.mode == "adapter"
-    run.trainer.fit()
+    run.fit()
     evaluations = run.log.evaluations()
     assert len(evaluations) == 6
     assert evaluations[-1]["eval/rewards/accuracies"] > 0.9  # it evaluates on what it trained on
@@ -297,7 +297,7 @@ def test_throughput_counts_the_reference(base, monkeypatch):
     assert run.reference.mode == "precompute"
     assert run.reference.train.seconds_per_pair > 0
     run.reference.train.seconds_per_pair = 50.0
-    run.trainer.fit()
+    run.fit()
     assert all(metrics["pairs_per_second"] < 1 / 50 for _, metrics in run.log.records)
 
 

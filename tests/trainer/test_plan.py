@@ -148,7 +148,8 @@ def test_a_set_smaller_than_one_batch_is_an_error_that_names_the_mend():
         make_plan(7, seed=0, pairs_per_step=8, max_steps=10, num_epochs=None)
     assert str(caught.value) == (
         "the training set has 7 pairs, fewer than one global batch of 8; lower "
-        "actor_train.training_args.per_device_train_batch_size or gradient_accumulation_steps, or add data"
+        "actor_train.training_args.global_batch_size, or per_device_train_batch_size and gradient_accumulation_steps, "
+        "or add data"
     )
 
 

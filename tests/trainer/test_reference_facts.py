@@ -84,7 +84,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
         weights["model.norm.weight"][0] = float("inf")
     before = {name: weight.clone() for name, weight in weights.items()}
     with pytest.raises(UserError, match="not finite in 3 steps in a row, up to step 4; lower the learning rate"):
-        run.trainer.fit()
+        run.fit()
     assert run.trainer.state.skipped_steps == 3
     assert run.trainer.state.pairs_seen == 4
     for name, weight in run.trainer.strategy.weights().items():

@@ -67,7 +67,7 @@ def test_the_horizon_counts_optimizer_steps_whatever_the_micro_batches():
     for pairs, accumulation in ((64, 1), (16, 4), (1, 64)):
         sizes = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
         config = parse_config({"actor_train": {"training_args": {"lr_scheduler_type": "linear", **sizes}}})
-        pairs_per_step = config.actor_train.training_args.pairs_per_rank
+        pairs_per_step = config.actor_train.training_args.pairs_per_step(1)
         plan = make_plan(1000, seed=0, pairs_per_step=pairs_per_step, max_steps=None, num_epochs=2)
         assert plan.num_steps == 32
         schedule = build_schedule(config, plan.num_steps)

@@ -14,11 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from thresher.assembly.engines import build_policy
 from thresher.assembly.objective import build_objective, build_schedule
 from thresher.assembly.reference import ReferenceParts, build_reference_parts
-from thresher.assembly.run import build_checkpoints, build_micro_batching, fit_settings
+from thresher.assembly.run import build_checkpoints, build_micro_batching, loop_settings, trainer_settings
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import make_plan
+from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
@@ -97,6 +98,11 @@ class TinyRun:
     reference: ReferenceParts
     log: MetricsInMemory
 
+    def fit(self) -> dict[str, float]:
+        """Train to the end of the plan."""
+        standing = Standing(self.trainer.state.step, self.trainer.last_evaluation)
+        return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log)
+
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lay nested changes over nested values."""
@@ -117,7 +123,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
     plan = make_plan(
         len(train),
         seed=config.seed,
-        pairs_per_step=config.actor_train.training_args.pairs_per_rank,
+        pairs_per_step=config.pairs_per_step,
         max_steps=config.max_steps,
         num_epochs=config.num_train_epochs,
     )
@@ -133,7 +139,6 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
         progress=lambda what, done, total: None,
     )
     reference.score_in_advance()
-    log = MetricsInMemory()
     trainer = DPOTrainer(
         strategy=policy,
         objective=objective,
@@ -142,11 +147,10 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
         schedule=build_schedule(config, plan.num_steps),
         train=Split(train, reference.train),
         validation=None if held_out is None else Split(held_out, reference.validation),
-        settings=fit_settings(config),
+        settings=trainer_settings(config),
         checkpoints=build_checkpoints(config, lambda line: None),
-        trackers=log,
         identity={"reference": reference.digest},
         config={},
         extra=reference.synced,
     )
-    return TinyRun(config, trainer, reference, log)
+    return TinyRun(config, trainer, reference, MetricsInMemory())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, set_seed
 
@@ -13,14 +14,17 @@ from thresher.models.load import DTYPES, load_model
 from thresher.models.lora import attach_lora
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.ranks import DataRanks
 
 _AXIS_SIZES = ("tp_size", "pp_size", "cp_size", "dp_replicate")
 _BUILT_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
-def build_policy(config: DPOConfig, layout: Layout) -> NativeTrain:
-    """Load the policy, attach adapters where asked, and give it to its engine."""
-    role = config.actor_train
+def build_policy(
+    config: DPOConfig, layout: Layout, *, device: torch.device | None = None, ranks: DataRanks | None = None
+) -> NativeTrain:
+    """Load the policy, attach adapters where asked, and give it to its engine; on the mapped device if absent."""
+    role, ranks = config.actor_train, ranks or DataRanks()
     set_seed(config.seed)  # adapters start from this seed, and so does every later draw
     args = role.model_args
     model = _load(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code)
@@ -36,7 +40,10 @@ def build_policy(config: DPOConfig, layout: Layout) -> NativeTrain:
         epsilon=training.adam_epsilon,
         max_grad_norm=training.max_grad_norm,
     )
-    policy = NativeTrain(module.to(device_of(role)), layout, DTYPES[args.dtype], optimizer)
+    if ranks.rank > 0:
+        # every rank starts from the same adapters, and then draws its own dropout
+        set_seed(int(np.random.SeedSequence([config.seed, ranks.rank]).generate_state(1)[0]))
+    policy = NativeTrain(module.to(device or device_of(role)), layout, DTYPES[args.dtype], optimizer, ranks)
     if training.torch_compile:
         policy.compile()
     return policy
@@ -51,7 +58,7 @@ def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
     )
 
 
-def build_reference(config: DPOConfig, layout: Layout) -> NativeInfer:
+def build_reference(config: DPOConfig, layout: Layout, *, device: torch.device | None = None) -> NativeInfer:
     """Load the frozen model; it computes in the policy's precision, or step 0 would not start at margin 0."""
     role = config.reference
     model = _load(
@@ -61,20 +68,14 @@ def build_reference(config: DPOConfig, layout: Layout) -> NativeInfer:
         config.trusts_reference_code,
     )
     model.requires_grad_(False)
-    return NativeInfer(model.eval().to(device_of(role)), layout, DTYPES[config.reference_dtype])
+    return NativeInfer(model.eval().to(device or device_of(role)), layout, DTYPES[config.reference_dtype])
 
 
 def device_of(role: RoleConfig) -> torch.device:
     """One process trains on one device: the mapped one, the first GPU, or the CPU."""
-    mapping = role.device_mapping or []
-    if len(mapping) > 1:
-        raise UserError(
-            f"device_mapping names {len(mapping)} devices, and one process trains on one; name one device or leave "
-            "device_mapping out"
-        )
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", mapping[0] if mapping else 0)
+    return torch.device("cuda", role.device_mapping[0] if role.device_mapping else 0)
 
 
 def _load(path: str | None, dtype: str, attn_implementation: str | None, trust_remote_code: bool) -> PreTrainedModel:
@@ -89,10 +90,9 @@ def _load(path: str | None, dtype: str, attn_implementation: str | None, trust_r
 
 
 def check_engines(config: DPOConfig) -> None:
-    """Refuse engines and devices that one process cannot have."""
+    """Refuse engines and axes that are not there."""
     for role, section in ((config.actor_train, "actor_train"), (config.reference, "reference")):
         _check_engine(role, section)
-        device_of(role)
 
 
 def _check_engine(role: RoleConfig, section: str) -> None:
@@ -108,6 +108,6 @@ def _check_engine(role: RoleConfig, section: str) -> None:
             )
         if size != 1:
             raise UserError(
-                f"{section}.strategy_args.strategy_config.{key} is {size}, and this run has one process; set it to 1 "
-                "or leave it out"
+                f"{section}.strategy_args.strategy_config.{key} is {size}, and this version has data parallelism only; "
+                "set it to 1 or leave it out"
             )

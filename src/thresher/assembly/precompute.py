@@ -80,21 +80,37 @@ def plan_precompute(
     weights is the digest of the reference's weights; num_visits is how many pairs the run trains on, repeats counted.
     """
     cache = open_cache(config, weights, announce)
-    size = config.reference.infer_batch_size
-
-    def look_up(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
-        return PrecomputedReference(cache, store, pair_ids, pairs_per_block=size, device=device, num_visits=num_visits)
 
     def load() -> NativeInfer:
         reference = build_reference(config, layout)
         reference.check_logps(probe)
         return reference
 
+    splits = look_up_splits(config, cache, train, train_ids, validation, device, num_visits=num_visits)
+    return PrecomputeJob(cache, *splits, load, announce, progress)
+
+
+def look_up_splits(
+    config: DPOConfig,
+    cache: ReferenceCache,
+    train: PairStore,
+    train_ids: PairIds,
+    validation: PairStore | None,
+    device: torch.device,
+    *,
+    num_visits: int,
+) -> tuple[PrecomputedReference, PrecomputedReference | None]:
+    """Look up the training pairs `train_ids` and all held-out pairs; every process finds the same."""
+    size = config.reference.infer_batch_size
+
+    def look_up(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+        return PrecomputedReference(cache, store, pair_ids, pairs_per_block=size, device=device, num_visits=num_visits)
+
     held_out = None
     if validation is not None:
         every = np.arange(len(validation), dtype=np.int64)
         held_out = look_up(validation, every, len(every))
-    return PrecomputeJob(cache, look_up(train, train_ids, num_visits), held_out, load, announce, progress)
+    return look_up(train, train_ids, num_visits), held_out
 
 
 def open_cache(config: DPOConfig, weights: str, announce: Announce) -> ReferenceCache:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from thresher.assembly.engines import build_reference
 from thresher.assembly.precompute import Announce, Progress, plan_precompute
 from thresher.config import DPOConfig
@@ -53,18 +55,22 @@ def build_reference_parts(
     probe: PairBatch,
     progress: Progress,
     announce: Announce = lambda line: None,
+    *,
+    device: torch.device | None = None,
+    weights: str | None = None,
 ) -> ReferenceParts:
-    """Decide how the reference is scored and load it where it is a model of its own that has something to score."""
+    """Decide how the reference is scored and load it where it is a model of its own that has something to score.
+
+    device is where such a model goes, the mapped one if absent; weights is the digest of the frozen weights, for
+    callers that know it already.
+    """
     mode = reference_mode(config, objective)
     same_weights = starts_alike(config)
-    notes = _idle_settings(config, mode)
+    notes = idle_settings(config, mode, works_ahead=False)
+    weights = weights or frozen_files_digest(config, mode)
+    digest = reference_digest(config, mode, weights)
     if mode == "none":
-        # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
-        base = weights_digest(str(config.policy_path)) if config.uses_lora else None
-        digest = frozen_digest(base, config.actor_train.model_args.master_dtype)
         return ReferenceParts(mode, None, None, digest, False, notes=notes)
-    weights = weights_digest(str(config.reference_path))
-    digest = frozen_digest(weights, config.reference_master_dtype)
     if mode == "precompute":
         job = plan_precompute(
             config,
@@ -73,7 +79,7 @@ def build_reference_parts(
             plan.visited_pairs(),
             validation,
             probe,
-            weights,
+            str(weights),
             policy.device,
             num_visits=plan.num_visits,
             announce=announce,
@@ -85,7 +91,7 @@ def build_reference_parts(
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return ReferenceParts(mode, live, live, digest, True, notes=notes)
-    reference = build_reference(config, layout)
+    reference = build_reference(config, layout, device=device)
     reference.check_logps(probe)
     live = LiveReference(reference.score, policy.device)
     synced = None
@@ -112,11 +118,30 @@ def starts_alike(config: DPOConfig) -> bool:
     return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
 
 
-def _idle_settings(config: DPOConfig, mode: str) -> tuple[str, ...]:
-    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped."""
+def frozen_files_digest(config: DPOConfig, mode: Mode) -> str | None:
+    """Digest the files of the weights that training leaves alone; None: it leaves none alone."""
+    if mode != "none":
+        return weights_digest(str(config.reference_path))
+    # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
+    return weights_digest(str(config.policy_path)) if config.uses_lora else None
+
+
+def reference_digest(config: DPOConfig, mode: Mode, weights: str | None) -> str:
+    """Identify the frozen weights as they are held in memory, given the digest of their files."""
+    policy_dtype = config.actor_train.model_args.master_dtype
+    return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
+
+
+def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[str, ...]:
+    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped.
+
+    works_ahead: the reference has workers of its own that score coming steps.
+    """
     own = config.reference.model_args
     idle = [f"model_args.{name}" for name in own.turned(*type(own).model_fields)] if mode in ("adapter", "none") else []
     idle += config.reference.turned("infer_batch_size", "cache_dir") if mode != "precompute" else []
+    idle += config.reference.turned("steps_ahead") if not works_ahead else []
+    idle += config.reference.turned("device_mapping", "num_workers") if mode in ("adapter", "none") else []
     return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
 
 

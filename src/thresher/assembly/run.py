@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.checkpoint.exact_json import load_json
@@ -18,6 +17,7 @@ from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
 from thresher.errors import UserError
+from thresher.loop import LoopSettings
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
@@ -26,7 +26,7 @@ from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
 from thresher.observe.redact import redact
 from thresher.observe.tracker import RunInfo, Trackers
-from thresher.trainer import FitSettings
+from thresher.trainer import TrainerSettings
 
 # large enough for matrix products to run at full speed, small enough for activations to stay small
 AUTO_TOKENS = 4096
@@ -55,17 +55,17 @@ def _families(config: DPOConfig) -> list[PreTrainedConfig]:
     return [load_family(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
 
 
-def fit_settings(config: DPOConfig) -> FitSettings:
-    training = config.actor_train.training_args
-    return FitSettings(
-        pairs_per_eval_batch=training.pairs_per_eval_batch,
+def trainer_settings(config: DPOConfig) -> TrainerSettings:
+    return TrainerSettings(
+        pairs_per_eval_batch=config.actor_train.training_args.pairs_per_eval_batch,
         logging_steps=config.logging_steps,
-        eval_steps=config.eval_steps,
-        save_steps=config.save_steps,
-        eval_on_start=config.eval_on_start,
         max_skipped_steps=config.max_skipped_steps,
         seed=config.seed,
     )
+
+
+def loop_settings(config: DPOConfig) -> LoopSettings:
+    return LoopSettings(eval_steps=config.eval_steps, save_steps=config.save_steps, eval_on_start=config.eval_on_start)
 
 
 def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hidden_size: int) -> MicroBatching:
@@ -133,13 +133,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def describe_run(
-    objective: Objective, plan: Plan, mode: str, layout: str, device: torch.device, checkpoint: Path | None
-) -> str:
+def describe_run(objective: Objective, plan: Plan, mode: str, layout: str, place: str, checkpoint: Path | None) -> str:
     """One line on what is about to happen."""
     losses = " + ".join(f"{weight:g} x {loss}" for loss, weight in objective.terms)
     line = (
         f"{losses}; {plan.num_steps} steps of {plan.pairs_per_step} pairs = {plan.num_epochs:.3g} epochs of "
-        f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}; on {device}"
+        f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}; on {place}"
     )
     return line if checkpoint is None else f"{line}; resuming from {checkpoint}"

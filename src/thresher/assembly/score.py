@@ -37,7 +37,7 @@ def score_ahead(
     plan = make_plan(
         len(train),
         seed=config.seed,
-        pairs_per_step=config.actor_train.training_args.pairs_per_rank,
+        pairs_per_step=config.pairs_per_step,
         max_steps=config.max_steps,
         num_epochs=config.num_train_epochs,
     )

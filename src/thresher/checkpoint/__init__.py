@@ -5,7 +5,7 @@ from thresher.checkpoint.exact_json import load_json, save_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, record_files, verify
 from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from thresher.checkpoint.retention import best, latest, list_checkpoints, prune, resolve_resume
-from thresher.checkpoint.rng import capture_rng, restore_rng
+from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng, restore_rng_of_rank
 from thresher.checkpoint.state import State, load_state, save_state
 from thresher.checkpoint.tensors import load_tensors, save_tensors
 
@@ -18,6 +18,7 @@ __all__ = [
     "capture_rng",
     "create_staging",
     "discard",
+    "join_rng",
     "latest",
     "list_checkpoints",
     "load_json",
@@ -32,6 +33,7 @@ __all__ = [
     "recover",
     "resolve_resume",
     "restore_rng",
+    "restore_rng_of_rank",
     "save_json",
     "save_state",
     "save_tensors",

@@ -1,9 +1,10 @@
-"""The random generators of one process: Python's, NumPy's legacy one, torch's on CPU and CUDA devices.
+"""The random generators of every rank: Python's, NumPy's legacy one, torch's on CPU and CUDA devices.
 
 `numpy.random.default_rng` generators belong to whoever made them and are not covered.
 """
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -58,3 +59,29 @@ def restore_rng(state: State) -> list[str]:
     if num_saved == num_devices:
         return []
     return [f"the checkpoint holds random streams of {num_saved} CUDA devices and {num_devices} are here now"]
+
+
+def join_rng(states: Sequence[State]) -> State:
+    """Put the streams of all ranks into one state; rank 0's lie there as those of one process would."""
+    tensors = {_name(rank, name): tensor for rank, state in enumerate(states) for name, tensor in state.tensors.items()}
+    others = [dict(state.values) for state in states[1:]]
+    return State(tensors, {**states[0].values, **({"other_ranks": others} if others else {})})
+
+
+def restore_rng_of_rank(joined: State, rank: int, num_ranks: int) -> list[str]:
+    """Set this rank's generators from `join_rng`; a rank that the checkpoint does not know keeps its fresh streams."""
+    every = [joined.values, *joined.values.get("other_ranks", [])]
+    notes = []
+    if rank == 0 and len(every) != num_ranks:
+        fate = f"ranks from {len(every)} on draw new ones" if num_ranks > len(every) else "the others are not used"
+        notes = [f"the checkpoint holds random streams of {len(every)} ranks and {num_ranks} train now: {fate}"]
+    if rank >= len(every):
+        return notes
+    prefix = _name(rank, "")
+    names = [name for name in joined.tensors if name.startswith(prefix) and (rank or not name.startswith("rank."))]
+    own = {name.removeprefix(prefix): joined.tensors[name] for name in names}
+    return notes + restore_rng(State(own, every[rank]))
+
+
+def _name(rank: int, name: str) -> str:
+    return f"rank.{rank}.{name}" if rank else name

@@ -129,6 +129,13 @@ class DPOConfig(LossConfig):
     max_skipped_steps: PositiveInt = 5
     """Stop after so many steps in a row with a non-finite loss or gradient."""
 
+    runtime: Literal["auto", "local", "ray"] = "auto"
+    """One process, or workers on Ray; auto: Ray where a role has several devices or workers, or ray_address is set."""
+    ray_address: str | None = None
+    """A running Ray cluster, HOST:PORT; when absent, Ray is started on this machine for the length of the run."""
+    num_gpus_per_node: PositiveInt | None = None
+    """Devices that device_mapping counts on each node; what the cluster's nodes have when absent."""
+
     pretrain: str | None = None
     """The model that policy and reference start from."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
@@ -177,6 +184,31 @@ class DPOConfig(LossConfig):
         if self.validation is None and idle:
             raise ValueError(f"{', '.join(idle)} has no effect without validation.data_args; add it or remove this")
         return self
+
+    @model_validator(mode="after")
+    def _runtime_fits(self) -> DPOConfig:
+        for name, role in (("actor_train", self.actor_train), ("reference", self.reference)):
+            if self.runtime == "local" and role.num_processes > 1:
+                what = "device_mapping" if role.device_mapping else "num_workers"
+                raise ValueError(
+                    f"runtime: local is one process, and {name}.{what} asks for {role.num_processes}; use runtime: ray"
+                )
+        if self.runtime == "local" and self.ray_address is not None:
+            raise ValueError("ray_address has no effect with runtime: local; use runtime: ray")
+        if self.num_gpus_per_node is not None and not (
+            self.actor_train.device_mapping or self.reference.device_mapping
+        ):
+            raise ValueError("num_gpus_per_node has no effect without a device_mapping; remove it")
+        return self
+
+    @property
+    def uses_ray(self) -> bool:
+        several = max(self.actor_train.num_processes, self.reference.num_processes) > 1
+        return self.runtime == "ray" or (self.runtime == "auto" and (several or self.ray_address is not None))
+
+    @property
+    def pairs_per_step(self) -> int:
+        return self.actor_train.training_args.pairs_per_step(self.actor_train.num_processes)
 
     @property
     def policy_path(self) -> str | None:

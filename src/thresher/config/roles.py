@@ -94,6 +94,9 @@ class TrainingArgs(Section):
     per_device_train_batch_size: PositiveInt = 8
     """Pairs of one data-parallel rank in a step, before accumulation. The micro-batch of a padded layout."""
     gradient_accumulation_steps: PositiveInt = 1
+    global_batch_size: PositiveInt | None = None
+    """Pairs of a step over all ranks, whatever their number; instead of gradient_accumulation_steps. When absent,
+    per_device_train_batch_size * gradient_accumulation_steps * ranks."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Most tokens of a training micro-batch; chosen when absent. Does not change the pairs of a step."""
     per_device_eval_batch_size: PositiveInt | None = None
@@ -118,6 +121,8 @@ class TrainingArgs(Section):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TrainingArgs:
+        if self.global_batch_size is not None and self.turned("gradient_accumulation_steps"):
+            raise ValueError("gradient_accumulation_steps has no effect with global_batch_size; keep one")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both set; keep one")
         if self.turned("min_lr_ratio") and self.lr_scheduler_type != "cosine_with_min_lr":
@@ -128,10 +133,10 @@ class TrainingArgs(Section):
             raise ValueError("a constant schedule has no warm-up; use lr_scheduler_type=constant_with_warmup")
         return self
 
-    @property
-    def pairs_per_rank(self) -> int:
-        """Pairs that one data-parallel rank contributes to a step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+    def pairs_per_step(self, num_ranks: int) -> int:
+        """Pairs of a step over all data-parallel ranks."""
+        each = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return self.global_batch_size or each * num_ranks
 
     @property
     def pairs_per_eval_batch(self) -> int:
@@ -190,6 +195,18 @@ class RoleConfig(Section):
 
     strategy_args: StrategyArgs = StrategyArgs()
     device_mapping: list[int] | None = None
+    num_workers: PositiveInt | None = None
+    """Workers of a role that runs on CPUs; one when absent. With device_mapping there is one a device."""
+
+    @model_validator(mode="after")
+    def _devices_or_workers(self) -> RoleConfig:
+        if self.device_mapping and self.num_workers is not None:
+            raise ValueError("num_workers has no effect with device_mapping, which has one worker a device; keep one")
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.device_mapping or ()) or self.num_workers or 1
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -214,6 +231,8 @@ class ReferenceConfig(RoleConfig):
     """Pairs scored at once when the reference is precomputed."""
     cache_dir: str | None = None
     """Where precomputed logps are kept; `$THRESHER_CACHE_DIR`, or the user's cache directory, when absent."""
+    steps_ahead: PositiveInt = 2
+    """Steps that workers of a concurrent reference are ahead of the policy at most."""
     sync_steps: PositiveInt | None = None
     """TR-DPO: pull the reference towards the policy every so many steps."""
     sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6

@@ -70,7 +70,8 @@ def make_plan(
     if num_pairs < pairs_per_step:
         raise UserError(
             f"the training set has {num_pairs} pairs, fewer than one global batch of {pairs_per_step}; lower "
-            "actor_train.training_args.per_device_train_batch_size or gradient_accumulation_steps, or add data"
+            "actor_train.training_args.global_batch_size, or per_device_train_batch_size and "
+            "gradient_accumulation_steps, or add data"
         )
     steps_per_epoch = math.ceil(num_pairs / pairs_per_step)
     limits = [] if max_steps is None else [max_steps]

@@ -80,6 +80,8 @@ class PairLogps:
 
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum consecutive runs of `lengths` values: [num_tokens] -> [num_segments]; an empty run sums to 0."""
+    if lengths.numel() == 0:
+        return values[:0]  # segment_reduce looks for the shortest segment, and there is none
     # segment_reduce adds each segment on its own and in order: deterministic on every device, unlike index_add.
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
 

@@ -5,6 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
+
+# the newest spans that a worker remembers
+NUM_SPANS = 4096
+
+
+class Span(NamedTuple):
+    """A stretch of work on a step (counted from 0), in seconds since the epoch, so that processes can be compared."""
+
+    work: str
+    step: int
+    start: float
+    stop: float
 
 
 class StepClock:
@@ -16,6 +29,7 @@ class StepClock:
     def restart(self) -> None:
         self._started = time.perf_counter()
         self._pairs = self._useful_tokens = self._steps = 0
+        self._waited = 0.0
 
     def count(self, pairs: int, useful_tokens: int) -> None:
         """Note a finished step."""
@@ -32,6 +46,15 @@ class StepClock:
         finally:
             self._started += time.perf_counter() - since
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time a block in which a step waits for the reference."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - since
+
     def take(self, reference_seconds_per_pair: float) -> dict[str, float]:
         """Return the rates and start over; a reference scored in advance is charged to the pairs that use it."""
         training = time.perf_counter() - self._started
@@ -40,6 +63,7 @@ class StepClock:
             "pairs_per_second": self._pairs / seconds,
             "useful_tokens_per_second": self._useful_tokens / seconds,
             "time/step": training / max(1, self._steps),
+            "time/wait_reference": self._waited / max(1, self._steps),
         }
         self.restart()
         return rates

@@ -97,13 +97,25 @@ class PrecomputedReference:
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Score every block of this rank's share that lacks a wanted pair, and look all pairs up again."""
+        for done, total in self.scoring(score, rank=rank, num_ranks=num_ranks, limits=limits):
+            advance(done, total)
+
+    def scoring(
+        self,
+        score: Callable[[PairBatch], SidesLogps],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
+    ) -> Iterator[tuple[int, int]]:
+        """Do the work of `score_missing`, yielding (blocks done, blocks of this rank) on the way."""
         started = time.perf_counter()
         blocks = self._missing_blocks(rank, num_ranks)
         if blocks:
             with self._cache.writer(limits) as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
-                    advance(done, len(blocks))
+                    yield done, len(blocks)
             self._cache.trust(writer.written)
             self.look_up()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from thresher.data.batch import PairBatch
-from thresher.losses.metrics import MetricSum, merge_metrics
+from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs
-from thresher.strategies.strategy import Metrics, MicroBatch
+from thresher.strategies.ranks import DataRanks, Metrics
+from thresher.strategies.strategy import MicroBatch
 
 Score = Callable[[PairBatch], SidesLogps]
 Backward = Callable[[Tensor], object]
@@ -23,10 +25,16 @@ def accumulate_gradients(
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
+    ranks: DataRanks,
 ) -> Metrics:
-    """Add the step's gradient to the parameters and return the metric sums."""
+    """Add this rank's part of the step's gradient to the parameters and return its part of the metric sums.
+
+    A rank may hold no pair of a step that has fewer pairs than ranks.
+    """
     if objective.couples_pairs:
-        return _accumulate_coupled(score, backward, micro_batches, objective, num_pairs_in_step)
+        return _accumulate_coupled(score, backward, micro_batches, objective, num_pairs_in_step, ranks)
+    if not micro_batches:
+        return objective(_no_pairs(objective)).metrics
     metrics: list[Metrics] = []
     for micro in micro_batches:
         output = objective(pair_logps(micro, score(micro.pairs)))
@@ -42,40 +50,46 @@ def _accumulate_coupled(
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
+    ranks: DataRanks,
 ) -> Metrics:
     """Losses that couple all pairs of a step: score everything first, then send each micro-batch its own gradient.
 
-    One more forward than other losses, and exact for any micro-batch size: the objective sees the whole step at once
-    and its gradient with respect to every logp is the chain rule's outer factor.
+    One more forward than other losses, and exact for any micro-batch size and number of ranks: the objective sees the
+    whole step at once and its gradient with respect to every logp is the chain rule's outer factor.
     """
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
-        scored = [score(micro.pairs) for micro in micro_batches]
-    chosen = [_as_leaf(sides.chosen) for sides in scored]
-    rejected = [_as_leaf(sides.rejected) for sides in scored]
-    joined = concat_pairs(
-        [pair_logps(m, SidesLogps(c, r)) for m, c, r in zip(micro_batches, chosen, rejected, strict=True)]
-    )
-    output = objective(joined)
+        scored = [pair_logps(micro, score(micro.pairs)) for micro in micro_batches]
+    parts = ranks.gather_pairs(concat_pairs(scored or [_no_pairs(objective)]))
+    own = parts[ranks.rank] = _with_leaves(parts[ranks.rank])
+    output = objective(concat_pairs(parts))
     total = output.per_pair.sum() / num_pairs_in_step
-    gradients = torch.autograd.grad(total, [side.values for side in (*chosen, *rejected)])
-    for i, micro in enumerate(micro_batches):
+    leaves = [own.policy.chosen.values, own.policy.rejected.values]
+    chosen, rejected = torch.autograd.grad(total, leaves, materialize_grads=True)
+    of_chosen = chosen.split([pairs.policy.chosen.values.numel() for pairs in scored])
+    of_rejected = rejected.split([pairs.policy.rejected.values.numel() for pairs in scored])
+    for micro, chosen_factor, rejected_factor in zip(micro_batches, of_chosen, of_rejected, strict=True):
         policy = score(micro.pairs)
-        chosen_part = (policy.chosen.values * gradients[i]).sum()
-        backward(chosen_part + (policy.rejected.values * gradients[len(chosen) + i]).sum())
-    return output.metrics
+        chosen_part = (policy.chosen.values * chosen_factor).sum()
+        backward(chosen_part + (policy.rejected.values * rejected_factor).sum())
+    return ranks.once(output.metrics)
 
 
-def evaluate_objective(score: Score, micro_batches: Iterable[MicroBatch], objective: Objective) -> Metrics:
-    """Metric sums without gradient, over all micro-batches; a coupled loss sees them all at once."""
+def evaluate_objective(
+    score: Score, micro_batches: Iterable[MicroBatch], objective: Objective, ranks: DataRanks
+) -> Metrics:
+    """Metric sums without gradient, over the micro-batches of all ranks; a coupled loss sees them all at once."""
     with torch.no_grad():
         if objective.couples_pairs:
-            joined = concat_pairs([pair_logps(micro, score(micro.pairs)) for micro in micro_batches])
-            return objective(joined).metrics
-        metrics: dict[str, MetricSum] = {}
-        for micro in micro_batches:
-            metrics = merge_metrics([metrics, objective(pair_logps(micro, score(micro.pairs))).metrics])
-        return metrics
+            own = [pair_logps(micro, score(micro.pairs)) for micro in micro_batches]
+            joined = concat_pairs(ranks.gather_pairs(concat_pairs(own or [_no_pairs(objective)])))
+            metrics = ranks.once(objective(joined).metrics)
+        else:
+            metrics = {}
+            for micro in micro_batches:
+                metrics = merge_metrics([metrics, objective(pair_logps(micro, score(micro.pairs))).metrics])
+            metrics = metrics or objective(_no_pairs(objective)).metrics
+    return ranks.sum_metrics(metrics)[0]
 
 
 def pair_logps(micro: MicroBatch, policy: SidesLogps) -> PairLogps:
@@ -93,6 +107,18 @@ def _column(values: list[float], neutral: float, policy: SidesLogps) -> Tensor |
     if all(value == neutral for value in values):
         return None
     return torch.tensor(values, dtype=torch.float32, device=policy.chosen.values.device)
+
+
+def _no_pairs(objective: Objective) -> PairLogps:
+    """What the objective sees of an empty share: every metric by its name, with a count of 0."""
+    empty = torch.zeros(0)
+    side = ResponseLogps(empty, empty.long(), empty if objective.needs_log_collision else None)
+    sides = SidesLogps(side, side)
+    return PairLogps(sides, sides if objective.needs_reference else None)
+
+
+def _with_leaves(pairs: PairLogps) -> PairLogps:
+    return replace(pairs, policy=SidesLogps(_as_leaf(pairs.policy.chosen), _as_leaf(pairs.policy.rejected)))
 
 
 def _as_leaf(side: ResponseLogps) -> ResponseLogps:

@@ -1,6 +1,6 @@
 """The seam under the trainer: an engine takes micro-batches and an objective, and makes one optimizer step.
 
-The trainer knows no ranks beyond its share of the plan, no axes, no engine.
+The trainer knows its share of the plan among the data-parallel ranks, no axes, no engine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from thresher.data.batch import PairBatch
-from thresher.losses.metrics import MetricSum
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
-
-Metrics = dict[str, MetricSum]
+from thresher.strategies.ranks import DataRanks, Metrics
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,9 @@ class TrainStrategy(Scorer, Protocol):
         ...
 
     @property
-    def data_rank(self) -> int: ...
-
-    @property
-    def num_data_ranks(self) -> int: ...
+    def ranks(self) -> DataRanks:
+        """The copies of the policy that share every step."""
+        ...
 
     def train_step(
         self,
@@ -98,15 +95,14 @@ class TrainStrategy(Scorer, Protocol):
         num_pairs_in_step: int,
         learning_rate: float,
     ) -> StepOutcome:
-        """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer."""
+        """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer.
+
+        micro_batches are this rank's share; the outcome is that of the whole step, alike on every rank.
+        """
         ...
 
     def score_base(self, batch: PairBatch) -> SidesLogps:
         """Score with the adapter off."""
-        ...
-
-    def reduce(self, metrics: Metrics) -> Metrics:
-        """Add up the metrics of all data-parallel ranks."""
         ...
 
     def check_logps(self, batch: PairBatch) -> None:

@@ -1,10 +1,10 @@
-"""The native engine: plain torch on one device; parallel axes wrap the model before it gets here."""
+"""The native engine: plain torch on one device a rank; parallel axes wrap the model before it gets here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +22,8 @@ from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
 from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.strategy import Metrics, MicroBatch, StepOutcome, TokenCounts
+from thresher.strategies.ranks import DataRanks, Metrics
+from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,18 @@ class OptimizerSettings:
 
 
 class NativeTrain:
-    """A policy in training on one data-parallel rank."""
+    """A policy in training: one of several equal copies, or the only one."""
 
-    data_rank = 0
-    num_data_ranks = 1
-
-    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, optimizer: OptimizerSettings):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        compute_dtype: torch.dtype,
+        optimizer: OptimizerSettings,
+        ranks: DataRanks | None = None,
+    ):
         self.model = model
+        self.ranks = ranks or DataRanks()
         self._layout = layout
         self._infer = NativeInfer(model, layout, compute_dtype)
         self._pair_model = self._infer.pair_model
@@ -64,7 +70,10 @@ class NativeTrain:
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
         self._tokens = TokenCounts()
-        metrics = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        own = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        self.ranks.sum_gradients(list(self._names))
+        # from here on every rank has the same numbers, and so comes to the same decisions
+        metrics, tokens = self.ranks.sum_metrics(own, astuple(self._tokens))
         grad_norm = self._clip()
         skipped = not (math.isfinite(grad_norm) and math.isfinite(float(metrics["loss"].sum)))
         if not skipped:
@@ -72,14 +81,14 @@ class NativeTrain:
                 group["lr"] = learning_rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(self.reduce(metrics), grad_norm, skipped, self._tokens)
+        return StepOutcome(metrics, grad_norm, skipped, TokenCounts(*tokens))
 
     def compile(self) -> None:
         """Compile the layers; the first step of each kind takes long."""
         compile_layers(self._pair_model.backbone)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Metrics:
-        """Leave the step's gradient in the parameters."""
+        """Leave this rank's part of the step's gradient in the parameters."""
 
         def score(batch: PairBatch) -> SidesLogps:
             arranged = self._layout.arrange(batch)
@@ -89,7 +98,7 @@ class NativeTrain:
                 )
             return self._pair_model.score(arranged, with_log_collision=objective.needs_log_collision)
 
-        return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step)
+        return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step, self.ranks)
 
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
         return self._infer.score(batch, with_log_collision=with_log_collision)
@@ -97,9 +106,6 @@ class NativeTrain:
     def score_base(self, batch: PairBatch) -> SidesLogps:
         with without_adapter(self.model):
             return self._infer.score(batch)
-
-    def reduce(self, metrics: Metrics) -> Metrics:
-        return metrics
 
     def check_logps(self, batch: PairBatch) -> None:
         self._infer.check_logps(batch)

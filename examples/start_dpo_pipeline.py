@@ -1,0 +1,31 @@
+"""Run a DPO pipeline from a directory and the name of a config in it: `thresher train` as users of ROLL call it.
+
+    python examples/start_dpo_pipeline.py --config_path polite_smollm2 --config_name dpo_config [key=value ...]
+
+The directory is looked for here and beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from thresher.cli import main
+
+
+def config_file(directory: str, name: str) -> Path:
+    places = (Path(directory), Path(__file__).parent / directory)
+    found = next((place for place in places if place.is_dir()), places[0])
+    return found / f"{name.removesuffix('.yaml')}.yaml"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config_path", default="config", help="directory of the config")
+    parser.add_argument("--config_name", default="dpo_config", help="its name, with or without .yaml")
+    parser.add_argument("overrides", nargs="*", help="key=value ...")
+    arguments = parser.parse_args()
+    sys.argv = ["thresher", "train", str(config_file(arguments.config_path, arguments.config_name))]
+    sys.argv += arguments.overrides
+    main()

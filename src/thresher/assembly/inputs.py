@@ -1,0 +1,41 @@
+"""What a run works on before it has a model: objective, layout, pairs, plan. Every rank gets the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thresher.assembly.data import StoreBuilder, open_stores
+from thresher.assembly.objective import build_objective
+from thresher.assembly.run import build_layout
+from thresher.config import DPOConfig
+from thresher.data.plan import Plan, make_plan
+from thresher.data.store import PairStore
+from thresher.losses.objective import Objective
+from thresher.models.layouts import Layout
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Small enough to travel: a store goes as its path, and the other side maps its files again."""
+
+    objective: Objective
+    layout: Layout
+    train: PairStore
+    validation: PairStore | None
+    plan: Plan
+
+
+def open_inputs(config: DPOConfig, announce: Callable[[str], None], build_store: StoreBuilder) -> RunInputs:
+    """Build what needs no model, preparing pairs that are not yet there; a mistake is told in seconds."""
+    objective = build_objective(config)
+    tokenizer, layout = build_layout(config, announce)
+    train, validation = open_stores(config, tokenizer, announce, build_store)
+    plan = make_plan(
+        len(train),
+        seed=config.seed,
+        pairs_per_step=config.pairs_per_step,
+        max_steps=config.max_steps,
+        num_epochs=config.num_train_epochs,
+    )
+    return RunInputs(objective, layout, train, validation, plan)

@@ -1,0 +1,83 @@
+"""The loop of a run: steps, evaluations and checkpoints in one order, whoever makes the steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from thresher.trainer import Record
+
+
+class Trainable(Protocol):
+    """Who makes the steps: a trainer in this process, or a cluster of them."""
+
+    def run(self, until: int) -> Iterator[Record]:
+        """Train up to a step; yield what is to be logged, in order."""
+        ...
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate; empty where nothing is held out."""
+        ...
+
+    def save(self) -> object:
+        """Publish a checkpoint of the step that was reached."""
+        ...
+
+
+class MetricLog(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """When to evaluate and save. Zero means: at the end only."""
+
+    eval_steps: int = 0
+    save_steps: int = 0
+    eval_on_start: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands before its next step: steps done, and the last evaluation."""
+
+    step: int
+    last_evaluation: Mapping[str, float]
+
+
+def fit(
+    trainable: Trainable, standing: Standing, num_steps: int, settings: LoopSettings, log: MetricLog
+) -> dict[str, float]:
+    """Train to the end of the plan; return the last evaluation.
+
+    A checkpoint appears only when the metrics of all its steps are logged. A resumed run would miss them otherwise.
+    """
+    step, last = standing.step, dict(standing.last_evaluation)
+    if step == 0 and settings.eval_on_start:
+        last = _measure(trainable, step, log)
+    while step < num_steps:
+        next_evaluation = _next(settings.eval_steps, step, num_steps)
+        next_checkpoint = _next(settings.save_steps, step, num_steps)
+        step = min(next_evaluation, next_checkpoint)
+        for at, metrics in trainable.run(step):
+            log.log(at, metrics)
+        if step == next_evaluation:
+            last = _measure(trainable, step, log)
+        if step == next_checkpoint:
+            trainable.save()
+    return last
+
+
+def _next(every: int, step: int, num_steps: int) -> int:
+    """The first step after `step` at which something is due that is due every so many steps, and at the end."""
+    return min((step // every + 1) * every, num_steps) if every else num_steps
+
+
+def _measure(trainable: Trainable, step: int, log: MetricLog) -> dict[str, float]:
+    started = time.perf_counter()
+    measured = trainable.measure()
+    if measured:
+        log.log(step, measured | {"time/evaluate": time.perf_counter() - started})
+    return measured

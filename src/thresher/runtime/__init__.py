@@ -1,0 +1,46 @@
+"""Where a run runs: in this process, or on the workers of a Ray cluster. Ray is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from thresher.assembly.inputs import RunInputs
+from thresher.assembly.precompute import Announce, Progress
+from thresher.config import DPOConfig
+from thresher.loop import Standing, Trainable
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that is ready to begin; notes are lines for a person, place says on what it trains."""
+
+    trainable: Trainable
+    standing: Standing
+    reference_mode: str
+    place: str
+    notes: tuple[str, ...]
+    begin: Callable[[], None]
+
+
+class Runtime(Protocol):
+    """Start the trainers of a run; announce takes lines for a person, progress takes (what, done, total)."""
+
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started: ...
+
+
+def open_runtime(config: DPOConfig) -> AbstractContextManager[Runtime]:
+    """Take what the run needs of this machine or cluster, or refuse at once; leaving gives it back."""
+    if config.uses_ray:
+        from thresher.runtime.environment import set_environment
+
+        set_environment(config.ray_address)
+        from thresher.runtime.ray_runtime import open_ray_runtime
+
+        return open_ray_runtime(config)
+    from thresher.runtime.local import open_local_runtime
+
+    return open_local_runtime(config)

@@ -1,0 +1,122 @@
+"""Cluster: the workers of one role as Ray actors, called together; the first failure of any is the failure of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from thresher.errors import UserError
+from thresher.runtime.resources import ResourceManager
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the workers of a role have in common; ranks that compute together join one process group."""
+
+    role: str
+    joins_process_group: bool
+
+
+class Cluster:
+    """Start a worker at each place of a role.
+
+    A survivor of a group would wait for a dead peer until a time-out, so the first failure ends them all, and it
+    reaches the caller as the worker's own message.
+    """
+
+    def __init__(self, name: str, worker_cls: type, resource_manager: ResourceManager, worker_config: WorkerConfig):
+        self.name = name
+        places = resource_manager.places(worker_config.role)
+        remote = ray.remote(worker_cls)
+        self.workers = [
+            remote.options(
+                num_cpus=place.num_cpus,
+                num_gpus=place.num_gpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=resource_manager.group(place.owner), placement_group_bundle_index=place.bundle
+                ),
+            ).remote(rank, len(places), place.threads, str(Path.cwd()))
+            for rank, place in enumerate(places)
+        ]
+        if worker_config.joins_process_group:
+            address = self.wait([(0, self.workers[0].host_meeting.remote())])[0]
+            self.call("join", address)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of every worker; return their answers by rank."""
+        return self.wait(self.submit(method, *arguments))
+
+    def submit(self, method: str, *arguments: object) -> list[tuple[int, Any]]:
+        """Begin a call of every worker, to be awaited with `wait`."""
+        return [(rank, getattr(worker, method).remote(*arguments)) for rank, worker in enumerate(self.workers)]
+
+    def wait(self, calls: Sequence[tuple[int, Any]], on_done: Callable[[int], None] = lambda done: None) -> list[Any]:
+        """Wait for calls, given with the rank that runs each; on_done hears how many are finished."""
+        ranks = {ref: rank for rank, ref in calls}
+        pending = list(ranks)
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1)
+            for ref in ready:
+                self._get(ref, ranks[ref])
+            on_done(len(calls) - len(pending))
+        return [self._get(ref, rank) for rank, ref in calls]
+
+    def stream(self, method: str, others_method: str, *arguments: object) -> Iterator[Any]:
+        """Yield what a generator method of rank 0 yields, while the other ranks run theirs."""
+        first, *others = self.workers
+        stream = getattr(first, method).options(num_returns="streaming").remote(*arguments)
+        ranks = {getattr(worker, others_method).remote(*arguments): rank for rank, worker in enumerate(others, start=1)}
+        pending = [stream, *ranks]
+        while pending:
+            (ready,), pending = ray.wait(pending, num_returns=1)
+            if ready is not stream:
+                self._get(ready, ranks[ready])
+                continue
+            try:
+                record = next(stream)
+            except StopIteration:
+                continue
+            pending.append(stream)
+            yield self._get(record, 0)
+
+    def close(self) -> None:
+        """End every worker at once."""
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+
+    def _get(self, ref: Any, rank: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayError as error:
+            self.close()
+            _fail(error, f"{self.name} worker {rank} of {len(self.workers)}")
+
+
+class WorkerError(RuntimeError):
+    """A defect of ours in a worker; the text holds the worker's traceback."""
+
+
+def _fail(error: RayError, worker: str) -> NoReturn:
+    """Raise a worker's failure here: a mistake that a person can mend as it is, anything else with who and where."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, UserError):
+        raise cause from None
+    if isinstance(error, RayActorError):
+        # of a worker that could not be made, the last line says why; of one that was lost, the first
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1 if "creation task" in lines[0] else 0].strip()
+        raise UserError(
+            f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and go on "
+            "with resume_from_checkpoint=auto"
+        ) from None
+    raise WorkerError(f"{worker} failed: {error}") from None

@@ -1,0 +1,22 @@
+"""What Ray must find in the environment before it is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # a worker without GPUs keeps its CUDA_VISIBLE_DEVICES, as Ray will do by itself one day
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+# Ray's switch for systems without clusters: addresses are then 127.0.0.1 and its servers listen nowhere else
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def set_environment(address: str | None) -> None:
+    """Tell Ray how to start, before it is imported: it reads this once. What a person has set stays."""
+    if "ray" not in sys.modules:
+        for name, value in (_ENVIRONMENT | ({} if address else _LOOPBACK)).items():
+            os.environ.setdefault(name, value)

@@ -1,0 +1,51 @@
+"""A run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thresher.assembly.data import probe_pairs
+from thresher.assembly.engines import build_policy
+from thresher.assembly.inputs import RunInputs
+from thresher.assembly.precompute import Announce, Progress
+from thresher.assembly.reference import build_reference_parts
+from thresher.assembly.trainer import build_trainer, check_policy
+from thresher.config import DPOConfig
+from thresher.loop import Standing
+from thresher.runtime import Started
+
+
+@dataclass(frozen=True)
+class LocalRuntime:
+    """The trainer is the only rank of one."""
+
+    config: DPOConfig
+
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
+        """Load the models, check them on real pairs, and go on from a checkpoint."""
+        policy = build_policy(self.config, inputs.layout)
+        check_policy(self.config, inputs, policy)
+        reference = build_reference_parts(
+            self.config,
+            inputs.objective,
+            policy,
+            inputs.layout,
+            inputs.plan,
+            inputs.train,
+            inputs.validation,
+            probe_pairs(inputs.train),
+            progress,
+            announce,
+        )
+        parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
+        standing = Standing(parts.trainer.state.step, parts.trainer.last_evaluation)
+        return Started(parts.trainer, standing, reference.mode, str(policy.device), parts.notes, parts.begin)
+
+
+@contextlib.contextmanager
+def open_local_runtime(config: DPOConfig) -> Iterator[LocalRuntime]:
+    """Give the runtime of one process, which takes nothing and leaves nothing."""
+    yield LocalRuntime(config)

@@ -1,0 +1,162 @@
+"""A run on Ray: a cluster for the policy, one for the reference where it works on its own, and the order of events."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thresher.assembly.inputs import RunInputs
+from thresher.assembly.objective import build_objective
+from thresher.assembly.precompute import Announce, Progress
+from thresher.assembly.reference import frozen_files_digest, reference_mode
+from thresher.config import DPOConfig
+from thresher.config.roles import RoleConfig
+from thresher.reference.modes import Mode
+from thresher.reference.upkeep import cache_root
+from thresher.runtime import Started
+from thresher.runtime.cluster import Cluster, WorkerConfig
+from thresher.runtime.placement import RoleDemand
+from thresher.runtime.remote_reference import ReferenceLink, cached_splits
+from thresher.runtime.resources import ResourceManager
+from thresher.runtime.session import ray_session
+from thresher.runtime.workers import ActorWorker, ReferenceWorker
+from thresher.trainer import Record
+
+
+@dataclass(frozen=True)
+class RayTrainers:
+    """All ranks of the policy as one trainable: every call goes to all, rank 0 answers."""
+
+    cluster: Cluster
+
+    def run(self, until: int) -> Iterator[Record]:
+        return self.cluster.stream("run", "follow", until)
+
+    def measure(self) -> dict[str, float]:
+        measured: dict[str, float] = self.cluster.call("measure")[0]
+        return measured
+
+    def save(self) -> None:
+        self.cluster.call("save")
+
+
+class RayRuntime:
+    """Start the clusters of a run and bring them to the first step."""
+
+    def __init__(self, config: DPOConfig, mode: Mode, resources: ResourceManager):
+        self._config = config if mode != "precompute" else _with_cache_place(config)
+        self._mode = mode
+        self._resources = resources
+        self.policy: Cluster | None = None
+        self.reference: Cluster | None = None
+
+    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
+        """Load the models everywhere at once, link the clusters, and go on from a checkpoint."""
+        config, mode = self._config, self._mode
+        weights = frozen_files_digest(config, mode)
+        # clusters that are there already serve the next run as well
+        policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
+        loading = policy.submit("load", config, inputs)
+        num_found, num_missing = _count_cached(config, inputs, weights, announce) if mode == "precompute" else (0, 0)
+        workers: tuple[Any, ...] = ()
+        if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
+            reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
+            self.reference = reference
+            reference.call("load", config, inputs)
+            hidden_size = policy.wait(loading)[0]
+            reference.call("serve", hidden_size, len(policy))
+            workers = tuple(reference.workers)
+        policy.wait(loading)
+        reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
+        report = reports[0]
+
+        def begin() -> None:
+            seconds_per_pair = None
+            if mode == "precompute" and report.standing.step < inputs.plan.num_steps:
+                seconds_per_pair = self._score_missing(str(weights), progress) / inputs.plan.num_visits
+                announce(f"reference: {num_found:,} pairs from the cache, {num_missing:,} scored by its workers")
+            if mode == "precompute":
+                self._release_reference()
+            policy.call("begin", seconds_per_pair)
+
+        num_nodes = len({each.node_id for each in reports})
+        place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
+        notes = (*report.notes, *self._idle_workers())
+        return Started(RayTrainers(policy), report.standing, report.reference_mode, place, notes, begin)
+
+    def close(self) -> None:
+        """End every worker."""
+        for cluster in (self.policy, self.reference):
+            if cluster is not None:
+                cluster.close()
+
+    def _idle_workers(self) -> list[str]:
+        if self._mode != "concurrent" or reference_has_workers(self._config, self._mode):
+            return []
+        return [
+            f"reference.{name} has no effect here: a synced reference lives in the policy's workers"
+            for name in self._config.reference.turned("device_mapping", "num_workers")
+        ]
+
+    def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
+        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group))
+
+    def _score_missing(self, weights: str, progress: Progress) -> float:
+        """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
+        started = time.perf_counter()
+        if self.reference is not None:
+            for what, done, total in self.reference.stream("score_missing", "score_missing_quietly", weights):
+                progress(f"scoring the reference: {what} pairs, blocks of the first worker", done, total)
+        return time.perf_counter() - started
+
+    def _release_reference(self) -> None:
+        if self.reference is not None:
+            self.reference.close()
+            self.reference = None
+        self._resources.release("reference")
+
+
+def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None, announce: Announce) -> tuple[int, int]:
+    """Say how many of the run's pairs the cache has and how many it lacks: without a gap nobody loads the reference."""
+    both = cached_splits(config, inputs, str(weights), torch.device("cpu"), announce)
+    splits = [split for split in both if split is not None]
+    num_missing = sum(split.num_missing for split in splits)
+    return sum(split.num_pairs for split in splits) - num_missing, num_missing
+
+
+def _with_cache_place(config: DPOConfig) -> DPOConfig:
+    """Say where the cache is: a worker's environment need not be the driver's."""
+    place = str(cache_root(config.reference.cache_dir).resolve())
+    return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": place})})
+
+
+def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:
+    """A synced reference follows the policy's weights, so it lives in the policy's own workers."""
+    return mode == "precompute" or (mode == "concurrent" and config.reference.sync_steps is None)
+
+
+@contextlib.contextmanager
+def open_ray_runtime(config: DPOConfig) -> Iterator[RayRuntime]:
+    """Connect, reserve what the roles ask for, and give it all back at the end."""
+    mode = reference_mode(config, build_objective(config))
+    roles = [_demand("actor_train", config.actor_train)]
+    if reference_has_workers(config, mode):
+        roles.append(_demand("reference", config.reference))
+    with ray_session(config.ray_address):
+        resources = ResourceManager(roles, config.num_gpus_per_node, at_once=mode == "concurrent")
+        runtime = RayRuntime(config, mode, resources)
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+            resources.close()
+
+
+def _demand(name: str, role: RoleConfig) -> RoleDemand:
+    return RoleDemand(name, tuple(role.device_mapping or ()), role.num_processes)

@@ -1,0 +1,85 @@
+"""ResourceManager: the devices and cores of a run, reserved on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from thresher.errors import UserError
+from thresher.runtime.placement import Node, Place, RoleDemand, bundles_of, place_roles
+
+# nodes that are there give their resources within a second; longer means that somebody else holds them
+_SECONDS_TO_RESERVE = 60.0
+
+
+class ResourceManager:
+    """Reserve what every role asks for, each bundle on the node that its device ids say.
+
+    An impossible wish is refused here, before anything is started.
+    """
+
+    def __init__(self, roles: Sequence[RoleDemand], devices_per_node: int | None, *, at_once: bool):
+        self._places = place_roles(alive_nodes(), roles, devices_per_node, at_once=at_once)
+        self._groups: dict[str, Any] = {}
+        try:
+            for role in roles:
+                self._reserve(role.name)
+        except BaseException:
+            self.close()
+            raise
+
+    def places(self, role: str) -> list[Place]:
+        return self._places[role]
+
+    def group(self, owner: str) -> Any:
+        """The placement group that holds the bundles of a role."""
+        return self._groups[owner]
+
+    def release(self, role: str) -> None:
+        """Give back what only this role used; what it shares with others stays."""
+        if role in self._groups:
+            remove_placement_group(self._groups.pop(role))
+
+    def close(self) -> None:
+        for role in list(self._groups):
+            self.release(role)
+
+    def _reserve(self, owner: str) -> None:
+        bundles = bundles_of(owner, self._places)
+        if not bundles:
+            return
+        # device ids name nodes, so each bundle says which node it must lie on
+        selectors = [{"ray.io/node-id": node.node_id} for node, _ in bundles]
+        group = placement_group([amounts for _, amounts in bundles], strategy="PACK", bundle_label_selector=selectors)
+        self._groups[owner] = group
+        if not group.wait(_SECONDS_TO_RESERVE):
+            free = {name: ray.available_resources().get(name, 0.0) for name in ("GPU", "CPU")}
+            asked = {name: sum(amounts.get(name, 0.0) for _, amounts in bundles) for name in free}
+            raise UserError(
+                f"{owner} asks for {asked['GPU']:g} GPUs and {asked['CPU']:g} CPUs, which are there, but other work "
+                f"holds them ({free['GPU']:g} and {free['CPU']:g} are free); wait for it, or name other devices"
+            )
+
+
+def alive_nodes() -> list[Node]:
+    """The nodes of the cluster in the order in which device ids count them: the head first, then by address."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(
+        key=lambda node: (
+            "node:__internal_head__" not in node["Resources"],
+            node["NodeManagerAddress"],
+            node["NodeID"],
+        )
+    )
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"].get("CPU", 0.0),
+            int(node["Resources"].get("GPU", 0)),
+        )
+        for node in alive
+    ]

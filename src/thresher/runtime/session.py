@@ -1,0 +1,46 @@
+"""A Ray session for the length of a run: a cluster that is there, or one of our own on this machine.
+
+Ray of our own listens on loopback only, asks for a token and reports to nobody; `environment` sees to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import ray
+
+from thresher.errors import UserError
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start one here; a session that the process already has is kept."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if address is None:
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _knock(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        where = f"the Ray cluster at {address}" if address else "Ray on this machine"
+        raise UserError(
+            f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH names "
+            "the cluster's token"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Fail within seconds where nobody listens: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()

@@ -1,0 +1,188 @@
+"""The processes of a cluster: ActorWorker is one rank of the policy, ReferenceWorker scores for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from thresher.assembly.data import probe_pairs
+from thresher.assembly.engines import build_policy, build_reference
+from thresher.assembly.inputs import RunInputs
+from thresher.assembly.run import build_micro_batching
+from thresher.assembly.trainer import RankParts, build_trainer, check_policy
+from thresher.checkpoint.manifest import read_manifest
+from thresher.config import DPOConfig
+from thresher.data.micro_batches import MicroBatching
+from thresher.data.plan import PairIds
+from thresher.data.store import PairStore
+from thresher.loop import Standing
+from thresher.losses.pairs import SidesLogps
+from thresher.observe.step_clock import NUM_SPANS, Span
+from thresher.runtime.logps_transport import FlatLogps, flatten
+from thresher.runtime.process_group import Address, host_meeting, join_group
+from thresher.runtime.remote_reference import ReferenceLink, cached_splits, linked_reference, look_up_again
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.ranks import DataRanks
+from thresher.trainer import Record, evaluation_batches
+
+_SECONDS_BETWEEN_NEWS = 2.0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank of the policy says before its first step."""
+
+    standing: Standing
+    reference_mode: str
+    device: str
+    node_id: str
+    notes: tuple[str, ...]
+
+
+class ActorWorker:
+    """One rank of the policy: its trainer, built by the same functions as in one process, and called from afar."""
+
+    def __init__(self, rank: int, size: int, threads: int, directory: str):
+        start_process(threads, directory)
+        self._rank, self._size = rank, size
+        self._meeting: TCPStore | None = None
+        self._ranks = DataRanks()
+        self._config: DPOConfig
+        self._inputs: RunInputs
+        self._policy: NativeTrain
+        self._parts: RankParts
+
+    def host_meeting(self) -> Address:
+        """Open the address at which all ranks meet."""
+        self._meeting, address = host_meeting(self._size)
+        return address
+
+    def join(self, address: Address) -> None:
+        self._ranks = join_group(self._rank, self._size, address, self._meeting)
+
+    def load(self, config: DPOConfig, inputs: RunInputs) -> int:
+        """Load the policy and check it on real pairs; return its hidden size, which decides how steps are cut."""
+        self._config, self._inputs = config, inputs
+        self._policy = build_policy(config, inputs.layout, device=own_device(), ranks=self._ranks)
+        check_policy(config, inputs, self._policy)
+        return self._policy.hidden_size
+
+    def build(self, checkpoint: Path | None, link: ReferenceLink) -> RankReport:
+        """Make the trainer, and go on from a checkpoint where there is one."""
+        config, inputs, policy = self._config, self._inputs, self._policy
+        first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
+        reference = linked_reference(config, inputs, policy, link, first_step)
+        self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
+        trainer = self._parts.trainer
+        standing = Standing(trainer.state.step, trainer.last_evaluation)
+        node_id = ray.get_runtime_context().get_node_id()
+        return RankReport(standing, reference.mode, str(policy.device), node_id, self._parts.notes)
+
+    def begin(self, seconds_per_pair: float | None) -> None:
+        """Check step 0; seconds_per_pair is what reference workers spent in advance, None where they did nothing."""
+        if seconds_per_pair is not None:
+            look_up_again(self._parts.reference, self._config, seconds_per_pair)
+        self._parts.begin()
+
+    def run(self, until: int) -> Iterator[Record]:
+        """Train up to a step, yielding what is to be logged."""
+        yield from self._parts.trainer.run(until)
+
+    def follow(self, until: int) -> None:
+        """Train up to a step; rank 0 tells the metrics, which are those of all ranks."""
+        deque(self._parts.trainer.run(until), maxlen=0)
+
+    def measure(self) -> dict[str, float]:
+        return self._parts.trainer.measure()
+
+    def save(self) -> None:
+        self._parts.trainer.save()
+
+    def spans(self) -> list[Span]:
+        """When this rank trained, step by step."""
+        return list(self._parts.trainer.spans)
+
+
+class ReferenceWorker:
+    """A copy of the frozen model that scores into the cache, or the shares of coming steps."""
+
+    def __init__(self, rank: int, size: int, threads: int, directory: str):
+        start_process(threads, directory)
+        self._rank, self._size = rank, size
+        self._spans: deque[Span] = deque(maxlen=NUM_SPANS)
+        self._config: DPOConfig
+        self._inputs: RunInputs
+        self._reference: NativeInfer
+        self._micro_batching: MicroBatching
+        self._num_ranks: int
+
+    def load(self, config: DPOConfig, inputs: RunInputs) -> None:
+        """Load the reference and check it on real pairs."""
+        self._config, self._inputs = config, inputs
+        self._reference = build_reference(config, inputs.layout, device=own_device())
+        self._reference.check_logps(probe_pairs(inputs.train))
+
+    def score_missing(self, weights: str) -> Iterator[tuple[str, int, int]]:
+        """Score this worker's share of the blocks that the cache lacks; yield (what, done, total) now and then."""
+        train, validation = cached_splits(self._config, self._inputs, weights, own_device())
+        shown = time.monotonic()
+        for what, split in (("training", train), ("held-out", validation)):
+            if split is None:
+                continue
+            for done, total in split.scoring(self._reference.score, rank=self._rank, num_ranks=self._size):
+                if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
+                    shown = time.monotonic()
+                    yield what, done, total
+
+    def score_missing_quietly(self, weights: str) -> None:
+        deque(self.score_missing(weights), maxlen=0)
+
+    def serve(self, policy_hidden_size: int, num_ranks: int) -> None:
+        """Learn how the policy cuts its steps, so that both derive the same shares."""
+        config, inputs = self._config, self._inputs
+        self._micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy_hidden_size)
+        self._num_ranks = num_ranks
+
+    def score_step(self, step: int, rank: int) -> FlatLogps:
+        """Score a rank's share of a step."""
+        started = time.time()
+        batches = self._micro_batching.cut(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
+        flat = flatten([self._score(self._inputs.train, ids) for ids in batches])
+        self._spans.append(Span("reference", step, started, time.time()))
+        return flat
+
+    def score_held_out(self, batch: int, rank: int) -> FlatLogps:
+        """Score one of a rank's evaluation batches."""
+        store, size = self._inputs.validation, self._config.actor_train.training_args.pairs_per_eval_batch
+        if store is None:
+            raise ValueError("there are no held-out pairs to score")
+        return flatten([self._score(store, evaluation_batches(len(store), size, rank, self._num_ranks)[batch])])
+
+    def spans(self) -> list[Span]:
+        """When this worker scored which step."""
+        return list(self._spans)
+
+    def _score(self, store: PairStore, ids: PairIds) -> SidesLogps:
+        return self._reference.score(store.read(ids))
+
+
+def start_process(threads: int, directory: str) -> None:
+    """Compute with so many threads, and read relative paths as the driver does, where its directory is here as well."""
+    torch.set_num_threads(threads)
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(directory)
+
+
+def own_device() -> torch.device:
+    """Ray shows a worker the one GPU that it may use; where there is none, or torch cannot reach it, it is the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,142 @@
+"""The data-parallel ranks of a run: which of them we are, and the few things that they do together.
+
+One process is the only rank of one. Nothing is sent then, and no other code can tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thresher.losses.metrics import MetricSum
+from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+
+T = TypeVar("T")
+Metrics = dict[str, MetricSum]
+# numbers in one message: large enough to keep a network busy, small beside the gradient itself
+_BUCKET_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """`size` copies of the policy, each with a share of every step.
+
+    group is the process group that connects them, with gloo for host memory and, on GPUs, NCCL for device memory.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave the sum over all ranks in every gradient: the loss is divided by the pairs of the whole step.
+
+        DistributedDataParallel would average, and reduce inside the one backward that micro-batches do not have.
+        """
+        if self.size == 1:
+            return
+        # a parameter that no rank has a gradient of keeps none, as in one process: AdamW would decay it
+        holders, _ = self._sum([float(p.grad is not None) for p in parameters], [])
+        gradients = []
+        for parameter, num_holders in zip(parameters, holders, strict=True):
+            if num_holders:
+                # a rank without pairs in this step adds nothing
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([gradient.reshape(-1).to(wide) for gradient in bucket])
+            dist.all_reduce(flat, group=self.group)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def sum_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
+        """Add up metrics and whole numbers over all ranks, in one message; every rank has the same names."""
+        if self.size == 1:
+            return metrics, list(counts)
+        flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
+        sums, total = self._sum(flat, counts)
+        return {
+            name: MetricSum(sums[at], sums[at + 1]) for name, at in zip(metrics, range(0, len(sums), 2), strict=True)
+        }, total
+
+    def once(self, metrics: Metrics) -> Metrics:
+        """Keep what all ranks have measured alike on one of them, so that their sum counts it once."""
+        return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
+
+    def gather_pairs(self, own: PairLogps) -> list[PairLogps]:
+        """Give every rank the pairs of all ranks, in the order of the ranks; no gradient passes."""
+        if self.size == 1:
+            return [own]
+        device = own.policy.chosen.values.device
+        parts = [self._gather_ragged(tensor) for tensor in _tensors(own)]
+        return [_pairs([part[rank].to(device) for part in parts], own) for rank in range(self.size)]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Bring one value of every rank to rank 0; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values
+
+    def _sum(self, numbers: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
+        # fp64 is exact for whole numbers to 2**53, so counts travel with the rest
+        vector = torch.tensor([*numbers, *map(float, counts)], dtype=torch.float64)
+        dist.all_reduce(vector, group=self.group)
+        sums = vector.tolist()
+        return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
+
+    def _gather_ragged(self, own: Tensor) -> list[Tensor]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=own.dtype)
+        padded[: own.numel()] = own.detach().cpu()
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group neighbours of one dtype into messages of bounded size."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        size = sum(held.numel() for held in bucket)
+        if bucket and (size + gradient.numel() > _BUCKET_NUMBERS or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sides(pairs: PairLogps) -> list[ResponseLogps]:
+    models = [pairs.policy] if pairs.reference is None else [pairs.policy, pairs.reference]
+    return [side for model in models for side in (model.chosen, model.rejected)]
+
+
+def _tensors(pairs: PairLogps) -> list[Tensor]:
+    """Every tensor of some pairs; an absent column is empty. Its inverse is `_pairs`."""
+    tensors = []
+    for side in _sides(pairs):
+        tensors += [side.values, side.lengths]
+        tensors += [] if side.log_collision is None else [side.log_collision]
+    empty = pairs.policy.chosen.values.new_zeros(0)
+    return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
+
+
+def _pairs(tensors: list[Tensor], like: PairLogps) -> PairLogps:
+    remaining = iter(tensors)
+    sides = [
+        ResponseLogps(next(remaining), next(remaining), None if side.log_collision is None else next(remaining))
+        for side in _sides(like)
+    ]
+    models = [SidesLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]
+    weight, margin = (column if column.numel() else None for column in remaining)
+    return PairLogps(models[0], models[1] if len(models) == 2 else None, weight, margin)

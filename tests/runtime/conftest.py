@@ -1,0 +1,58 @@
+"""One Ray session, started as a run starts it, and the small models and pairs that all tests here train on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import make_base
+
+from thresher.runtime.environment import set_environment
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make_base(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let Ray find what a run would tell it, and a token of its own, so that none is written into a home directory."""
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+    set_environment(None)
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """Ray on this machine, with cores enough for several clusters at once; runs find it and leave it as it is."""
+    import ray
+
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference_cluster(ray_here) -> Iterator[Any]:
+    """One worker of the reference that serves all runs of a module."""
+    from thresher.runtime.cluster import Cluster, WorkerConfig
+    from thresher.runtime.placement import RoleDemand
+    from thresher.runtime.resources import ResourceManager
+    from thresher.runtime.workers import ReferenceWorker
+
+    resources = ResourceManager([RoleDemand("reference", (), 1)], None, at_once=True)
+    cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference", joins_process_group=False))
+    yield cluster
+    cluster.close()
+    resources.close()
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> dict[str, str]:
+    return {"output_dir": str(tmp_path / "out")}

@@ -1,0 +1,128 @@
+"""Small runs through the whole pipeline: a model, its tokenizer and pairs of words, all made of noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from thresher.assembly.inputs import RunInputs, open_inputs
+from thresher.assembly.objective import build_objective
+from thresher.assembly.reference import reference_mode
+from thresher.config import DPOConfig, parse_config
+from thresher.data.prepare import prepare
+
+VOCAB = 64
+# what depends on the clock or the process, and not on the numbers of a run
+NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+
+
+def save_small_model(directory: Path, seed: int) -> Path:
+    """Write a Llama of two layers with random weights, and a tokenizer whose words are w4 to w63."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(directory)
+    return directory
+
+
+def write_rows(path: Path, count: int, seed: int) -> Path:
+    """Write pairs of random words, 1 to 4 in a prompt and 1 to 9 in a response."""
+    draw = np.random.default_rng(seed)
+
+    def words(most: int) -> str:
+        return " ".join(f"w{i}" for i in draw.integers(4, VOCAB, draw.integers(1, most + 1)))
+
+    rows = [{"prompt": words(4) + " ", "chosen": words(9), "rejected": words(9)} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested changes over nested values."""
+    return {**base} | {
+        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in changes.items()
+    }
+
+
+def make_base(directory: Path) -> dict[str, Any]:
+    """Four steps over 21 pairs: three of 6, and a last one of 3, fewer than 4 ranks; 3 pairs are held out.
+
+    Policy and reference are different models, so that no margin is rounding noise around 0.
+    """
+    policy, reference = (save_small_model(directory / name, seed) for seed, name in enumerate(("policy", "reference")))
+    data = {"template": "raw"}
+    return {
+        "pretrain": str(policy),
+        "max_steps": 4,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "sequence_length": 64,
+        "track_with": [],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": str(write_rows(directory / "train.jsonl", 21, 0)), **data},
+            "training_args": {
+                "learning_rate": 0.01,
+                "global_batch_size": 6,
+                "per_device_train_batch_size": 2,
+                "lr_scheduler_type": "linear",
+                "adam_epsilon": 1e-3,  # the default would blow rounding noise up to the size of an effect
+            },
+        },
+        "reference": {"model_args": {"model_name_or_path": str(reference)}, "infer_batch_size": 4},
+        "validation": {"data_args": {"file_name": str(write_rows(directory / "held_out.jsonl", 3, 1)), **data}},
+    }
+
+
+def open_small_inputs(values: Mapping[str, Any]) -> tuple[DPOConfig, RunInputs]:
+    config = parse_config(values)
+    return config, open_inputs(config, lambda line: None, prepare)
+
+
+def mode_of(config: DPOConfig) -> str:
+    return reference_mode(config, build_objective(config))
+
+
+def metric_log(output: Path) -> list[dict[str, float]]:
+    """The records of a run without what cannot be repeated."""
+    records = [json.loads(line) for line in (output / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith(NOT_REPEATABLE)} for record in records]
+
+
+def last_weights(output: Path) -> dict[str, torch.Tensor]:
+    newest = max((output / "checkpoints").iterdir())
+    return load_file(newest / "weights.safetensors")
+
+
+def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """Every logged metric and every final weight agree."""
+    ours, theirs = metric_log(one), metric_log(other)
+    assert [record.keys() for record in ours] == [record.keys() for record in theirs]
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(yours, rel=tolerance, abs=tolerance)
+    weights, others = last_weights(one), last_weights(other)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], atol=tolerance, rtol=0, msg=name)

@@ -1,0 +1,100 @@
+"""The same run in one process and on 1, 2 and 4 Ray workers: every metric and every weight agree.
+
+The last step has 3 pairs and 3 are held out, so that the fourth of 4 workers has an empty share of both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_runs import assert_same_run, last_weights, merge, metric_log, mode_of, open_small_inputs
+
+from thresher.assembly.run import build_tracking, loop_settings, track
+from thresher.config import parse_config
+from thresher.loop import fit
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+LORA = {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}}
+NO_REFERENCE = {"reference": {"model_args": {"model_name_or_path": None}, "infer_batch_size": 8}}
+CONCURRENT = {"reference": {"mode": "concurrent", "infer_batch_size": 8}}
+CASES = {
+    "sigmoid, all weights": {},
+    "ipo, all weights": {"pref_loss": "ipo"},
+    "orpo, all weights": {"pref_loss": "orpo"} | NO_REFERENCE,
+    "simpo, all weights": {"pref_loss": "simpo"} | NO_REFERENCE,
+    "sigmoid, lora": LORA,
+    "ipo, lora": {"pref_loss": "ipo"} | LORA,
+    "orpo, lora": {"pref_loss": "orpo"} | LORA | NO_REFERENCE,
+    "simpo, lora": {"pref_loss": "simpo"} | LORA | NO_REFERENCE,
+    "the adapter's base as reference": LORA | NO_REFERENCE,
+    "aot couples all pairs of a step": {"pref_loss": "aot"},
+    "bco_pair carries state from step to step": {"pref_loss": "bco_pair"},
+    "a synced reference": {"reference": {"sync_steps": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def in_process(base, tmp_path_factory):
+    """Run a case in this process, once."""
+    known: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp("local")
+            values = merge(merge(base, CASES[name]), {"output_dir": str(known[name])})
+            DPOPipeline(parse_config(values)).run()
+        return known[name]
+
+    return run
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size} workers")
+def on_workers(request, reference_cluster, base, tmp_path_factory):
+    """Run cases on one cluster of workers, which serves them one after the other.
+
+    Their reference is scored by a worker of its own, some steps ahead; the one process has it in a table.
+    """
+    from thresher.runtime.placement import RoleDemand
+    from thresher.runtime.ray_runtime import RayRuntime
+    from thresher.runtime.resources import ResourceManager
+
+    size = request.param
+    resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
+    clusters: list = []
+
+    def run(name: str) -> Path:
+        output = tmp_path_factory.mktemp("ray")
+        workers = {"output_dir": str(output), "runtime": "ray", "actor_train": {"num_workers": size}}
+        config, inputs = open_small_inputs(merge(merge(base, CASES[name]), workers))
+        if mode_of(config) == "precompute":
+            config, inputs = open_small_inputs(merge(merge(base, CASES[name]), merge(workers, CONCURRENT)))
+        runtime = RayRuntime(config, mode_of(config), resources)
+        runtime.policy, runtime.reference = clusters[0] if clusters else None, reference_cluster
+        started = runtime.start(inputs, None, print, print)
+        clusters[:] = [runtime.policy]
+        started.begin()
+        trackers = build_tracking(config, None)
+        with track(trackers, config, inputs.plan, resume_step=None):
+            fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), trackers)
+        return output
+
+    yield run
+    for cluster in clusters:
+        cluster.close()
+    resources.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workers_make_the_run_of_one_process(in_process, on_workers, name):
+    alone = in_process(name)
+    assert_same_run(on_workers(name), alone)
+
+
+def test_the_runs_that_are_compared_learn_something(in_process):
+    losses = [record["loss"] for record in metric_log(in_process("sigmoid, all weights")) if "loss" in record]
+    assert len(losses) == 4
+    assert losses[-1] != pytest.approx(losses[0], abs=1e-2)
+    assert last_weights(in_process("sigmoid, lora"))

@@ -1,0 +1,218 @@
+"""Whole runs on Ray through the pipeline: the reference in all its modes, resuming, and what a failure tells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import assert_same_run, merge, metric_log, mode_of, open_small_inputs
+
+from thresher.config import parse_config
+from thresher.errors import UserError
+from thresher.loop import fit
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
+
+
+def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
+    """Run a config to its end; return what a person was told."""
+    lines: list[str] = []
+    config = parse_config({**values, "output_dir": str(output)})
+    DPOPipeline(config, announce=lines.append, console=console).run()
+    return lines
+
+
+class FreeCores:
+    """A tracker that notes how many cores nobody has reserved while the policy trains."""
+
+    name = "console"
+
+    def __init__(self) -> None:
+        self.most = 0.0
+
+    def start(self, run: object, resume_step: int | None) -> None:
+        pass
+
+    def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
+        import ray
+
+        deadline = time.monotonic() + 10  # Ray gives resources back some moments after it was asked to
+        while self.most < 14 and time.monotonic() < deadline:
+            self.most = max(self.most, ray.available_resources()["CPU"])
+            time.sleep(0.1)
+
+    def close(self, status: str) -> None:
+        pass
+
+    def print(self, message: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory) -> Path:
+    """The run in one process, its reference scored by a plain forward at the moment of need."""
+    output = tmp_path_factory.mktemp("alone")
+    run(merge(base, {"reference": {"mode": "concurrent", "infer_batch_size": 8}}), output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def on_two(base, ray_here, tmp_path_factory) -> tuple[Path, list[str], FreeCores]:
+    """The run on two workers, its reference scored in advance by two more."""
+    output, free = tmp_path_factory.mktemp("two"), FreeCores()
+    reference = {"num_workers": 2, "mode": "precompute", "cache_dir": str(output / "cache")}
+    changes = {"reference": reference, "track_with": ["console"]}
+    with contextlib.chdir(output.parent):  # relative paths mean the same to workers
+        return output, run(merge(merge(base, TWO), changes), Path(output.name), free), free
+
+
+def test_a_reference_that_workers_score_in_advance_equals_a_plain_forward(alone, on_two):
+    output, lines, _ = on_two
+    assert_same_run(output, alone)
+    assert lines[-2].endswith("reference: precompute; layout: shared; on 2 x cpu on 1 node")
+    assert lines[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
+
+
+def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on_two):
+    assert on_two[2].most == 14  # of 16; two workers of the policy have one each
+
+
+def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
+    """With dropout, each rank must go on with its own random stream."""
+    lora = {"model_args": {"lora_rank": 4, "lora_dropout": 0.3}, "training_args": {"learning_rate": 0.05}}
+    values = merge(merge(base, TWO), {"actor_train": lora})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(values, whole)[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
+    shutil.copytree(whole / "checkpoints" / "step-00000002", resumed / "checkpoints" / "step-00000002")
+    lines = run({**values, "resume_from_checkpoint": "auto"}, resumed)
+    assert lines[-2].endswith("resuming from " + str(resumed / "checkpoints" / "step-00000002"))
+    assert lines[-1] == "reference: 24 pairs from the cache, 0 scored by its workers"
+
+    assert metric_log(resumed) == [record for record in metric_log(whole) if record["step"] > 2]
+    last = "checkpoints/step-00000004"
+    for name in ("weights", "optimizer", "rng"):
+        ours, theirs = (load_file(output / last / f"{name}.safetensors") for output in (resumed, whole))
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(ours[key], tensor), f"{name}: {key}"
+    streams = load_file(whole / last / "rng.safetensors")
+    assert not torch.equal(streams["torch"], streams["rank.1.torch"])
+
+
+def test_a_run_resumes_on_another_number_of_workers_and_says_what_was_lost(base, alone, on_two, tmp_path):
+    source, output = on_two[0], tmp_path / "out"
+    shutil.copytree(source / "checkpoints" / "step-00000002", output / "checkpoints" / "step-00000002")
+    lines = run({**base, "resume_from_checkpoint": "auto"}, output)
+    assert "the checkpoint holds random streams of 2 ranks and 1 train now: the others are not used" in lines
+    ours = metric_log(output)
+    theirs = [record for record in metric_log(alone) if record["step"] > 2]
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(yours, rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture
+def ahead(base, ray_here, tmp_path):
+    """A run on two workers that is ready to begin, with one worker of the reference two steps ahead."""
+    from thresher.runtime.ray_runtime import open_ray_runtime
+
+    changes = {"reference": {"mode": "concurrent", "infer_batch_size": 8}, "output_dir": str(tmp_path / "out")}
+    config, inputs = open_small_inputs(merge(merge(base, TWO), changes))
+    assert mode_of(config) == "concurrent"
+    with open_ray_runtime(config) as runtime:
+        yield config, inputs, runtime, runtime.start(inputs, None, print, print)
+
+
+def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead):
+    from thresher.assembly.run import loop_settings
+
+    config, inputs, runtime, started = ahead
+    started.begin()
+    log: list[tuple[int, dict]] = []
+
+    class Log:
+        def log(self, step: int, metrics: dict) -> None:
+            log.append((step, metrics))
+
+    fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), Log())
+    assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
+    scored = [span for worker in runtime.reference.call("spans") for span in worker]
+    trained = runtime.policy.call("spans")
+    assert sorted({span.step for span in scored}) == [0, 1, 2, 3]
+    for rank in trained:
+        assert [span.step for span in rank] == [0, 1, 2, 3]
+    # back-pressure: a step is asked for when the one before the one before it is taken up, not earlier
+    first = trained[0]
+    for span in scored:
+        if span.step > config.reference.steps_ahead:
+            assert span.start > first[span.step - config.reference.steps_ahead - 1].start - 1e-3
+    # work ahead: the reference has scored a later step before the policy is done with an earlier one
+    assert any(score.step > train.step and score.start < train.stop for score in scored for train in first)
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
+    _, inputs, runtime, started = ahead
+    import ray
+
+    started.begin()
+    records = started.trainable.run(inputs.plan.num_steps)
+    next(records)
+    ray.kill(runtime.policy.workers[1])
+    with pytest.raises(UserError, match=r"actor_train worker 1 of 2 died: .*resume_from_checkpoint=auto"):
+        list(records)
+    with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
+        runtime.policy.wait([(0, runtime.policy.workers[0].measure.remote())])  # the whole group was ended
+
+
+def test_a_mistake_that_only_workers_see_is_told_in_their_words(base, ray_here, tmp_path):
+    """The file of the reference is broken: its workers cannot load it."""
+    broken = tmp_path / "broken"
+    shutil.copytree(base["reference"]["model_args"]["model_name_or_path"], broken)
+    (broken / "model.safetensors").unlink()
+    values = merge(merge(base, TWO), {"reference": {"model_args": {"model_name_or_path": str(broken)}}})
+    with pytest.raises(UserError) as caught:
+        run(values, tmp_path / "out")
+    message = str(caught.value)
+    assert "ray::" not in message
+    assert "Traceback" not in message
+    assert str(broken) in message
+
+
+def test_ray_that_a_run_starts_listens_on_loopback_only_and_asks_for_a_token(ray_here):
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    listening = {socket for pid in descendants(os.getpid()) for socket in sockets_of(pid)} & listeners().keys()
+    assert listening  # Ray's own servers are among them
+    assert {listeners()[socket] for socket in listening} <= {"0100007F", LOOPBACK_V6, LOOPBACK_V4_IN_V6}
+
+
+LOOPBACK_V6 = "00000000000000000000000001000000"
+LOOPBACK_V4_IN_V6 = "0000000000000000FFFF00000100007F"
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(child) for file in children for child in file.read_text().split()]
+    return [pid, *(each for child in direct for each in descendants(child))]
+
+
+def sockets_of(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.add(str(link.readlink()))
+    return found
+
+
+def listeners() -> dict[str, str]:
+    """Address by socket of all that listens on this machine."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}

@@ -1,0 +1,131 @@
+"""A Ray cluster of two nodes that say they have two GPUs each: placement is real, and torch computes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import assert_same_run, merge
+
+from thresher.config import parse_config
+from thresher.errors import UserError
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def address(ray_environment) -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=4, num_gpus=2)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def run(values: dict[str, Any], output: Path) -> list[str]:
+    lines: list[str] = []
+    DPOPipeline(parse_config({**values, "output_dir": str(output)}), announce=lines.append).run()
+    return lines
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("alone")
+    run(base, output)
+    return output
+
+
+LAYOUTS = {
+    "the reference on devices of its own": {
+        "actor_train": {"device_mapping": [1, 2]},
+        "reference": {"device_mapping": "[0, 3]", "mode": "concurrent", "infer_batch_size": 8},
+    },
+    "the reference on the policy's devices": {
+        "actor_train": {"device_mapping": [0, 2]},
+        "reference": {"device_mapping": [0, 2]},
+        "num_gpus_per_node": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_run_over_two_nodes_equals_one_process(base, alone, address, tmp_path, layout):
+    lines = run(merge(merge(base, layout), {"ray_address": address}), tmp_path / "out")
+    assert any(line.endswith("on 2 x cpu on 2 nodes") for line in lines)
+    assert_same_run(tmp_path / "out", alone)
+
+
+@pytest.fixture
+def connected(address) -> Iterator[None]:
+    from thresher.runtime.session import ray_session
+
+    with ray_session(address):
+        yield
+
+
+def test_workers_lie_where_their_device_ids_say(connected):
+    """Two roles share devices 0 and 3, and the policy has device 1 for itself."""
+    import ray
+
+    from thresher.runtime.cluster import Cluster, WorkerConfig
+    from thresher.runtime.placement import RoleDemand
+    from thresher.runtime.resources import ResourceManager, alive_nodes
+
+    class Whereabouts:
+        """A worker that only says where it is: its node, and the devices that Ray shows it."""
+
+        def __init__(self, rank: int, size: int, threads: int, directory: str):
+            pass
+
+        def where(self) -> tuple[str, list[str]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+    roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
+    resources = ResourceManager(roles, None, at_once=True)
+    clusters = {
+        name: Cluster(name, Whereabouts, resources, WorkerConfig(name, joins_process_group=False))
+        for name in ("actor_train", "reference")
+    }
+    policy, reference = (cluster.call("where") for cluster in clusters.values())
+    first, second = (node.node_id for node in alive_nodes())
+    assert [node for node, _ in policy] == [first, first, second]
+    assert reference == [policy[2], policy[0]]  # the same node and the same device
+    assert policy[0][1] != policy[1][1]
+    for cluster in clusters.values():
+        cluster.close()
+    resources.close()
+
+
+def test_devices_that_the_cluster_lacks_are_refused_before_anything_is_written(base, address, tmp_path):
+    values = merge(base, {"actor_train": {"device_mapping": "list(range(0,8))"}, "ray_address": address})
+    with pytest.raises(UserError) as caught:
+        run(values, tmp_path / "out")
+    assert str(caught.value) == (
+        "actor_train.device_mapping asks for 8 devices up to device 7, and the cluster has 2 nodes with 2 GPUs and 4 "
+        "CPUs: it has devices 0 to 3; name devices that are there, add nodes, or leave device_mapping out and set "
+        "num_workers to train on CPUs"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_other_work_holds_are_told(connected, monkeypatch):
+    from thresher.runtime import resources
+    from thresher.runtime.placement import RoleDemand
+
+    monkeypatch.setattr(resources, "_SECONDS_TO_RESERVE", 1.0)
+    holder = resources.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, at_once=True)
+    with pytest.raises(UserError, match=r"reference asks for 2 GPUs .* other work holds them \(3 and .* are free\)"):
+        resources.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, at_once=True)
+    holder.close()
+
+
+def test_a_cluster_that_is_not_there_is_told(base, tmp_path):
+    with pytest.raises(
+        UserError, match=r"cannot connect to the Ray cluster at 127\.0\.0\.1:1: .*refused; check ray_addr"
+    ):
+        run({**base, "ray_address": "127.0.0.1:1"}, tmp_path / "out")
