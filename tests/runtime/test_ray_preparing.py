@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import secrets
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -65,8 +67,8 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
     tmp_path: Path, ray_here, small_spans: None
 ) -> None:
-    names = many_files(tmp_path)
-    assert [len(split_source(source)) for source in resolve_sources(names)][::2] >= [8, 3]
+    names = [*many_files(tmp_path), f"file://{write_lines(tmp_path / 'url.jsonl', [row(n) for n in range(99)])}"]
+    assert [len(split_source(source)) for source in resolve_sources(names)] == [11, 2, 3, 1, 1]
     settings = DataSettings(names, "raw", on_bad_row="quarantine", shard_rows=500)
     report = prepare(settings, make_tokenizer(), tmp_path / "here")
     assert (report.bad_rows, len(PairStore.open(tmp_path / "here").manifest["shards"])) == (1, 5)
@@ -80,26 +82,24 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
 
 
 def test_mistakes_are_told_in_the_same_words(tmp_path: Path, ray_here, small_spans: None) -> None:
+    packed = gzip.compress("".join(f"{json.dumps(row(n, word=secrets.token_hex(40)))}\n" for n in range(5000)).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-1000])
     names = many_files(tmp_path)
-    settings = DataSettings(names, "raw")
-    told = []
-    for runner in (None, run_on_ray(2)):
-        with pytest.raises(UserError) as bad_row:
-            prepare(settings, make_tokenizer(), tmp_path / "s", runner=runner)
-        with Path(names[-1]).open("r+b") as stream:
-            stream.seek(300)
-            stream.write(b"\xff\xff")
-        with pytest.raises(UserError) as unreadable:
-            prepare(replace(settings, file_name=names[-1]), make_tokenizer(), tmp_path / "s", runner=runner)
-        told.append((str(bad_row.value), str(unreadable.value)))
-    assert told[0] == told[1]
-    assert "line 2201" in told[0][0]
-    assert "cannot be read as csv" in told[0][1]
+    for name, part in (
+        (names, "a.jsonl, line 2201: no value"),
+        (str(tmp_path / "cut.jsonl.gz"), "cannot be read as jsonl"),
+    ):
+        told = []
+        for runner in (None, run_on_ray(2)):
+            with pytest.raises(UserError) as error:
+                prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", runner=runner)
+            told.append(str(error.value))
+        assert told[0] == told[1]
+        assert part in told[0]
     assert not (tmp_path / "s").exists()
 
 
 def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    """Spans of their own: files, as those that a killed process leaves are the unit of what another goes on with."""
     names = [write_lines(tmp_path / f"{n}.jsonl", [row(n) for n in range(700)]) for n in range(4)]
 
     def run(output: Path, runner: str, *kills: int) -> list[str]:
@@ -114,5 +114,6 @@ def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_pa
     killed = run(tmp_path / "killed", "ray:2", 5)
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
     assert killed[:5] == whole[:5]
-    assert 0 < len(killed) - len(whole) <= 2
+    assert set(killed) == set(whole)
+    assert 0 < len(killed) - len(whole) <= 3  # blocks since the last checkpoint, of five
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
