@@ -14,7 +14,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from thresher.cli.prepare import prepare as prepare_command
 from thresher.data import readers
 from thresher.data.prepare import DataSettings, prepare
 from thresher.data.readers import split_source
@@ -97,6 +100,39 @@ def test_mistakes_are_told_in_the_same_words(tmp_path: Path, ray_here, small_spa
         assert told[0] == told[1]
         assert part in told[0]
     assert not (tmp_path / "s").exists()
+
+
+def test_the_command_prepares_on_ray_where_an_option_or_the_config_says_so(
+    tmp_path: Path, ray_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray of these tests is there already, and the command finds it."""
+    from thresher.runtime import preparing
+
+    groups: list[tuple[int, int]] = []
+    run_spans = preparing._run_spans
+
+    def counted(worker: Any, spans: Any, num_workers: int) -> Any:
+        groups.append((len(spans), num_workers))
+        return run_spans(worker, spans, num_workers)
+
+    monkeypatch.setattr(preparing, "_run_spans", counted)
+    name = write_lines(tmp_path / "a.jsonl", [row(n) for n in range(40)])
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    config = tmp_path / "c.yaml"
+    data_args = f"{{file_name: {name}, template: raw, preprocessing_num_workers: 2}}"
+    config.write_text(f"pretrain: {tmp_path / 'model'}\nactor_train:\n  data_args: {data_args}\n")
+    app = typer.Typer()
+    app.command()(prepare_command)
+    for output, *arguments in (
+        ["local", name, "-m", str(tmp_path / "model"), "--template", "raw"],
+        ["option", name, "-m", str(tmp_path / "model"), "--template", "raw", "--runtime", "ray", "-n", "2"],
+        ["config", "--config", str(config), "runtime=ray"],
+    ):
+        result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / output)])
+        assert result.exit_code == 0, result.output
+    assert groups == [(1, 2), (1, 2)]
+    assert files_of(tmp_path / "local") == files_of(tmp_path / "option") == files_of(tmp_path / "config")
 
 
 def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
