@@ -230,7 +230,7 @@ class DPOTrainer:
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
-            | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else 0.0)
+            | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else None)
             | memory_metrics()
         )
 

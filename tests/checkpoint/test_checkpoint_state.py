@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from thresher.checkpoint import (
     State,
     capture_rng,
+    join_rng,
     load_json,
     load_optimizer_state,
     load_state,
     load_tensors,
     optimizer_state,
     restore_rng,
+    restore_rng_of_rank,
     save_json,
     save_state,
     save_tensors,
@@ -332,3 +334,27 @@ def test_other_cuda_devices_are_said() -> None:
     tensors, values = capture_rng()
     (message,) = restore_rng(State({**tensors}, {**values, "num_cuda_devices": torch.cuda.device_count() + 1}))
     assert "CUDA devices" in message
+
+
+def test_every_rank_goes_on_with_its_own_random_stream(tmp_path):
+    """Of two ranks; a third one, that the checkpoint does not know, keeps what it has."""
+    states, expected = [], []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(capture_rng())
+        expected.append(torch.rand(3))
+    save_state(tmp_path, "rng", join_rng(states))
+    joined = load_state(tmp_path, "rng")
+    for rank in (0, 1):
+        torch.manual_seed(9)
+        assert restore_rng_of_rank(joined, rank, 2) == []
+        assert torch.equal(torch.rand(3), expected[rank])
+    torch.manual_seed(9)
+    fresh = torch.rand(3)
+    torch.manual_seed(9)
+    assert restore_rng_of_rank(joined, 2, 3) == []
+    assert torch.equal(torch.rand(3), fresh)
+    assert restore_rng_of_rank(joined, 0, 3) == [
+        "the checkpoint holds random streams of 2 ranks and 3 train now: ranks from 2 on draw new ones"
+    ]
+    assert restore_rng_of_rank(join_rng(states[:1]), 0, 1) == []

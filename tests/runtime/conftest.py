@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def ray_here() -> Iterator[None]:
     """Ray on this machine, with cores enough for several clusters at once; runs find it and leave it as it is."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -51,8 +50,3 @@ def reference_cluster(ray_here) -> Iterator[Any]:
     yield cluster
     cluster.close()
     resources.close()
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> dict[str, str]:
-    return {"output_dir": str(tmp_path / "out")}

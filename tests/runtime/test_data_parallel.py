@@ -6,12 +6,14 @@ The last step has 3 pairs and 3 are held out, so that the fourth of 4 workers ha
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_runs import assert_same_run, last_weights, merge, metric_log, mode_of, open_small_inputs
 
 from thresher.assembly.run import build_tracking, loop_settings, track
 from thresher.config import parse_config
+from thresher.errors import UserError
 from thresher.loop import fit
 from thresher.pipeline import DPOPipeline
 
@@ -65,12 +67,11 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
     resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
     clusters: list = []
 
-    def run(name: str) -> Path:
-        output = tmp_path_factory.mktemp("ray")
+    def run(case: dict[str, Any], output: Path) -> None:
         workers = {"output_dir": str(output), "runtime": "ray", "actor_train": {"num_workers": size}}
-        config, inputs = open_small_inputs(merge(merge(base, CASES[name]), workers))
+        config, inputs = open_small_inputs(merge(merge(base, case), workers))
         if mode_of(config) == "precompute":
-            config, inputs = open_small_inputs(merge(merge(base, CASES[name]), merge(workers, CONCURRENT)))
+            config, inputs = open_small_inputs(merge(merge(base, case), merge(workers, CONCURRENT)))
         runtime = RayRuntime(config, mode_of(config), resources)
         runtime.policy, runtime.reference = clusters[0] if clusters else None, reference_cluster
         started = runtime.start(inputs, None, print, print)
@@ -79,7 +80,6 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         trackers = build_tracking(config, None)
         with track(trackers, config, inputs.plan, resume_step=None):
             fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), trackers)
-        return output
 
     yield run
     for cluster in clusters:
@@ -88,9 +88,18 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_workers_make_the_run_of_one_process(in_process, on_workers, name):
+def test_workers_make_the_run_of_one_process(in_process, on_workers, tmp_path, name):
     alone = in_process(name)
-    assert_same_run(on_workers(name), alone)
+    on_workers(CASES[name], tmp_path)
+    assert_same_run(tmp_path, alone)
+
+
+def test_steps_that_are_not_finite_end_the_run_on_every_worker_and_what_came_before_is_logged(on_workers, tmp_path):
+    """The last test of a cluster: whoever fails takes all others along."""
+    diverging = {"max_skipped_steps": 1, "actor_train": {"training_args": {"learning_rate": 1e30}}}
+    with pytest.raises(UserError, match="the loss or gradient was not finite in 1 steps in a row, up to step 2"):
+        on_workers(diverging, tmp_path)
+    assert [record["step"] for record in metric_log(tmp_path)] == [1]
 
 
 def test_the_runs_that_are_compared_learn_something(in_process):

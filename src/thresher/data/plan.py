@@ -107,22 +107,28 @@ def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uin
     left = (values >> np.uint64(right_bits)).astype(np.uint32)
     right = (values & np.uint64((1 << right_bits) - 1)).astype(np.uint32)
     masks = (np.uint32((1 << (bits - right_bits)) - 1), np.uint32((1 << right_bits) - 1))
+    mixed, scratch = np.empty_like(left), np.empty_like(left)
     for turn, key in enumerate(keys):
-        left ^= _mix(right, key) & masks[turn % 2]
+        _mix(right, key, mixed, scratch)
+        mixed &= masks[turn % 2]
+        left ^= mixed
         left, right = right, left
     return (left.astype(np.uint64) << np.uint64(right_bits)) | right
 
 
-def _mix(values: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
-    """The lowbias32 finaliser (Wellons, "Prospecting for Hash Functions", 2018) over value + key.
+def _mix(
+    values: npt.NDArray[np.uint32],
+    key: np.uint32,
+    mixed: npt.NDArray[np.uint32],
+    scratch: npt.NDArray[np.uint32],
+) -> None:
+    """Put the lowbias32 finaliser (Wellons, "Prospecting for Hash Functions", 2018) of value + key into `mixed`.
 
     32 bits hold a half of any size up to 2**63, and go through twice as many lanes at once as 64.
     """
-    mixed = values + key
-    shifted = mixed >> np.uint32(16)
-    mixed ^= shifted
+    np.add(values, key, out=mixed)
+    mixed ^= np.right_shift(mixed, np.uint32(16), out=scratch)
     mixed *= np.uint32(0x7FEB352D)
-    mixed ^= np.right_shift(mixed, np.uint32(15), out=shifted)
+    mixed ^= np.right_shift(mixed, np.uint32(15), out=scratch)
     mixed *= np.uint32(0x846CA68B)
-    mixed ^= np.right_shift(mixed, np.uint32(16), out=shifted)
-    return mixed
+    mixed ^= np.right_shift(mixed, np.uint32(16), out=scratch)

@@ -19,6 +19,7 @@ from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
 from thresher.models.head import Head, LogitTransform, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
+from thresher.models.lean import as_written, make_lean
 from thresher.models.pruning import prune_last_layer
 
 
@@ -32,12 +33,13 @@ class PairModel:
 
     @classmethod
     def for_layout(cls, causal_lm: nn.Module, compute_dtype: torch.dtype, layout: Layout) -> PairModel:
-        """Give a model the attention that a layout's rows need, and prune its last layer where its shape allows."""
+        """Give a model the attention that a layout's rows need, and the savings that its shape allows."""
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype)
         register_pair_attention()
         plain = _plain(causal_lm)
         plain.set_attn_implementation(PAIR_ATTENTION)
+        make_lean(plain.get_decoder())
         return cls(causal_lm, compute_dtype, prune_last_layer(plain.get_decoder()))
 
     @property
@@ -107,8 +109,8 @@ def logit_transform(model: nn.Module) -> LogitTransform:
 
 
 @contextmanager
-def own_attention(model: nn.Module) -> Iterator[None]:
-    """Let a model attend as its authors wrote it, for the length of a `with` block."""
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """Let a model compute as its authors wrote it, for the length of a `with` block."""
     plain = _plain(model)
     before = plain.config._attn_implementation
     if before != PAIR_ATTENTION:
@@ -117,7 +119,8 @@ def own_attention(model: nn.Module) -> Iterator[None]:
     # not every family has sdpa: the scores of Gemma 2 are capped
     plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
     try:
-        yield
+        with as_written(plain):
+            yield
     finally:
         plain.set_attn_implementation(before)
 

@@ -19,10 +19,14 @@ from thresher.models.attention.segments import KeptRows
 _SAME_SHAPE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
+def has_llama_shape(layer: nn.Module) -> bool:
+    return type(layer).__name__ in _SAME_SHAPE
+
+
 def prune_last_layer(backbone: nn.Module) -> bool:
     """Let the last layer honour `pair_kept`; say whether this model's shape allows it."""
     layers = getattr(backbone, "layers", None)
-    if not layers or type(layers[-1]).__name__ not in _SAME_SHAPE:
+    if not layers or not has_llama_shape(layers[-1]):
         return False
     layer = layers[-1]
     if "forward" not in vars(layer):

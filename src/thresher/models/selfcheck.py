@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thresher.data.batch import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import ArrangedBatch, Layout
-from thresher.models.logps import PairModel, own_attention
+from thresher.models.logps import PairModel, own_forward
 
 # mean nats per token by which two forwards of one model may differ for no other reason than their batch's shape
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -70,7 +70,7 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     for prompt, response, mask in sides:
         rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
-        with own_attention(model.causal_lm), _layer_outputs(model.backbone) as outputs:
+        with own_forward(model.causal_lm), _layer_outputs(model.backbone) as outputs:
             logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]
         logits = logits if len(logits) == len(rows) else logits[rows]
         logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))

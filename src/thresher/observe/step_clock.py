@@ -55,15 +55,19 @@ class StepClock:
         finally:
             self._waited += time.perf_counter() - since
 
-    def take(self, reference_seconds_per_pair: float) -> dict[str, float]:
-        """Return the rates and start over; a reference scored in advance is charged to the pairs that use it."""
+    def take(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
+        """Return the rates and start over; a reference scored in advance is charged to the pairs that use it.
+
+        None says that there is no reference, and so nobody waited for it.
+        """
         training = time.perf_counter() - self._started
-        seconds = training + reference_seconds_per_pair * self._pairs
+        seconds = training + (reference_seconds_per_pair or 0.0) * self._pairs
         rates = {
             "pairs_per_second": self._pairs / seconds,
             "useful_tokens_per_second": self._useful_tokens / seconds,
             "time/step": training / max(1, self._steps),
-            "time/wait_reference": self._waited / max(1, self._steps),
         }
+        if reference_seconds_per_pair is not None:
+            rates["time/wait_reference"] = self._waited / max(1, self._steps)
         self.restart()
         return rates

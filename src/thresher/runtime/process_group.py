@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 from datetime import timedelta
 
 import ray
@@ -17,6 +19,7 @@ from thresher.strategies.ranks import DataRanks
 Address = tuple[str, int]
 # a peer that died is noticed by the driver at once; this is for one that hangs
 _PEER_TIMEOUT = timedelta(minutes=30)
+_SIOCGIFADDR = 0x8915  # Linux: ask for an interface's address
 
 
 def host_meeting(size: int) -> tuple[TCPStore, Address]:
@@ -31,8 +34,11 @@ def host_meeting(size: int) -> tuple[TCPStore, Address]:
 def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -> DataRanks:
     """Meet the other ranks; store is the one that this rank hosts, None on the others."""
     host, port = address
-    if ipaddress.ip_address(host).is_loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the host's outer address
+    interface = _interface_of(ray.util.get_node_ip_address())
+    if interface is not None:
+        # both would take what the host's name resolves to, which may be loopback where it must not, or the other way
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,
@@ -42,3 +48,14 @@ def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -
         timeout=_PEER_TIMEOUT,
     )
     return DataRanks(rank, size, dist.group.WORLD)
+
+
+def _interface_of(address: str) -> str | None:
+    """Name the network interface that has this IPv4 address; None where the system does not say."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

@@ -41,7 +41,7 @@ def pair_attention(
 ) -> tuple[Tensor, None]:
     """Attend within segments; [1, heads, queries, dim] comes in, [1, queries, heads, dim] goes back to transformers."""
     if pair_visibility is None:
-        raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_attention")
+        raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_forward")
     if rest.get("s_aux") is not None:
         raise UserError("this model's attention has sinks, which packed layouts do not know; set layout=padded")
     # under autocast the rotary embedding leaves queries and keys in fp32

@@ -1,0 +1,71 @@
+"""The plan at full size: 100 million pairs, 1,024 ranks of 128 pairs; start-up, memory and the cost of a step.
+
+python benchmarks/plan.py [--pairs 100000000] [--ranks 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from thresher.data.balance import CostModel
+from thresher.data.micro_batches import MicroBatching
+from thresher.data.plan import Plan
+from thresher.data.store import LENGTH_DTYPE
+
+PAIRS_PER_RANK = 128
+
+
+def write_lengths(path: Path, num_pairs: int) -> None:
+    """Lengths like those of real pairs: log-normal, prompt about twice a response."""
+    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=LENGTH_DTYPE, shape=(num_pairs, 3))
+    draw = np.random.default_rng(0)
+    for start in range(0, num_pairs, 1_000_000):
+        rows = min(1_000_000, num_pairs - start)
+        sides = [draw.lognormal(mean, 0.8, rows).clip(1, 2000) for mean in (4.7, 3.9, 3.9)]
+        lengths[start : start + rows] = np.stack(sides, axis=1)
+    lengths.flush()
+
+
+def resident_megabytes(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100_000_000)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=50)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "lengths.npy"
+        write_lengths(path, args.pairs)
+        before = resident_megabytes("VmRSS")
+        started = time.perf_counter()
+        plan = Plan(args.pairs, seed=0, pairs_per_step=args.ranks * PAIRS_PER_RANK, num_steps=args.steps + 1)
+        micro_batching = MicroBatching(
+            np.load(path, mmap_mode="r"), CostModel(1 / (6 * 4096), shares_prompt=True), max_tokens=4096
+        )
+        micro_batching.cut(plan.pair_ids(0), 0, args.ranks)
+        start_up = time.perf_counter() - started
+        seconds = []
+        for step in range(1, args.steps + 1):
+            started = time.perf_counter()
+            micro_batching.cut(plan.pair_ids(step), step % args.ranks, args.ranks)
+            seconds.append(time.perf_counter() - started)
+        low, middle, high = np.percentile(seconds, [25, 50, 75]) * 1e3
+        shared = resident_megabytes("RssFile")
+        private = resident_megabytes("VmRSS") - shared - before
+        print(f"{args.pairs:,} pairs, {args.ranks} ranks, {plan.pairs_per_step:,} pairs a step")
+        print(f"start-up with the first step: {start_up:.2f} s")
+        print(f"a step, one rank's share: {middle:.1f} ms (quartiles {low:.1f}-{high:.1f})")
+        print(f"memory: {max(0.0, private):.0f} MB of its own, {shared:.0f} MB of mapped files")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Lean norms and MLPs against the model as its authors wrote it: values, gradients, what is kept for the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.tiny_models import tiny_model
+
+from thresher.models.lean import as_written, make_lean
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+def _forward_and_gradients(model, autocast: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        hidden = model.model(input_ids=IDS, use_cache=False).last_hidden_state
+    factors = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+    (hidden * factors).sum().backward()
+    return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-6), (True, 3e-2)], ids=["fp32", "bf16"])
+def test_values_and_gradients_are_those_of_the_model_as_written(family, autocast, tolerance):
+    model = tiny_model(family).train()
+    make_lean(model.model)
+    ours, our_gradients = _forward_and_gradients(model, autocast)
+    with as_written(model):
+        theirs, their_gradients = _forward_and_gradients(model, autocast)
+    assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    assert our_gradients.keys() == their_gradients.keys()
+    norm = torch.cat([grad.flatten() for grad in their_gradients.values()]).norm()
+    for name, grad in their_gradients.items():
+        assert (our_gradients[name] - grad).norm() <= tolerance * norm, name
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_less_is_kept_for_the_backward(autocast):
+    model = tiny_model("llama").train()
+    kept = []
+    for lean in (False, True):
+        if lean:
+            make_lean(model.model)
+        held: dict[int, torch.Tensor] = {}  # by storage: what two functions keep is counted once
+
+        def hold(tensor: torch.Tensor, held: dict[int, torch.Tensor] = held) -> torch.Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            _forward_and_gradients(model, autocast)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept.append(sum(t.untyped_storage().nbytes() for place, t in held.items() if place not in parameters))
+    assert kept[1] < 0.85 * kept[0]
+
+
+def test_other_families_and_other_activations_are_left_as_written():
+    for family in ("gemma2", "olmo2", "gpt_neox"):
+        model = tiny_model(family)
+        make_lean(model.base_model)
+        assert not any("forward" in vars(module) for module in model.modules())
+    model = tiny_model("llama")
+    model.config.hidden_act = "gelu"
+    make_lean(model.model)
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
+
+
+def test_a_forward_of_somebody_else_is_left_alone():
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda hidden: hidden
+    make_lean(model.model)
+    with as_written(model):
+        assert norm.forward(1) == 1
+    assert norm.forward(1) == 1
