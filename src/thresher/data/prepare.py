@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from thresher.data.account import Account
 from thresher.data.blocks import BadRow, BlockWorker
 from thresher.data.identity import digest_sources, make_identity, settings_that_matter, store_identity, tokenizer_digest
+from thresher.data.readers import BYTES_PER_SPAN, ROWS_PER_BLOCK, ROWS_PER_SPAN
 from thresher.data.report import PrepareReport
 from thresher.data.running import Runner, run_locally
 from thresher.data.settings import DataSettings, OnBadRow
@@ -101,7 +102,7 @@ def prepare(
     run = runner or run_locally(settings.num_processes)
     with ExitStack() as stack:
         writer = stack.enter_context(
-            StoreWriter(output, settings.shard_rows, _what_decides_the_bytes(identity, settings))
+            StoreWriter(output, settings.shard_rows, _what_decides_the_bytes(identity, settings, sources))
         )
         check_output(output, overwrite=overwrite)
         resumed = writer.resumed
@@ -142,9 +143,11 @@ def prepare(
     return report
 
 
-def _what_decides_the_bytes(identity: str, settings: DataSettings) -> str:
+def _what_decides_the_bytes(identity: str, settings: DataSettings, sources: Sequence[SourceFile]) -> str:
     """Digest what must be the same for staged work to be continued; names of files stand in the account."""
-    content = [_STATE_VERSION, identity, settings.shard_rows, settings.file_names]
+    names = [source.name for source in sources]
+    how_sources_are_cut = [BYTES_PER_SPAN, ROWS_PER_SPAN, ROWS_PER_BLOCK]
+    content = [_STATE_VERSION, identity, settings.shard_rows, names, how_sources_are_cut]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
