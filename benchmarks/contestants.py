@@ -35,7 +35,7 @@ from thresher.reference.scorers import PrecomputedReference
 from thresher.schedule import Schedule
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.trainer import DPOTrainer, FitSettings, Split
+from thresher.trainer import DPOTrainer, Split, TrainerSettings
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # number of a batch in, loss out
@@ -96,11 +96,6 @@ def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
     return PairStore.open(directory)
 
 
-class NoLog:
-    def log(self, step: int, metrics: object) -> None:
-        pass
-
-
 def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
     """The reference's logps of every pair, which all who precompute share."""
     scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
@@ -148,9 +143,8 @@ def thresher_trainer(
         schedule=Schedule("constant", LEARNING_RATE, 0, plan.num_steps),
         train=Split(store, reference),
         validation=None,
-        settings=FitSettings(pairs_per_eval_batch=8),
+        settings=TrainerSettings(pairs_per_eval_batch=8),
         checkpoints=CheckpointKeeper(directory / "checkpoints", 1, "eval/loss", False, print),
-        trackers=NoLog(),
         identity={},
         config={},
     )
