@@ -21,9 +21,10 @@ from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.data.balance import CostModel
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.micro_batches import MicroBatching
+from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
-from thresher.data.store_writer import StoreWriter, hash_pair, pairs_to_record_batch
+from thresher.data.store_writer import StoreWriter
 from thresher.losses import Objective, make_loss
 from thresher.losses.pairs import PairLogps, SidesLogps
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout

@@ -140,6 +140,8 @@ def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str
         ("--chosen-key", "good", "chosen_key=good"),
         ("--rejected-key", "bad", "rejected_key=bad"),
         ("--prompt-key", "question", "prompt_key=question"),
+        ("--runtime", "ray", "runtime=ray"),
+        ("--ray-address", "head:6379", "ray_address=head:6379"),
     ],
 )
 def test_prepare_refuses_an_option_that_the_config_would_overrule(
@@ -153,6 +155,14 @@ def test_prepare_refuses_an_option_that_the_config_would_overrule(
             f"{option} has no effect with --config; leave it out and pass "
             f"{instead.replace('actor_train', role)} instead"
         )
+
+
+def test_prepare_refuses_a_runtime_that_it_does_not_have(tmp_path: Path, write_rows: Any) -> None:
+    arguments = ["prepare", write_rows(*ROWS), "--model", "m", "--output", tmp_path / "s"]
+    with pytest.raises(UserError, match="--runtime is 'spark'; use local or ray"):
+        run(*arguments, "--runtime", "spark")
+    with pytest.raises(UserError, match="--ray-address has no effect with --runtime local; pass --runtime ray"):
+        run(*arguments, "--ray-address", "head:6379")
 
 
 def test_prepare_refuses_validation_without_a_config(tmp_path: Path, write_rows: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from thresher.data.batch import Pair, PairBatch
-from thresher.data.store_writer import hash_pair
+from thresher.data.pair_columns import hash_pair
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.identity import ReferenceIdentity

@@ -17,8 +17,8 @@ from thresher.assembly.reference import ReferenceParts, build_reference_parts
 from thresher.assembly.run import build_checkpoints, build_micro_batching, loop_settings, trainer_settings
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
+from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import make_plan
-from thresher.data.store_writer import hash_pair
 from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout

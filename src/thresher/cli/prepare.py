@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +27,16 @@ CONFIG_KEYS = {
     "chosen_key": "chosen_key",
     "rejected_key": "rejected_key",
     "prompt_key": "prompt_key",
+    "runtime": "runtime",
+    "ray_address": "ray_address",
 }
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Workers of Ray tokenise: at an address, or on this machine for the length of the work."""
+
+    address: str | None
 
 
 def prepare(
@@ -47,6 +56,10 @@ def prepare(
     rejected_key: Annotated[str | None, typer.Option(help="Column of the rejected response.")] = None,
     prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
     num_processes: Annotated[int | None, typer.Option("--num-processes", "-n", help="Processes that tokenise.")] = None,
+    runtime: Annotated[
+        str, typer.Option(help="local: processes of this machine; ray: workers of a cluster.")
+    ] = "local",
+    ray_address: Annotated[str | None, typer.Option(help="A running Ray cluster, HOST:PORT.")] = None,
     against: Annotated[Path | None, typer.Option(help="A store that must share nothing with this one.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old store at the output.")] = False,
 ) -> None:
@@ -57,7 +70,8 @@ def prepare(
     trust_remote_code = False
     if config is not None:
         _refuse_options_of_the_config(context, validation=validation)
-        settings, config_model, trusts_config_model = _from_config(config, files or [], validation=validation)
+        read = _from_config(config, files or [], validation=validation)
+        settings, config_model, trusts_config_model, ray = read
         model = model or config_model
         # trust was given to the config's model, not to whatever --model names
         trust_remote_code = trusts_config_model and model == config_model
@@ -74,6 +88,7 @@ def prepare(
             rejected_key=rejected_key,
             prompt_key=prompt_key,
         )
+        ray = _read_runtime(runtime, ray_address)
     if model is None:
         raise UserError("no tokenizer is named; pass --model DIR")
     if output is None:
@@ -86,7 +101,18 @@ def prepare(
         against=against,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
+        ray=ray,
     )
+
+
+def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
+    from thresher.errors import UserError
+
+    if runtime not in ("local", "ray"):
+        raise UserError(f"--runtime is {runtime!r}; use local or ray")
+    if runtime == "local" and ray_address is not None:
+        raise UserError("--ray-address has no effect with --runtime local; pass --runtime ray")
+    return RayCluster(ray_address) if runtime == "ray" else None
 
 
 def _refuse_options_of_the_config(context: typer.Context, *, validation: bool) -> None:
@@ -102,8 +128,10 @@ def _refuse_options_of_the_config(context: typer.Context, *, validation: bool) -
             )
 
 
-def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple[DataSettings, str | None, bool]:
-    """Return the settings, the policy's path, and whether code that comes with it may run."""
+def _from_config(
+    path: Path, overrides: list[str], *, validation: bool
+) -> tuple[DataSettings, str | None, bool, RayCluster | None]:
+    """Return the settings, the policy's path, whether code that comes with it may run, and the cluster to work on."""
     from thresher.assembly.data import data_settings
     from thresher.config import load_config
     from thresher.errors import UserError
@@ -112,7 +140,9 @@ def _from_config(path: Path, overrides: list[str], *, validation: bool) -> tuple
     if validation and config.validation is None:
         raise UserError(f"{path} has no section `validation`; leave --validation out")
     args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
-    return data_settings(config, args), config.policy_path, config.actor_train.model_args.trust_remote_code
+    # how many workers train says nothing about who should tokenise
+    ray = RayCluster(config.ray_address) if config.runtime == "ray" or config.ray_address else None
+    return data_settings(config, args), config.policy_path, config.actor_train.model_args.trust_remote_code, ray
 
 
 def _as_truncation(value: str) -> Truncation:
@@ -132,6 +162,7 @@ def run_prepare(
     against: Path | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
     from thresher.cli.terminal import announce
@@ -148,7 +179,7 @@ def run_prepare(
         announce(f"{output} holds these pairs already")
         report = PrepareReport.from_json(store.manifest["report"])
     else:
-        report = build_with_progress(settings, tokenizer, output, overwrite=overwrite)
+        report = build_with_progress(settings, tokenizer, output, overwrite=overwrite, ray=ray)
     print_report(report)
     if against is not None:
         for leak in find_leaks(PairStore.open(output), PairStore.open(against)):
@@ -159,16 +190,26 @@ def run_prepare(
 
 
 def build_with_progress(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, output: Path, *, overwrite: bool = False
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Build a store while a person watches; where no pair is left, the table tells why before the error does."""
     from thresher.cli.terminal import announce
     from thresher.data.prepare import NoPairsError
     from thresher.data.prepare import prepare as build
 
+    runner = None
+    if ray is not None:
+        from thresher.runtime.preparing import run_on_ray
+
+        runner = run_on_ray(settings.num_processes, ray.address)
     try:
         with show_progress() as show:
-            report = build(settings, tokenizer, output, show, overwrite=overwrite)
+            report = build(settings, tokenizer, output, show, overwrite=overwrite, runner=runner)
     except NoPairsError as error:
         print_report(error.report)
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +12,10 @@ import numpy as np
 from thresher.data.batch import Pair
 from thresher.data.lint import Keys, to_keys
 from thresher.data.messages import has_content
+from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
 from thresher.data.readers import BadRowError, Block, parse_row
 from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, to_preference_row
 from thresher.data.settings import DataSettings
-from thresher.data.store_writer import hash_pair, pairs_to_record_batch
 from thresher.data.template import RenderedRow, Template, render
 from thresher.data.tokenize import PairTokenizer, TokenizedRow
 from thresher.data.truncate import truncate
@@ -44,8 +43,9 @@ class BadRow:
 
 @dataclass(frozen=True)
 class BlockTask:
-    """A block and how its file is to be read; bad rows and rows joined were found before it was sent."""
+    """A block of a span and how its file is to be read; bad rows and rows joined were found before it was sent."""
 
+    span: int
     block: Block
     shape: str
     column_names: Mapping[str, str]
@@ -56,9 +56,16 @@ class BlockTask:
 
 @dataclass
 class BlockResult:
-    """The pairs of a block and what became of its other rows."""
+    """The pairs of a block and what became of its other rows; numbers of bad rows count from the span's start.
 
-    task: BlockTask
+    span, last_number, bytes_done: where the block stands, as in `BlockTask` and `Block`.
+    """
+
+    span: int
+    last_number: int
+    bytes_done: int
+    rows_read: int
+    rows_joined: int = 0
     pairs: Any = None
     keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
     swapped_keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -81,7 +88,10 @@ class BlockWorker:
         self._control_tokens = tuple(token for token in tokenizer.all_special_tokens if len(token) > 1)
 
     def __call__(self, task: BlockTask) -> BlockResult:
-        result = BlockResult(task, bad=list(task.bad))
+        block = task.block
+        result = BlockResult(
+            task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
+        )
         rows, rendered = self._render(task, result)
         kept: list[Pair] = []
         for row, tokenized in zip(rows, self._to_tokens(rendered), strict=True):
@@ -155,21 +165,3 @@ def _is_identical(pair: Pair) -> bool:
 
 def _has_scored_tokens(pair: Pair) -> bool:
     return all(mask is None or bool(mask.any()) for mask in (pair.chosen_mask, pair.rejected_mask))
-
-
-_worker: BlockWorker | None = None
-
-
-def start_worker(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
-    """Set up a process of the pool."""
-    global _worker
-    # one thread a process: the processes are the parallelism
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = BlockWorker(settings, tokenizer, template)
-
-
-def run_in_worker(task: BlockTask) -> BlockResult:
-    """Turn a block into pairs in a process that `start_worker` set up."""
-    if _worker is None:
-        raise AssertionError("a process of the pool was not set up")
-    return _worker(task)

@@ -1,8 +1,8 @@
-"""What is odd about a set of pairs: repeats, contradictions, leaks between sets, and bias of length.
+"""What is odd about a set of pairs, in words: findings, bias of length; and what leaks from one set into another.
 
 Nothing is dropped here; identical and empty sides are dropped, and counted, before a pair is kept. Pairs are
-told apart by the first 64 bits of their hashes: 16 bytes a pair in memory, and in 100 million pairs a false
-match once in thousands of runs.
+told apart by the first 64 bits of their hashes: in 100 million pairs a false match once in thousands of runs.
+Repeats within a set are found in `repeats`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.store import Hashes, Lengths, PairStore
+from thresher.data.store import Hashes, PairStore
 
 Keys = npt.NDArray[np.uint64]
 NUM_EXAMPLES = 5
@@ -42,14 +42,6 @@ def to_keys(hashes: Sequence[bytes] | Hashes) -> Keys:
     """Shorten 16-byte hashes to 64 bits."""
     joined = b"".join(hashes) if not isinstance(hashes, np.ndarray) else hashes.tobytes()
     return np.frombuffer(joined, dtype="<u8")[::2].copy()
-
-
-def find_repeats(pairs: Keys, swapped: Keys) -> tuple[Finding, Finding]:
-    """Find pairs that occurred before (same prompt and sides), and pairs that another one says the other way round."""
-    _, first = np.unique(pairs, return_index=True)
-    is_repeat = np.ones(len(pairs), dtype=np.bool_)
-    is_repeat[first] = False
-    return _finding("duplicates", is_repeat), _finding("contradictions", np.isin(swapped, pairs))
 
 
 def find_leaks(store: PairStore, other: PairStore) -> tuple[Finding, Finding]:
@@ -87,19 +79,3 @@ def _is_among(keys: Keys, sorted_keys: Keys) -> npt.NDArray[np.bool_]:
     result = np.empty(len(keys), dtype=np.bool_)
     result[order] = found
     return result
-
-
-def measure_length_bias(lengths: Lengths) -> LengthBias:
-    """Compare the lengths of chosen and rejected responses; `lengths` is [pairs, (prompt, chosen, rejected)]."""
-    chosen, rejected = lengths[:, 1], lengths[:, 2]
-    return LengthBias(
-        share_chosen_longer=float(np.mean(chosen > rejected)),
-        share_equal=float(np.mean(chosen == rejected)),
-        mean_chosen=float(chosen.mean(dtype=np.float64)),
-        mean_rejected=float(rejected.mean(dtype=np.float64)),
-    )
-
-
-def _finding(name: str, is_found: npt.NDArray[np.bool_]) -> Finding:
-    numbers = np.flatnonzero(is_found)
-    return Finding(name, len(numbers), tuple(int(number) for number in numbers[:NUM_EXAMPLES]))

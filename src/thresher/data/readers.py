@@ -1,6 +1,7 @@
 """Rows of a source file in blocks, with their line or row numbers; a JSON line is parsed by who takes the block.
 
-A block is what one process takes at a time. Blocks depend on the file alone, never on the number of processes.
+A source is cut into spans that can be read each by itself, by different processes: JSON lines by bytes, Parquet by row
+groups; any other file is one span. Spans and blocks depend on the file alone, never on the number of processes.
 JSONL, CSV, Parquet and Arrow are streamed; a JSON array is read whole.
 """
 
@@ -11,7 +12,8 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +23,8 @@ from thresher.data.sources import SourceFile, load_hub_dataset, open_binary
 from thresher.errors import UserError
 
 ROWS_PER_BLOCK = 512
+BYTES_PER_SPAN = 4 << 20
+ROWS_PER_SPAN = 4096
 Row = dict[str, Any]
 
 
@@ -29,16 +33,30 @@ class BadRowError(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
-    """Consecutive rows of one file; `contents` are JSON lines still to parse, or values.
+class Span:
+    """A part of a source; the rows of its parts, in order, are the rows of the source.
 
+    start, stop: bytes of JSON lines, a line belonging where it begins; row groups of Parquet; None is the end.
+    """
+
+    source: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of one span; `contents` are JSON lines still to parse, or values.
+
+    numbers: from 1 at the start of the span. last_number: the last that was read, blank lines included.
     bytes_done: how far into the stored file this block reaches, for progress only.
     """
 
     file: str
-    unit: str  # "line" or "row": what `numbers` count, from 1
+    unit: str  # "line" or "row": what `numbers` count
     numbers: tuple[int, ...]
     contents: tuple[Any, ...]
+    last_number: int
     bytes_done: int = 0
 
     def __len__(self) -> int:
@@ -62,8 +80,29 @@ def parse_row(content: Any) -> Row:
     return content
 
 
-def read_blocks(source: SourceFile) -> Iterator[Block]:
-    """Read a source's rows in order; a file that holds none is a `UserError`."""
+def split_source(source: SourceFile) -> list[Span]:
+    """Cut a source into spans of a few thousand rows where its format allows it."""
+    if source.format == "jsonl" and source.compression is None:
+        starts = range(0, source.size, BYTES_PER_SPAN)
+        return [Span(source, start, min(start + BYTES_PER_SPAN, source.size)) for start in starts]
+    if source.format == "parquet":
+        with _reading(source), open_binary(source) as stored:
+            return _join_row_groups(source, pq.ParquetFile(pa.PythonFile(stored, mode="r")).metadata)
+    return [Span(source)]
+
+
+def _join_row_groups(source: SourceFile, metadata: Any) -> list[Span]:
+    spans, start, num_rows = [], 0, 0
+    for number in range(metadata.num_row_groups):
+        num_rows += metadata.row_group(number).num_rows
+        if num_rows >= ROWS_PER_SPAN or number == metadata.num_row_groups - 1:
+            spans.append(Span(source, start, number + 1))
+            start, num_rows = number + 1, 0
+    return spans
+
+
+def read_span(span: Span) -> Iterator[Block]:
+    """Read a span's rows in order."""
     readers = {
         "json": _read_json,
         "jsonl": _read_json_lines,
@@ -73,16 +112,30 @@ def read_blocks(source: SourceFile) -> Iterator[Block]:
         "saved_dataset": _read_saved_dataset,
         "hub_dataset": _read_hub_dataset,
     }
-    blocks = readers[source.format](source)
-    try:
-        first = next(blocks, None)
-    except (pa.ArrowInvalid, OSError, EOFError, csv.Error, UnicodeDecodeError) as error:
-        raise _unreadable(source, error) from error
-    if first is None:
+    with _reading(span.source):
+        yield from readers[span.source.format](span)
+
+
+def read_blocks(source: SourceFile) -> Iterator[Block]:
+    """Read a source's rows in order, numbered from its start; a file that holds none is a `UserError`."""
+    before, is_empty = 0, True
+    for span in split_source(source):
+        last_number = 0
+        for block in read_span(span):
+            last_number = block.last_number
+            numbers = tuple(before + number for number in block.numbers)
+            if numbers:
+                is_empty = False
+                yield replace(block, numbers=numbers, last_number=before + last_number)
+        before += last_number
+    if is_empty:
         raise UserError(f"{source.name!r} holds no rows; remove it from data_args.file_name or write it again")
-    yield first
+
+
+@contextmanager
+def _reading(source: SourceFile) -> Iterator[None]:
     try:
-        yield from blocks
+        yield
     except (pa.ArrowInvalid, OSError, EOFError, csv.Error, UnicodeDecodeError) as error:
         raise _unreadable(source, error) from error
 
@@ -102,16 +155,39 @@ def _open_unpacked(source: SourceFile, stored: Any) -> Any:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), source.compression))
 
 
-def _read_json_lines(source: SourceFile) -> Iterator[Block]:
+def _read_json_lines(span: Span) -> Iterator[Block]:
+    source = span.source
     with open_binary(source) as stored:
-        lines = enumerate(_open_unpacked(source, stored), start=1)
-        rows = ((number, line) for number, line in lines if line.strip())
-        while chunk := list(itertools.islice(rows, ROWS_PER_BLOCK)):
-            numbers, contents = zip(*chunk, strict=True)
-            yield Block(source.name, "line", numbers, contents, stored.tell())
+        if span.stop is None:
+            lines, start = _open_unpacked(source, stored), None
+        else:
+            # a few megabytes at once: object stores answer one request much sooner than many
+            content, start = _lines_that_begin_within(stored, span.start, span.stop)
+            lines = io.BytesIO(content)
+        last_number = 0
+        while chunk := list(itertools.islice(lines, ROWS_PER_BLOCK)):
+            rows = [(number, line) for number, line in enumerate(chunk, start=last_number + 1) if line.strip()]
+            last_number += len(chunk)
+            numbers, contents = zip(*rows, strict=True) if rows else ((), ())
+            done = stored.tell() if start is None else start + lines.tell()
+            yield Block(source.name, "line", numbers, contents, last_number, done)
 
 
-def _read_json(source: SourceFile) -> Iterator[Block]:
+def _lines_that_begin_within(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
+    """Return whole lines, and where the first begins."""
+    if start > 0:
+        # the line that holds the byte before `start` belongs to the span before
+        stored.seek(start - 1)
+        stored.readline()
+    begin = stored.tell()
+    if begin >= stop:
+        return b"", begin
+    content = stored.read(stop - begin)
+    return (content if content.endswith(b"\n") else content + stored.readline()), begin
+
+
+def _read_json(span: Span) -> Iterator[Block]:
+    source = span.source
     with open_binary(source) as stored:
         text = _open_unpacked(source, stored).read()
     try:
@@ -128,7 +204,8 @@ def _read_json(source: SourceFile) -> Iterator[Block]:
     yield from _value_blocks(source, iter(values), len(values))
 
 
-def _read_csv(source: SourceFile) -> Iterator[Block]:
+def _read_csv(span: Span) -> Iterator[Block]:
+    source = span.source
     csv.field_size_limit(1 << 30)
     with open_binary(source) as stored:
         text = io.TextIOWrapper(_open_unpacked(source, stored), encoding="utf-8-sig", newline="")
@@ -136,17 +213,21 @@ def _read_csv(source: SourceFile) -> Iterator[Block]:
         reader = csv.DictReader(text, delimiter=separator, strict=True)
         # a short line leaves None, a long one a None key: both are bad rows, found by the row's shape
         for block in _value_blocks(source, iter(reader), None):
-            yield Block(block.file, block.unit, block.numbers, block.contents, stored.tell())
+            yield replace(block, bytes_done=stored.tell())
 
 
-def _read_parquet(source: SourceFile) -> Iterator[Block]:
-    with open_binary(source) as stored:
+def _read_parquet(span: Span) -> Iterator[Block]:
+    with open_binary(span.source) as stored:
         file = pq.ParquetFile(pa.PythonFile(stored, mode="r"))
-        rows = (row for batch in file.iter_batches(ROWS_PER_BLOCK) for row in batch.to_pylist())
-        yield from _value_blocks(source, rows, file.metadata.num_rows)
+        groups = range(span.start, file.metadata.num_row_groups if span.stop is None else span.stop)
+        before = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
+        batches = file.iter_batches(ROWS_PER_BLOCK, row_groups=list(groups))
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from _value_blocks(span.source, rows, file.metadata.num_rows, before)
 
 
-def _read_arrow(source: SourceFile) -> Iterator[Block]:
+def _read_arrow(span: Span) -> Iterator[Block]:
+    source = span.source
     with open_binary(source) as stored:
         opened = _open_unpacked(source, stored)
         if source.compression is None and stored.read(6) == b"ARROW1":
@@ -157,8 +238,7 @@ def _read_arrow(source: SourceFile) -> Iterator[Block]:
                 stored.seek(0)
             batches = pa.ipc.open_stream(pa.PythonFile(opened, mode="r"))
         for block in _value_blocks(source, _rows_of(batches), None):
-            position = stored.tell()
-            yield Block(block.file, block.unit, block.numbers, block.contents, position)
+            yield replace(block, bytes_done=stored.tell())
 
 
 def _rows_of(batches: Any) -> Iterator[Row]:
@@ -168,23 +248,24 @@ def _rows_of(batches: Any) -> Iterator[Row]:
             yield from batch.slice(start, ROWS_PER_BLOCK).to_pylist()
 
 
-def _read_saved_dataset(source: SourceFile) -> Iterator[Block]:
+def _read_saved_dataset(span: Span) -> Iterator[Block]:
     import datasets
 
-    yield from _read_dataset(source, datasets.load_from_disk(source.name))
+    yield from _read_dataset(span.source, datasets.load_from_disk(span.source.name))
 
 
-def _read_hub_dataset(source: SourceFile) -> Iterator[Block]:
-    yield from _read_dataset(source, load_hub_dataset(source.name))
+def _read_hub_dataset(span: Span) -> Iterator[Block]:
+    yield from _read_dataset(span.source, load_hub_dataset(span.source.name))
 
 
 def _read_dataset(source: SourceFile, dataset: Any) -> Iterator[Block]:
     yield from _value_blocks(source, _rows_of(dataset.with_format("arrow").iter(ROWS_PER_BLOCK)), len(dataset))
 
 
-def _value_blocks(source: SourceFile, rows: Iterator[Any], total: int | None) -> Iterator[Block]:
+def _value_blocks(source: SourceFile, rows: Iterator[Any], total: int | None, before: int = 0) -> Iterator[Block]:
     done = 0
     while chunk := tuple(itertools.islice(rows, ROWS_PER_BLOCK)):
         numbers = tuple(range(done + 1, done + len(chunk) + 1))
         done += len(chunk)
-        yield Block(source.name, "row", numbers, chunk, source.size * done // total if total else 0)
+        bytes_done = source.size * (before + done) // total if total else 0
+        yield Block(source.name, "row", numbers, chunk, done, bytes_done)

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from thresher.data.lint import Finding, LengthBias
-from thresher.data.store import Lengths
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
@@ -71,17 +68,3 @@ class PrepareReport:
             "percentiles": {name: tuple(each) for name, each in values["percentiles"].items()},
         }
         return cls(**fields)
-
-
-def measure_percentiles(lengths: Lengths) -> dict[str, tuple[int, ...]]:
-    """Return token counts at `PERCENTILES`; each is the length of a real pair, not between two."""
-    columns = {
-        "prompt": lengths[:, 0],
-        "chosen": lengths[:, 1],
-        "rejected": lengths[:, 2],
-        "total": lengths[:, 0] + lengths[:, 1:].max(axis=1),
-    }
-    return {
-        name: tuple(int(each) for each in np.percentile(column, PERCENTILES, method="lower"))
-        for name, column in columns.items()
-    }

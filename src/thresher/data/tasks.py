@@ -1,87 +1,120 @@
-"""The sources as a sequence of tasks: each file's shape is found from its first row, and labelled rows are joined here.
+"""The sources as tasks: each file's shape is found from its first row, and labelled rows are joined here.
 
-This runs in one process, in the order of the files, so that what meets whom never depends on the number of others.
+A task that needs nothing but its span may be read by any process. Rows with labels are read and joined in one, in the
+order of the files, so that what meets whom never depends on the number of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thresher.data.blocks import BadRow, BlockTask
-from thresher.data.readers import BadRowError, Block, parse_row, read_blocks
-from thresher.data.report import FileReport
-from thresher.data.rows import Shape, detect_shape, rename
+from thresher.data.readers import BadRowError, Block, Span, parse_row, read_blocks, read_span, split_source
+from thresher.data.rows import SHAPE_OF_NAME, Shape, detect_shape, rename
 from thresher.data.settings import DataSettings
 from thresher.data.sources import SourceFile
 from thresher.data.unpaired import Partners
 
 
-class TaskReader:
-    """Read the sources in order as tasks; knows each file's shape, and joins rows that need a partner."""
+@dataclass(frozen=True)
+class SourceShape:
+    """What a file's first row tells; a file without a row that can be parsed has no shape."""
 
-    def __init__(self, settings: DataSettings, sources: list[SourceFile], digests: list[str]) -> None:
-        self._settings = settings
-        self._sources = sources
-        self._digests = digests
+    source: SourceFile
+    shape: Shape | None
+    unused_columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpanTask:
+    """A span and how its file is to be read.
+
+    number, file: its place among all spans, and its file's place among the sources.
+    skip_blocks: how many of its first blocks an earlier process has finished.
+    """
+
+    number: int
+    file: int
+    span: Span
+    shape: str
+    column_names: Mapping[str, str]
+    skip_blocks: int = 0
+
+    @property
+    def is_unpaired(self) -> bool:
+        return SHAPE_OF_NAME[self.shape].is_unpaired
+
+
+def read_task(task: SpanTask) -> Iterator[BlockTask]:
+    """Read a span whose rows need no partner, in blocks."""
+    for number, block in enumerate(read_span(task.span)):
+        if number >= task.skip_blocks:
+            yield BlockTask(task.number, block, task.shape, task.column_names, len(block))
+
+
+class TaskReader:
+    """Know the spans of all sources in order, and join rows that need a partner."""
+
+    def __init__(self, settings: DataSettings, sources: Sequence[SourceFile]) -> None:
         self._partners = Partners()
-        self.files: list[FileReport] = []
+        names = settings.column_names
+        self.files = [_find_shape(source, names) for source in sources]
+        spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
+        shapes = [each.shape.name if each.shape else "prompt" for each in self.files]
+        self.spans = [SpanTask(number, file, span, shapes[file], names) for number, (file, span) in enumerate(spans)]
 
     @property
     def num_unpaired(self) -> int:
         return self._partners.num_waiting
 
-    def tasks(self) -> Iterator[BlockTask]:
-        names = self._settings.column_names
-        for source, digest in zip(self._sources, self._digests, strict=True):
-            shape: Shape | None = None
-            columns: tuple[str, ...] = ()
-            rows = 0
-            for block in read_blocks(source):
-                rows += len(block)
-                if shape is None:
-                    shape, columns = self._detect(block)
-                if shape is None:
-                    yield _all_bad(block)
-                elif shape.is_unpaired:
-                    yield self._join(block, shape)
-                else:
-                    yield BlockTask(block, shape.name, names, len(block))
-            read = {*(shape.needs + shape.may_have if shape else ()), *names.values()}
-            unused = tuple(name for name in columns if name not in read)
-            self.files.append(FileReport(source.name, digest, shape.name if shape else "unreadable", rows, unused))
+    def remaining(self, span: int, blocks: int) -> list[SpanTask]:
+        """List what follows after so many blocks of a span; rows with labels that came before find their places."""
+        for task in self.spans[:span]:
+            if task.is_unpaired:
+                for _ in self.read(task):
+                    pass
+        return [replace(task, skip_blocks=blocks if task.number == span else 0) for task in self.spans[span:]]
 
-    def _detect(self, block: Block) -> tuple[Shape | None, tuple[str, ...]]:
-        for index, content in enumerate(block.contents):
-            try:
-                row = parse_row(content)
-            except BadRowError:
-                continue
-            shape = detect_shape(row, self._settings.column_names, block.where(index))
-            return shape, tuple(str(name) for name in row)
-        return None, ()
+    def read(self, task: SpanTask) -> Iterator[BlockTask]:
+        """Read a span in blocks, rows with labels joined; must be called in the order of the spans."""
+        if not task.is_unpaired:
+            yield from read_task(task)
+            return
+        for number, block in enumerate(read_span(task.span)):
+            joined = self._join(block, task)
+            if number >= task.skip_blocks:
+                yield joined
 
-    def _join(self, block: Block, shape: Shape) -> BlockTask:
+    def _join(self, block: Block, task: SpanTask) -> BlockTask:
         joined: list[tuple[int, Any]] = []
         bad: list[BadRow] = []
         num_waiting = self._partners.num_waiting
         for index, content in enumerate(block.contents):
             try:
-                row = self._partners.join(rename(parse_row(content), self._settings.column_names), shape)
+                row = self._partners.join(rename(parse_row(content), task.column_names), SHAPE_OF_NAME[task.shape])
             except BadRowError as error:
                 bad.append(BadRow.of(block, index, error))
                 continue
             if row is not None:
                 joined.append((block.numbers[index], row))
         # every row is bad, half of a pair, or waits; those that wait at the end are counted as dropped then
-        numbers = tuple(number for number, _ in joined)
-        rows = tuple(row for _, row in joined)
-        pairs = Block(block.file, block.unit, numbers, rows, block.bytes_done)
+        pairs = replace(block, numbers=tuple(number for number, _ in joined), contents=tuple(row for _, row in joined))
         if len(block) != len(bad) + 2 * len(joined) + self._partners.num_waiting - num_waiting:
             raise AssertionError("a row with a label was lost")
-        return BlockTask(pairs, "prompt", {}, len(block), len(joined), tuple(bad))
+        return BlockTask(task.number, pairs, "prompt", {}, len(block), len(joined), tuple(bad))
 
 
-def _all_bad(block: Block) -> BlockTask:
-    # any shape does: no row of the block can be parsed, and each says why
-    return BlockTask(block, "prompt", {}, len(block))
+def _find_shape(source: SourceFile, names: Mapping[str, str]) -> SourceShape:
+    for block in read_blocks(source):
+        for index, content in enumerate(block.contents):
+            try:
+                row = parse_row(content)
+            except BadRowError:
+                continue
+            shape = detect_shape(row, names, block.where(index))
+            read = {*shape.needs, *shape.may_have, *names.values()}
+            return SourceShape(source, shape, tuple(str(name) for name in row if name not in read))
+    # no row can be parsed, and each says why: any shape does
+    return SourceShape(source, None, ())

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from thresher.data.batch import PairBatch
+from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import PairIds
 from thresher.data.store import HASH_BYTES, Hashes
-from thresher.data.store_writer import hash_pair
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter

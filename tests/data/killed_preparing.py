@@ -1,0 +1,66 @@
+"""Prepare a store in child processes, each killed with SIGKILL after a number of blocks, the last one to its end.
+
+    python killed_preparing.py OUTPUT LOG SHARD_ROWS RUNNER FILES KILL_AT ...
+
+RUNNER is `local:N` or `ray:N`; FILES are joined by commas. Every block is logged, as its span and last row, when its
+result arrives. Children are new processes, as Ray does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+
+from thresher.data.blocks import BlockWorker
+from thresher.data.prepare import DataSettings, prepare
+from thresher.data.running import Results, Runner, run_locally
+from thresher.data.tasks import SpanTask, TaskReader
+
+
+def make_runner(name: str) -> Runner:
+    kind, _, number = name.partition(":")
+    if kind == "local":
+        return run_locally(int(number))
+    from thresher.runtime.preparing import run_on_ray
+
+    return run_on_ray(int(number))
+
+
+def dying(runner: Runner, log: Path, kill_at: int | None) -> Runner:
+    def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
+        for number, result in enumerate(runner(worker, reader, spans), start=1):
+            with log.open("a") as stream:
+                stream.write(f"{result.span} {result.last_number}\n")
+            if number == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield result
+
+    return run
+
+
+def prepare_and_die(output: str, log: str, shard_rows: str, runner: str, files: str, kill_at: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    settings = DataSettings(files.split(","), on_bad_row="quarantine", shard_rows=int(shard_rows))
+    prepare(settings, tokenizer, output, runner=dying(make_runner(runner), Path(log), int(kill_at) or None))
+
+
+def main(*arguments: str) -> None:
+    common, kills = arguments[:5], arguments[5:]
+    for kill_at in (*kills, "0"):
+        code = subprocess.run([sys.executable, __file__, "--child", *common, kill_at], check=False).returncode
+        if code != (0 if kill_at == "0" else -signal.SIGKILL):
+            sys.exit(f"the process that was to die at block {kill_at} ended with {code}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--child":
+        prepare_and_die(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

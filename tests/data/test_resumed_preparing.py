@@ -1,0 +1,212 @@
+"""A preparation that is killed goes on where it was, ends with the same bytes, and leaves nothing else behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_tokenizer import make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from thresher.data.prepare import DataSettings, Progress, prepare
+from thresher.data.staging import Staging
+from thresher.data.store import PairStore
+from thresher.errors import UserError
+
+SCRIPT = Path(__file__).with_name("killed_preparing.py")
+SHARD_ROWS = 200
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+def write_files(write_rows: Any, rows_per_file: int = 700) -> list[str]:
+    """Three files of pairs with a bad row in each, and two of labels whose partners lie in the other."""
+    names = []
+    for file in range(3):
+        rows = [
+            {"prompt": f"q{file}-{n}?", "chosen": "yes " * (n % 7 + 1), "rejected": "no " * (n % 5)}
+            for n in range(rows_per_file)
+        ]
+        rows[600] = {"broken": file}
+        names.append(write_rows(*rows, name=f"{file}.jsonl"))
+    for number, label in enumerate((True, False)):
+        rows = [{"prompt": f"l{n % 90}", "completion": f"a{n}{label}", "label": label} for n in range(300)]
+        names.insert(2 * number, write_rows(*rows, name=f"labels{number}.jsonl"))
+    return names
+
+
+def kill_and_finish(output: Path, log: Path, runner: str, files: list[str], kills: list[int]) -> list[str]:
+    """Return the blocks that were worked on, over all processes."""
+    arguments = [str(output), str(log), str(SHARD_ROWS), runner, ",".join(files), *map(str, kills)]
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_preparation_ends_with_the_same_bytes_and_repeats_little(tmp_path: Path, write_rows: Any) -> None:
+    files = write_files(write_rows, rows_per_file=2000)
+    whole = kill_and_finish(tmp_path / "whole", tmp_path / "whole.log", "local:1", files, [])
+    killed = kill_and_finish(tmp_path / "killed", tmp_path / "killed.log", "local:1", files, [3, 5, 4, 1])
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert len(PairStore.open(tmp_path / "whole").manifest["shards"]) > 4
+    quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("whole", "killed")]
+    assert quarantined[0] == quarantined[1]
+    assert [json.loads(line)["number"] for line in quarantined[0].splitlines()] == [601] * 3
+    # every kill costs at most the blocks since the last checkpoint, which is made with every shard
+    assert len(whole) < len(killed) <= len(whole) + 4 * 2
+    assert set(killed) == set(whole)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_resumed_shard_is_copied_does_no_harm(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A crash in the middle of `StoreFiles._resume` leaves the torn shard whole, and a shard half copied."""
+    settings = DataSettings(write_files(write_rows, rows_per_file=2000), on_bad_row="skip", shard_rows=4000)
+    prepare(settings, chat_tokenizer, tmp_path / "whole")
+    stop_after(2, settings, chat_tokenizer, tmp_path / "s", pairs_per_checkpoint=1000)
+    (shard,) = (tmp_path / ".s.partial" / "content" / "shards").iterdir()
+    shard.rename(shard.with_suffix(".torn"))
+    shard.write_bytes(b"half a copy")
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
+
+
+def test_damaged_work_is_done_again(tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    prepare(settings, chat_tokenizer, tmp_path / "whole")
+    stop_after(2, settings, chat_tokenizer, tmp_path / "s")
+    (tmp_path / ".s.partial" / "content" / "shards" / "00000.arrow").write_bytes(b"torn")
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_after(
+    num_checkpoints: int, settings: DataSettings, tokenizer: Any, output: Path, pairs_per_checkpoint: int = SHARD_ROWS
+) -> None:
+    """Interrupt a preparation as Ctrl-C would."""
+    from thresher.data import store_writer
+
+    def stop(progress: Progress) -> None:
+        if progress.pairs_kept > (num_checkpoints + 1) * pairs_per_checkpoint:
+            raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_writer, "PAIRS_PER_CHECKPOINT", pairs_per_checkpoint)
+        with pytest.raises(StoppedError):
+            prepare(settings, tokenizer, output, stop)
+
+
+def first_progress(settings: DataSettings, tokenizer: Any, output: Path) -> int:
+    seen: list[Progress] = []
+    prepare(settings, tokenizer, output, seen.append)
+    return seen[0].rows_read
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequence_length": 99},
+        {"shard_rows": 601},
+        {"template": "raw"},
+        {"on_bad_row": "quarantine"},
+    ],
+)
+def test_work_begun_for_something_else_is_thrown_away(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast, change: dict[str, Any]
+) -> None:
+    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    stop_after(2, settings, chat_tokenizer, tmp_path / "s")
+    assert (tmp_path / ".s.partial" / "progress.json").is_file()
+    changed = replace(settings, **change)
+    assert first_progress(changed, chat_tokenizer, tmp_path / "s") <= 512
+    prepare(changed, chat_tokenizer, tmp_path / "fresh")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "fresh")
+    assert not (tmp_path / ".s.partial").exists()
+
+
+def test_other_rows_or_another_tokenizer_begin_anew_and_the_same_go_on(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    stop_after(2, settings, chat_tokenizer, tmp_path / "s")
+    assert first_progress(settings, chat_tokenizer, tmp_path / "s") > 600
+
+    other = make_tokenizer(eos_token="</s>")
+    other.chat_template = chat_tokenizer.chat_template
+    stop_after(2, settings, chat_tokenizer, tmp_path / "t")
+    assert first_progress(settings, other, tmp_path / "t") <= 512
+
+    stop_after(2, settings, chat_tokenizer, tmp_path / "u")
+    with Path(settings.file_names[-1]).open("a") as stream:
+        stream.write('{"prompt": "one", "chosen": "more", "rejected": "row"}\n')
+    assert first_progress(settings, chat_tokenizer, tmp_path / "u") <= 512
+
+
+def test_an_old_store_is_whole_until_the_new_one_is(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    before = files_of(tmp_path / "s")
+
+    def stop(progress: Progress) -> None:
+        if progress.pairs_kept > 700:
+            raise StoppedError
+
+    shorter = replace(settings, sequence_length=30)
+    with pytest.raises(StoppedError):
+        prepare(shorter, chat_tokenizer, tmp_path / "s", stop, overwrite=True)
+    assert files_of(tmp_path / "s") == before
+    prepare(shorter, chat_tokenizer, tmp_path / "s", overwrite=True)
+    assert files_of(tmp_path / "s") != before
+    PairStore.open(tmp_path / "s").verify()
+
+
+def test_an_old_store_comes_back_if_a_crash_came_between_two_renames(tmp_path: Path) -> None:
+    output = tmp_path / "s"
+
+    def crash() -> None:
+        with Staging(output, "me") as staging:
+            staging.save({})
+            (output / "shards").mkdir(parents=True)
+            output.rename(staging.directory / "replaced")
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        crash()
+    with Staging(output, "me") as staging:
+        assert staging.state == {}
+        assert (output / "shards").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_two_processes_do_not_write_the_same_store_at_once(tmp_path: Path) -> None:
+    with Staging(tmp_path / "s"):
+        with pytest.raises(UserError, match="another process is writing"):
+            Staging(tmp_path / "s")
+        Staging(tmp_path / "t").__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_row_that_stops_keeps_nothing_for_later(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    settings = DataSettings(write_files(write_rows), shard_rows=100)
+    with pytest.raises(UserError, match="line 601"):
+        prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
