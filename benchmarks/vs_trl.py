@@ -48,6 +48,8 @@ from thresher.data.plan import Plan
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"
 BARE = "bare loop, shared"
+# sums of about 450 nats in fp32, whose last digit is 3e-5, times beta: TRL's own reference forward moves the loss by 1e-5
+FP32_TOLERANCE = 2e-5
 
 
 class Field:
@@ -173,7 +175,7 @@ def main() -> None:
             if args.only is None or any(name.startswith(wanted) for wanted in args.only)
         }
         first = {name: step(0) for name, step in steps.items()}
-        check_losses(first, 1e-5 if column.dtype == torch.float32 else 2e-3)
+        check_losses(first, FP32_TOLERANCE if column.dtype == torch.float32 else 2e-3)
         seconds = measure(steps, args.batches)
         if "thresher" in seconds:
             # a reference scored in advance is paid once, in the first epoch; TRL's default pays it in every step
