@@ -48,7 +48,7 @@ from thresher.data.plan import Plan
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"
 BARE = "bare loop, shared"
-# sums of about 450 nats in fp32, whose last digit is 3e-5, times beta: TRL's own reference forward moves the loss by 1e-5
+# sums of about 450 nats in fp32, whose last digit is 3e-5, times beta: TRL's own reference forward moves a loss by 1e-5
 FP32_TOLERANCE = 2e-5
 
 
