@@ -171,6 +171,7 @@ def test_training_pairs_are_shuffled_anew_in_every_epoch(base):
     """mcore_adapter never shuffles; ColossalChat repeats one order."""
     pairs = RecordedPairs(noise_pairs(24).pairs)
     run = build_run(merge(base, {"reference": {"mode": "concurrent"}}), pairs)
+    pairs.seen.clear()  # what the check at start-up read
     for _ in range(run.trainer.plan.num_steps):
         run.trainer.training_step()
     first, second = pairs.seen[:24], pairs.seen[24:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from thresher.assembly.engines import build_policy
-from thresher.assembly.objective import build_objective, build_schedule
+from thresher.assembly.inputs import RunInputs, build_plan
+from thresher.assembly.objective import build_objective
 from thresher.assembly.reference import ReferenceParts, build_reference_parts
-from thresher.assembly.run import build_checkpoints, build_micro_batching, loop_settings, trainer_settings
+from thresher.assembly.run import loop_settings
+from thresher.assembly.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.pair_columns import hash_pair
-from thresher.data.plan import make_plan
 from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
-from thresher.trainer import DPOTrainer, Split
+from thresher.trainer import DPOTrainer
 
 VOCAB = 64
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -56,8 +58,9 @@ class PairsInMemory:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def probe(self) -> PairBatch:
-        return PairBatch(np.zeros(1, dtype=np.int64), tuple(self.pairs[:1]))
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(hash_pair(pair).pair for pair in self.pairs)).hexdigest()
 
     def hashes(self) -> Iterator[np.ndarray]:
         yield np.frombuffer(b"".join(hash_pair(pair).pair for pair in self.pairs), dtype="V16")
@@ -116,41 +119,11 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
     """Assemble what the pipeline assembles, from the same config."""
     section = {} if held_out is None else {"validation": {"data_args": {"file_name": "in memory"}}}
     config = parse_config({**section, **values})
-    objective = build_objective(config)
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
     layout, _ = choose_layout(config.layout, [load_family(str(config.policy_path))], attention, pad_id=0)
     policy = build_policy(config, layout)
-    plan = make_plan(
-        len(train),
-        seed=config.seed,
-        pairs_per_step=config.pairs_per_step,
-        max_steps=config.max_steps,
-        num_epochs=config.num_train_epochs,
-    )
-    reference = build_reference_parts(
-        config,
-        objective,
-        policy,
-        layout,
-        plan,
-        train,
-        held_out,
-        train.probe(),
-        progress=lambda what, done, total: None,
-    )
+    inputs = RunInputs(build_objective(config), layout, train, held_out, build_plan(config, len(train)))
+    reference = build_reference_parts(config, inputs, policy)
     reference.score_in_advance()
-    trainer = DPOTrainer(
-        strategy=policy,
-        objective=objective,
-        plan=plan,
-        micro_batching=build_micro_batching(config, layout, train, policy.hidden_size),
-        schedule=build_schedule(config, plan.num_steps),
-        train=Split(train, reference.train),
-        validation=None if held_out is None else Split(held_out, reference.validation),
-        settings=trainer_settings(config),
-        checkpoints=build_checkpoints(config, lambda line: None),
-        identity={"reference": reference.digest},
-        config={},
-        extra=reference.synced,
-    )
-    return TinyRun(config, trainer, reference, MetricsInMemory())
+    parts = build_trainer(config, inputs, policy, reference, checkpoint=None)
+    return TinyRun(config, parts.trainer, reference, MetricsInMemory())

@@ -31,11 +31,14 @@ def open_inputs(config: DPOConfig, announce: Callable[[str], None], build_store:
     objective = build_objective(config)
     tokenizer, layout = build_layout(config, announce)
     train, validation = open_stores(config, tokenizer, announce, build_store)
-    plan = make_plan(
-        len(train),
+    return RunInputs(objective, layout, train, validation, build_plan(config, len(train)))
+
+
+def build_plan(config: DPOConfig, num_pairs: int) -> Plan:
+    return make_plan(
+        num_pairs,
         seed=config.seed,
         pairs_per_step=config.pairs_per_step,
         max_steps=config.max_steps,
         num_epochs=config.num_train_epochs,
     )
-    return RunInputs(objective, layout, train, validation, plan)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 
+from thresher.assembly.data import probe_pairs
 from thresher.assembly.engines import build_reference
+from thresher.assembly.inputs import RunInputs
 from thresher.assembly.precompute import Announce, Progress, plan_precompute
 from thresher.config import DPOConfig
-from thresher.data.batch import PairBatch
-from thresher.data.plan import Plan
-from thresher.data.store import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import Layout
 from thresher.reference.identity import frozen_digest, weights_digest
 from thresher.reference.modes import Mode, resolve_mode
 from thresher.reference.scorers import LiveReference
@@ -46,14 +44,9 @@ class ReferenceParts:
 
 def build_reference_parts(
     config: DPOConfig,
-    objective: Objective,
+    inputs: RunInputs,
     policy: NativeTrain,
-    layout: Layout,
-    plan: Plan,
-    train: PairStore,
-    validation: PairStore | None,
-    probe: PairBatch,
-    progress: Progress,
+    progress: Progress = lambda what, done, total: None,
     announce: Announce = lambda line: None,
     *,
     device: torch.device | None = None,
@@ -64,7 +57,8 @@ def build_reference_parts(
     device is where such a model goes, the mapped one if absent; weights is the digest of the frozen weights, for
     callers that know it already.
     """
-    mode = reference_mode(config, objective)
+    mode = reference_mode(config, inputs.objective)
+    probe = probe_pairs(inputs.train)
     same_weights = starts_alike(config)
     notes = idle_settings(config, mode, works_ahead=False)
     weights = weights or frozen_files_digest(config, mode)
@@ -74,14 +68,14 @@ def build_reference_parts(
     if mode == "precompute":
         job = plan_precompute(
             config,
-            layout,
-            train,
-            plan.visited_pairs(),
-            validation,
+            inputs.layout,
+            inputs.train,
+            inputs.plan.visited_pairs(),
+            inputs.validation,
             probe,
             str(weights),
             policy.device,
-            num_visits=plan.num_visits,
+            num_visits=inputs.plan.num_visits,
             announce=announce,
             progress=progress,
         )
@@ -91,7 +85,7 @@ def build_reference_parts(
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return ReferenceParts(mode, live, live, digest, True, notes=notes)
-    reference = build_reference(config, layout, device=device)
+    reference = build_reference(config, inputs.layout, device=device)
     reference.check_logps(probe)
     live = LiveReference(reference.score, policy.device)
     synced = None

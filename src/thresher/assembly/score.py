@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from thresher.assembly.data import StoreBuilder, check_pairs, open_stores, probe_pairs
+from thresher.assembly.data import StoreBuilder, check_pairs, probe_pairs
 from thresher.assembly.engines import check_engines, device_of
+from thresher.assembly.inputs import open_inputs
 from thresher.assembly.objective import build_objective
 from thresher.assembly.precompute import Announce, Progress, plan_precompute
 from thresher.assembly.reference import reference_mode
-from thresher.assembly.run import build_layout
 from thresher.config import DPOConfig
-from thresher.data.plan import make_plan
 from thresher.errors import UserError
-from thresher.models.load import load_family
+from thresher.models.load import load_family, max_positions
 from thresher.reference.identity import weights_digest
 
 
@@ -28,23 +27,15 @@ def score_ahead(
             f"the reference's mode is {mode} here, which reads no cache, so there is nothing to score ahead; set "
             "reference.mode=precompute, with a loss that needs a reference"
         )
-    tokenizer, layout = build_layout(config, announce)
-    train, validation = open_stores(config, tokenizer, announce, build_store)
+    inputs = open_inputs(config, announce, build_store)
+    train, validation = inputs.train, inputs.validation
     path = str(config.reference_path)
     family = load_family(path, trust_remote_code=config.trusts_reference_code)
-    limit = getattr(family.get_text_config(), "max_position_embeddings", None)
-    check_pairs(config, objective, limit if isinstance(limit, int) else None, [train, validation])
-    plan = make_plan(
-        len(train),
-        seed=config.seed,
-        pairs_per_step=config.pairs_per_step,
-        max_steps=config.max_steps,
-        num_epochs=config.num_train_epochs,
-    )
-    pair_ids = np.arange(len(train), dtype=np.int64) if every_pair else plan.visited_pairs()
+    check_pairs(config, objective, max_positions(family), [train, validation])
+    pair_ids = np.arange(len(train), dtype=np.int64) if every_pair else inputs.plan.visited_pairs()
     job = plan_precompute(
         config,
-        layout,
+        inputs.layout,
         train,
         pair_ids,
         validation,

@@ -11,6 +11,7 @@ from thresher.assembly.objective import build_schedule
 from thresher.assembly.reference import ReferenceParts
 from thresher.assembly.run import build_checkpoints, build_micro_batching, config_changes, trainer_settings
 from thresher.config import DPOConfig
+from thresher.loop import Standing
 from thresher.observe.redact import redact
 from thresher.reference.invariant import check_step_zero
 from thresher.strategies.native.train import NativeTrain
@@ -25,6 +26,10 @@ class RankParts:
     reference: ReferenceParts
     notes: tuple[str, ...]
     dtype: str
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.trainer.state.step, self.trainer.last_evaluation)
 
     def begin(self) -> None:
         """Do what comes between building and the first step: score in advance, check step 0, start the clock."""

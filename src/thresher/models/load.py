@@ -48,6 +48,12 @@ def load_family(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     return config
 
 
+def max_positions(family: PreTrainedConfig) -> int | None:
+    """Longest sequence that a model was built for; None where it has no limit."""
+    limit = getattr(family.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def load_model(
     path: str,
     *,

@@ -20,6 +20,7 @@ from thresher.models.attention.segments import KeptRows, Visibility
 from thresher.models.head import Head, LogitTransform, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.lean import as_written, make_lean
+from thresher.models.load import max_positions
 from thresher.models.pruning import prune_last_layer
 
 
@@ -58,8 +59,7 @@ class PairModel:
 
     @property
     def max_positions(self) -> int | None:
-        limit = getattr(_plain(self.causal_lm).config.get_text_config(), "max_position_embeddings", None)
-        return limit if isinstance(limit, int) else None
+        return max_positions(_plain(self.causal_lm).config)
 
     def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> SidesLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""

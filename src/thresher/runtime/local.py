@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.assembly.data import probe_pairs
 from thresher.assembly.engines import build_policy
 from thresher.assembly.inputs import RunInputs
 from thresher.assembly.precompute import Announce, Progress
 from thresher.assembly.reference import build_reference_parts
 from thresher.assembly.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
-from thresher.loop import Standing
 from thresher.runtime import Started
 
 
@@ -28,21 +26,9 @@ class LocalRuntime:
         """Load the models, check them on real pairs, and go on from a checkpoint."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
-        reference = build_reference_parts(
-            self.config,
-            inputs.objective,
-            policy,
-            inputs.layout,
-            inputs.plan,
-            inputs.train,
-            inputs.validation,
-            probe_pairs(inputs.train),
-            progress,
-            announce,
-        )
+        reference = build_reference_parts(self.config, inputs, policy, progress, announce)
         parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
-        standing = Standing(parts.trainer.state.step, parts.trainer.last_evaluation)
-        return Started(parts.trainer, standing, reference.mode, str(policy.device), parts.notes, parts.begin)
+        return Started(parts.trainer, parts.standing, reference.mode, str(policy.device), parts.notes, parts.begin)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from thresher.assembly.data import probe_pairs
 from thresher.assembly.inputs import RunInputs
 from thresher.assembly.precompute import Announce, look_up_splits, open_cache
 from thresher.assembly.reference import (
@@ -121,19 +120,7 @@ def linked_reference(
     elif link.workers:
         train, validation = _ahead(config, inputs, policy, link, first_step)
     else:
-        return build_reference_parts(
-            config,
-            inputs.objective,
-            policy,
-            inputs.layout,
-            inputs.plan,
-            inputs.train,
-            inputs.validation,
-            probe_pairs(inputs.train),
-            progress=lambda what, done, total: None,
-            device=policy.device,
-            weights=link.weights,
-        )
+        return build_reference_parts(config, inputs, policy, device=policy.device, weights=link.weights)
     digest = reference_digest(config, link.mode, link.weights)
     notes = idle_settings(config, link.mode, works_ahead=link.mode == "concurrent")
     return ReferenceParts(link.mode, train, validation, digest, starts_alike(config), notes=notes)

@@ -83,10 +83,8 @@ class ActorWorker:
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
         reference = linked_reference(config, inputs, policy, link, first_step)
         self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
-        trainer = self._parts.trainer
-        standing = Standing(trainer.state.step, trainer.last_evaluation)
         node_id = ray.get_runtime_context().get_node_id()
-        return RankReport(standing, reference.mode, str(policy.device), node_id, self._parts.notes)
+        return RankReport(self._parts.standing, reference.mode, str(policy.device), node_id, self._parts.notes)
 
     def begin(self, seconds_per_pair: float | None) -> None:
         """Check step 0; seconds_per_pair is what reference workers spent in advance, None where they did nothing."""
