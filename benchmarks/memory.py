@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from resident import kilobytes
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # every large buffer goes back to the system when it is freed: peaks, not what an allocator kept
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
@@ -50,16 +52,11 @@ def peak_over_floor(column_key: str, contestant: str, data: str, num_batches: in
     else:
         step = field.contestants()[contestant]()
     num_weights = sum(p.numel() for p in column.model().parameters())
-    floor = _kilobytes("VmRSS") * 1024 + 3 * 4 * num_weights
+    floor = kilobytes("VmRSS") * 1024 + 3 * 4 * num_weights
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     for batch in range(num_batches):
         step(batch)
-    return (_kilobytes("VmHWM") * 1024 - floor) / 1e6
-
-
-def _kilobytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return (kilobytes("VmHWM") * 1024 - floor) / 1e6
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from resident import kilobytes
 
 from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
@@ -31,11 +32,6 @@ def write_lengths(path: Path, num_pairs: int) -> None:
     lengths.flush()
 
 
-def resident_megabytes(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100_000_000)
@@ -45,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "lengths.npy"
         write_lengths(path, args.pairs)
-        before = resident_megabytes("VmRSS")
+        before = kilobytes("VmRSS") / 1024
         started = time.perf_counter()
         plan = Plan(args.pairs, seed=0, pairs_per_step=args.ranks * PAIRS_PER_RANK, num_steps=args.steps + 1)
         micro_batching = MicroBatching(
@@ -59,8 +55,8 @@ def main() -> None:
             micro_batching.cut(plan.pair_ids(step), step % args.ranks, args.ranks)
             seconds.append(time.perf_counter() - started)
         low, middle, high = np.percentile(seconds, [25, 50, 75]) * 1e3
-        shared = resident_megabytes("RssFile")
-        private = resident_megabytes("VmRSS") - shared - before
+        shared = kilobytes("RssFile") / 1024
+        private = kilobytes("VmRSS") / 1024 - shared - before
         print(f"{args.pairs:,} pairs, {args.ranks} ranks, {plan.pairs_per_step:,} pairs a step")
         print(f"start-up with the first step: {start_up:.2f} s")
         print(f"a step, one rank's share: {middle:.1f} ms (quartiles {low:.1f}-{high:.1f})")

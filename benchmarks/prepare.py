@@ -22,6 +22,8 @@ import threading
 import time
 from pathlib import Path
 
+from resident import kilobytes
+
 WORDS_PER_SENTENCE = (4, 16)
 SECONDS_BETWEEN_SAMPLES = 0.2
 
@@ -88,7 +90,7 @@ class WorkerMemory:
                 try:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
                     is_worker = b"spawn_main" in command or b"MapWorker" in command
-                    self._peaks[pid] = (is_worker, peak_memory(pid))
+                    self._peaks[pid] = (is_worker, kilobytes("VmHWM", pid))
                 except (OSError, StopIteration):
                     continue
 
@@ -106,11 +108,6 @@ def descendants(root: int) -> list[int]:
     for pid in found:
         found.extend(children.get(pid, ()))
     return found
-
-
-def peak_memory(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) -> None:
@@ -132,7 +129,7 @@ def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) ->
     figures = {
         "pairs": report.pairs_kept,
         "seconds": seconds,
-        "driver": peak_memory(os.getpid()),
+        "driver": kilobytes("VmHWM", os.getpid()),
         "workers": workers,
         "others": others,
         "digest": digest,

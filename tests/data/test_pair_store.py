@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from thresher.data.batch import Pair
 from thresher.data.lint import NUM_EXAMPLES, _is_among, find_leaks
+from thresher.data.open_shards import MAX_OPEN_SHARDS
 from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
-from thresher.data.store import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore, ShardIndex
+from thresher.data.store import FORMAT_VERSION, PairStore, ShardIndex
 from thresher.data.store_writer import StoreWriter
 from thresher.errors import UserError
 

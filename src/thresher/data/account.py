@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from thresher.data.blocks import BadRow, BlockResult
 from thresher.data.lengths import LengthTally
 from thresher.data.lint import NUM_EXAMPLES, Finding
+from thresher.data.pair_columns import lengths_of
 from thresher.data.repeats import SpilledKeys
 from thresher.data.report import FileReport, PrepareReport
-from thresher.data.store import LENGTH_DTYPE, Lengths
+from thresher.data.store import LENGTH_DTYPE
 from thresher.data.tasks import TaskReader
 
 # reasons may quote a row, so there could be as many as bad rows
@@ -68,7 +67,7 @@ class Account:
             self._bad_reasons[row.reason if known else OTHER_REASONS] += 1
         self._dropped.update(result.dropped)
         self._truncated.update(result.truncated)
-        self._lengths.add(_lengths_of(result.pairs))
+        self._lengths.add(lengths_of(result.pairs).astype(LENGTH_DTYPE))
         self._keys.append(result.keys, result.swapped_keys)
         if len(self._control_tokens) < NUM_EXAMPLES:
             numbers = [self.pairs_kept + position for position in result.control_tokens]
@@ -145,8 +144,3 @@ class Account:
             )
             for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
         ]
-
-
-def _lengths_of(pairs: Any) -> Lengths:
-    columns = [np.diff(pairs.column(column).offsets.to_numpy()) for column in range(3)]
-    return np.stack(columns, axis=1).astype(LENGTH_DTYPE)

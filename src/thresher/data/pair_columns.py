@@ -92,3 +92,8 @@ def value_bytes(array: Any) -> bytes:
     """Return the bytes of a column of fixed width."""
     width = array.type.bit_width // 8
     return memoryview(array.buffers()[1])[array.offset * width : (array.offset + len(array)) * width].tobytes()
+
+
+def lengths_of(batch: Any) -> npt.NDArray[np.int32]:
+    """Tokens of prompt, chosen and rejected of each pair of a record batch: [pairs, 3]."""
+    return np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)

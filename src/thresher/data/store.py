@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.batch import Pair, PairBatch
+from thresher.data.open_shards import OpenShards
 from thresher.errors import UserError
 
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
 HASH_BYTES = 16
-# each mapped shard holds a file descriptor; common limits allow 1024 of them
-MAX_OPEN_SHARDS = 256
 
 SCHEMA = pa.schema(
     [
@@ -124,7 +122,8 @@ class PairStore:
         self.manifest = manifest
         self._shard_files = [StoreFile(**entry) for entry in manifest["shards"]]
         self._index = ShardIndex([shard.num_pairs for shard in self._shard_files])
-        self._open_shards: OrderedDict[int, Shard] = OrderedDict()
+        files = self._shard_files
+        self._open_shards = OpenShards(lambda number: Shard(path / files[number].name))
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
         has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
         self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
@@ -184,7 +183,7 @@ class PairStore:
         if not 0 <= pair_id < len(self):
             raise IndexError(f"pair {pair_id} of a store that holds {len(self)} pairs")
         shard, row = self._index.locate(pair_id)
-        return self._shard(shard).pair(row)
+        return self._open_shards[shard].pair(row)
 
     def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
         """Read pairs in the order given."""
@@ -194,7 +193,7 @@ class PairStore:
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
         """Yield the content hashes of each shard's pairs, in order; `prompt_hash` yields those of the prompts."""
         for shard in range(len(self._shard_files)):
-            yield self._shard(shard).hashes(column)
+            yield self._open_shards[shard].hashes(column)
 
     def verify(self) -> None:
         """Read every byte and compare it with the manifest's digests."""
@@ -209,15 +208,6 @@ class PairStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["manifest"])  # type: ignore[misc]
-
-    def _shard(self, number: int) -> Shard:
-        if number in self._open_shards:
-            self._open_shards.move_to_end(number)
-            return self._open_shards[number]
-        if len(self._open_shards) >= MAX_OPEN_SHARDS:
-            self._open_shards.popitem(last=False)
-        self._open_shards[number] = Shard(self.path / self._shard_files[number].name)
-        return self._open_shards[number]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.pair_columns import canonical, value_bytes
+from thresher.data.pair_columns import canonical, lengths_of, value_bytes
 from thresher.data.staging import sync_file
 from thresher.data.store import HASH_BYTES, LENGTH_DTYPE, ROWS_PER_RECORD_BATCH, SCHEMA, StoreFile
 
@@ -146,7 +146,7 @@ class StoreFiles:
         return rows
 
     def _write_lengths(self, batch: Any) -> None:
-        lengths = np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
+        lengths = lengths_of(batch)
         _write_array(self._lengths, lengths)
         self._longest = max(self._longest, int((lengths[:, 0] + lengths[:, 1:].max(axis=1)).max()))
         scored = lengths[:, 1:].copy()

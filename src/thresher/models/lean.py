@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thresher.models.pruning import has_llama_shape
+from thresher.models.pruning import has_llama_shape, replace_forward
 
 
 def make_lean(backbone: nn.Module) -> None:
@@ -26,9 +25,9 @@ def make_lean(backbone: nn.Module) -> None:
         if not has_llama_shape(layer):
             continue
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _replace(norm, _norm_forward)
+            replace_forward(norm, _norm_forward)
         if layer.mlp.config.hidden_act == "silu":
-            _replace(layer.mlp, _mlp_forward)
+            replace_forward(layer.mlp, _mlp_forward)
 
 
 @contextmanager
@@ -41,11 +40,6 @@ def as_written(model: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in zip(replaced, ours, strict=True):
             module.forward = forward
-
-
-def _replace(module: nn.Module, forward: Any) -> None:
-    if "forward" not in vars(module):  # somebody else's forward, a hook of another library say, stays
-        module.forward = MethodType(forward, module)
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -28,11 +28,14 @@ def prune_last_layer(backbone: nn.Module) -> bool:
     layers = getattr(backbone, "layers", None)
     if not layers or not has_llama_shape(layers[-1]):
         return False
-    layer = layers[-1]
-    if "forward" not in vars(layer):
-        layer.forward = MethodType(_pruned_forward, layer)
-    # somebody else's forward, a hook of another library say, does not know which rows to keep
-    return getattr(layer.forward, "__func__", None) is _pruned_forward
+    return replace_forward(layers[-1], _pruned_forward)
+
+
+def replace_forward(module: nn.Module, forward: Any) -> bool:
+    """Give one module a forward of ours; somebody else's, a hook of another library say, stays. Tell if ours is in."""
+    if "forward" not in vars(module):
+        module.forward = MethodType(forward, module)
+    return getattr(module.forward, "__func__", None) is forward
 
 
 def _pruned_forward(

@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.checkpoint.exact_json import Json, save_json
+from thresher.data.open_shards import OpenShards
 from thresher.data.store import Hashes
 from thresher.errors import UserError
 from thresher.reference.identity import SCORING_VERSION, ReferenceIdentity
@@ -40,8 +40,6 @@ from thresher.reference.shards import (
     read_keys,
 )
 
-# each mapped shard holds a file descriptor; common limits allow 1024 of them, and the store's shards need some too
-MAX_OPEN_SHARDS = 256
 _ROW_BITS = 32
 
 
@@ -125,9 +123,8 @@ class FoundLogps:
     """Where each of some pairs lies: a shard and a row, or nowhere. 8 bytes a pair; logps stay on disk."""
 
     def __init__(self, shards: list[ShardFile], locations: Positions) -> None:
-        self._shards = shards
         self._locations = locations
-        self._open_shards: OrderedDict[int, Shard] = OrderedDict()
+        self._open_shards = OpenShards(lambda number: _open_shard(shards[number].path))
 
     def is_missing(self, positions: Positions | slice = slice(None)) -> npt.NDArray[np.bool_]:
         return self._locations[positions] < 0
@@ -137,20 +134,14 @@ class FoundLogps:
         location = int(self._locations[position])
         if location < 0:
             raise KeyError(f"pair at position {position} was not found in the cache")
-        return self._shard(location >> _ROW_BITS).logps(location & ((1 << _ROW_BITS) - 1))
+        return self._open_shards[location >> _ROW_BITS].logps(location & ((1 << _ROW_BITS) - 1))
 
-    def _shard(self, number: int) -> Shard:
-        if number in self._open_shards:
-            self._open_shards.move_to_end(number)
-            return self._open_shards[number]
-        if len(self._open_shards) >= MAX_OPEN_SHARDS:
-            self._open_shards.popitem(last=False)
-        path = self._shards[number].path
-        try:
-            self._open_shards[number] = Shard(path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} was removed from the reference cache, or damaged, during this run ({error}); start the run "
-                "again with resume_from_checkpoint=auto, and missing pairs are scored again"
-            ) from error
-        return self._open_shards[number]
+
+def _open_shard(path: Path) -> Shard:
+    try:
+        return Shard(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} was removed from the reference cache, or damaged, during this run ({error}); start the run "
+            "again with resume_from_checkpoint=auto, and missing pairs are scored again"
+        ) from error

@@ -106,12 +106,13 @@ class DataRanks:
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group neighbours of one dtype into messages of bounded size."""
     bucket: list[Tensor] = []
+    size = 0
     for gradient in gradients:
-        size = sum(held.numel() for held in bucket)
         if bucket and (size + gradient.numel() > _BUCKET_NUMBERS or gradient.dtype != bucket[0].dtype):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(gradient)
+        size += gradient.numel()
     if bucket:
         yield bucket
 
