@@ -29,7 +29,7 @@ from thresher.observe.memory import memory_metrics
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
 from thresher.strategies.accumulate import evaluate_objective
-from thresher.strategies.ranks import Metrics
+from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
 from thresher.trainer_state import TrainerState
 
@@ -172,7 +172,7 @@ class DPOTrainer:
     def save(self) -> Path | None:
         """Publish a checkpoint of this very step: all ranks take part, rank 0 writes and returns where it is."""
         with self._clock.paused():
-            streams = self.strategy.ranks.gather(capture_rng())
+            streams = self.strategy.ranks.everyone.gather(capture_rng())
             if streams is None:
                 return None
             measured = self.last_evaluation if self._last_eval_step == self.state.step else {}
@@ -193,8 +193,8 @@ class DPOTrainer:
         self.last_evaluation = values["last_eval"]
         if self._extra is not None:
             self._extra.load(checkpoint)
-        ranks = self.strategy.ranks
-        return restore_rng_of_rank(load_state(checkpoint, "rng"), ranks.rank, ranks.size)
+        everyone = self.strategy.ranks.everyone
+        return restore_rng_of_rank(load_state(checkpoint, "rng"), everyone.rank, everyone.size)
 
     def first_micro_batch(self) -> MicroBatch | None:
         """The next pairs that this rank trains on, for checks at start-up; None where the step has none for it."""
@@ -206,14 +206,14 @@ class DPOTrainer:
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         ranks = self.strategy.ranks
-        for ids in self._micro_batching.cut(pair_ids, ranks.rank, ranks.size):
+        for ids in _in_step(self._micro_batching.cut(pair_ids, ranks.rank, ranks.size), ranks):
             yield _read_micro_batch(self._train, ids)
 
     def _validation_batches(self) -> Iterator[MicroBatch]:
         assert self._validation is not None  # noqa: S101
         ranks = self.strategy.ranks
         num_pairs, size = len(self._validation.store), self._settings.pairs_per_eval_batch
-        for ids in evaluation_batches(num_pairs, size, ranks.rank, ranks.size):
+        for ids in _in_step(evaluation_batches(num_pairs, size, ranks.rank, ranks.size), ranks):
             yield _read_micro_batch(self._validation, ids)
 
     def _score(self, batch: PairBatch) -> SidesLogps:
@@ -265,6 +265,12 @@ def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_rank
     """Name the held-out pairs of each of a rank's batches; over all ranks, each pair is in exactly one."""
     share = np.arange(rank, num_pairs, num_ranks, dtype=np.int64)
     return [share[start : start + pairs_per_batch] for start in range(0, len(share), pairs_per_batch)]
+
+
+def _in_step(batches: Sequence[PairIds], ranks: DataRanks) -> list[PairIds]:
+    """Add batches without pairs where ranks that must keep step have more of them than we."""
+    missing = ranks.most(len(batches)) - len(batches)
+    return [*batches, *[np.zeros(0, dtype=np.int64)] * missing]
 
 
 def _read_micro_batch(split: Split, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:

@@ -13,6 +13,7 @@ from thresher.models.layouts import Layout
 from thresher.models.load import DTYPES, load_model
 from thresher.models.lora import attach_lora
 from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.placement import Placement
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.ranks import DataRanks
 
@@ -43,7 +44,8 @@ def build_policy(
     if ranks.rank > 0:
         # every rank starts from the same adapters, and then draws its own dropout
         set_seed(int(np.random.SeedSequence([config.seed, ranks.rank]).generate_state(1)[0]))
-    policy = NativeTrain(module.to(device or device_of(role)), layout, DTYPES[args.dtype], optimizer, ranks)
+    placement = Placement(ranks=ranks)
+    policy = NativeTrain(module.to(device or device_of(role)), layout, DTYPES[args.dtype], optimizer, placement)
     if training.torch_compile:
         policy.compile()
     return policy

@@ -61,6 +61,13 @@ class SidesLogps:
         return SidesLogps(self.chosen.detach(), self.rejected.detach())
 
 
+def no_logps(device: torch.device | None = None, *, with_log_collision: bool = False) -> SidesLogps:
+    """The logps of no pairs at all."""
+    empty = torch.zeros(0, device=device)
+    side = ResponseLogps(empty, empty.long(), empty if with_log_collision else None)
+    return SidesLogps(side, side)
+
+
 @dataclass(frozen=True)
 class PairLogps:
     """The whole input of an objective for `num_pairs` pairs.

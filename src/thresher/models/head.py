@@ -2,7 +2,8 @@
 
 One autograd function for plain, scaled and soft-capped logits. Each slice's logits are made, folded into a running
 log-sum-exp and dropped; the backward makes them again. Slicing the vocabulary instead of the rows writes each slice of
-the weight's gradient once, and is how a head that is split over devices would be scored.
+the weight's gradient once, and is how a head that is split over processes is scored: each folds its own slices, and
+two numbers a row are exchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # on a CPU a slice should fit into the cache; a GPU wants large products
@@ -42,16 +44,36 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
+class VocabShare:
+    """Where a process's rows of a split head begin in the vocabulary, and who holds the others."""
+
+    first: int
+    group: dist.ProcessGroup
+
+    def log_sum(self, own: Tensor) -> Tensor:
+        """The log-sum-exp over all shares from that of each: [num_rows] -> [num_rows]."""
+        largest = own.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return self.sum((own - largest).exp_()).log_().add_(largest)
+
+    def sum(self, own: Tensor) -> Tensor:
+        dist.all_reduce(own, group=self.group)
+        return own
+
+
+@dataclass(frozen=True)
 class Head:
     """The last linear map of a model, the precision of its products, and what follows it.
 
-    weight: [vocab, hidden]; bias: [vocab] or None. Factors are rounded to compute_dtype; sums are fp32 or wider.
+    weight: [vocab, hidden]; bias: [vocab] or None; of a split head, the rows that are ours. Factors are rounded to
+    compute_dtype; sums are fp32 or wider.
     """
 
     weight: Tensor
     bias: Tensor | None
     compute_dtype: torch.dtype
     transform: LogitTransform
+    share: VocabShare | None = None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -99,12 +121,16 @@ def log_collision(head: Head, rows: Tensor) -> Tensor:
         logits = head.logits(rows, part)
         log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
         log_square_sum = torch.logaddexp(log_square_sum, logits.mul_(2.0).logsumexp(1))
+    if head.share is not None:
+        log_sum, log_square_sum = head.share.log_sum(log_sum), head.share.log_sum(log_square_sum)
     return log_square_sum - 2.0 * log_sum
 
 
 class _TargetLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head) -> Tensor:
+        share = head.share
+        targets = targets if share is None else targets - share.first
         log_sum = rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype)
         found = torch.zeros_like(log_sum)
         for part in head.parts(len(rows)):
@@ -112,8 +138,10 @@ class _TargetLogps(torch.autograd.Function):
             is_here, columns = _targets_in(part, targets)
             found = torch.where(is_here, logits.gather(1, columns).squeeze(1), found)
             log_sum = torch.logaddexp(log_sum, _log_sum(logits))
+        if share is not None:
+            log_sum, found = share.log_sum(log_sum), share.sum(found)
         ctx.save_for_backward(rows, weight, bias, targets, log_sum)
-        ctx.compute_dtype, ctx.transform = head.compute_dtype, head.transform
+        ctx.compute_dtype, ctx.transform, ctx.share = head.compute_dtype, head.transform, share
         return found - log_sum
 
     @staticmethod
@@ -140,6 +168,7 @@ class _TargetLogps(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[part] = errors.T @ grad
         if grad_rows is not None:
+            grad_rows = grad_rows if ctx.share is None else ctx.share.sum(grad_rows)
             grad_rows = grad_rows.mul_(grad[:, None]).to(rows.dtype)
         return grad_rows, grad_weight, grad_bias, None, None
 

@@ -76,6 +76,11 @@ def load_model(
         raise UserError(f"no model can be loaded from {path}: {_first_line(error)}") from error
     if gguf:
         model = _without_quantization(model, dtype)
+    return made_repeatable(model)
+
+
+def made_repeatable(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn every dropout off, and the cache that only generation needs."""
     turn_dropout_off(model)
     _turn_config_dropout_off(model.config)
     model.config.use_cache = False

@@ -5,35 +5,52 @@ Only rows that predict scored tokens reach the LM head, and their logits are nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
-from thresher.models.head import Head, LogitTransform, log_collision, target_logps
+from thresher.models.head import Head, LogitTransform, VocabShare, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.lean import as_written, make_lean
 from thresher.models.load import max_positions
 from thresher.models.pruning import prune_last_layer
+from thresher.models.row_share import RowShare
 
 
 @dataclass(frozen=True)
 class PairModel:
-    """A causal LM taken apart at the hidden states: backbone, head, and what the family does to its logits."""
+    """A causal LM taken apart at the hidden states: backbone, head, and what the family does to its logits.
+
+    row_share: the part of every packed row that this process computes; None where it computes all of them.
+    """
 
     causal_lm: nn.Module
     compute_dtype: torch.dtype
     prunes_last_layer: bool = False
+    row_share: RowShare | None = None
+
+    def __post_init__(self) -> None:
+        plain: Any = self.plain
+        if getattr(plain.forward, "__func__", None) is not _forward_or_score:
+            plain.forward_as_written = plain.forward
+            plain.forward = MethodType(_forward_or_score, plain)
 
     @classmethod
-    def for_layout(cls, causal_lm: nn.Module, compute_dtype: torch.dtype, layout: Layout) -> PairModel:
+    def for_layout(
+        cls, causal_lm: nn.Module, compute_dtype: torch.dtype, layout: Layout, row_share: RowShare | None = None
+    ) -> PairModel:
         """Give a model the attention that a layout's rows need, and the savings that its shape allows."""
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype)
@@ -41,16 +58,22 @@ class PairModel:
         plain = _plain(causal_lm)
         plain.set_attn_implementation(PAIR_ATTENTION)
         make_lean(plain.get_decoder())
-        return cls(causal_lm, compute_dtype, prune_last_layer(plain.get_decoder()))
+        # which rows the last layer may leave out is known of whole rows only
+        prunes = row_share is None and prune_last_layer(plain.get_decoder())
+        return cls(causal_lm, compute_dtype, prunes, row_share)
+
+    @property
+    def plain(self) -> PreTrainedModel:
+        return _plain(self.causal_lm)
 
     @property
     def backbone(self) -> nn.Module:
-        decoder: nn.Module = _plain(self.causal_lm).get_decoder()
+        decoder: nn.Module = self.plain.get_decoder()
         return decoder
 
     @property
     def head(self) -> nn.Linear:
-        head: nn.Linear = _plain(self.causal_lm).get_output_embeddings()
+        head: nn.Linear = self.plain.get_output_embeddings()
         return head
 
     @property
@@ -59,42 +82,83 @@ class PairModel:
 
     @property
     def max_positions(self) -> int | None:
-        return max_positions(_plain(self.causal_lm).config)
+        return max_positions(self.plain.config)
 
     def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> SidesLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
-        device = self.device
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
-        # segments reach our attention function through the keyword arguments that transformers hands down
-        context: dict[str, object] = {} if batch.segments is None else {"pair_visibility": Visibility(batch.segments)}
-        scored = batch.scored_rows
-        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None and len(scored):
-            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.visibility)
-            scored = batch.scored_in_kept
-        with self.precision(device):
-            hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, scored.to(device))
-        targets = batch.targets.to(device)
-        head = self.head_for(rows)
-        values = target_logps(head, rows, targets)
-        collision = log_collision(head, rows) if with_log_collision else None
-        chosen_lengths, rejected_lengths = batch.chosen_lengths.to(device), batch.rejected_lengths.to(device)
+        # through the model's own call, not past it: engines hang on to it what they do before and after a forward
+        values, collision = self.plain(pair_request=partial(self._score, batch, with_log_collision))
+        chosen_lengths, rejected_lengths = batch.chosen_lengths.to(self.device), batch.rejected_lengths.to(self.device)
         split = int(batch.chosen_lengths.sum())
         return SidesLogps(
             ResponseLogps(values[:split], chosen_lengths, None if collision is None else collision[:split]),
             ResponseLogps(values[split:], rejected_lengths, None if collision is None else collision[split:]),
         )
 
+    def _score(self, batch: ArrangedBatch, with_log_collision: bool) -> tuple[Tensor, Tensor | None]:
+        if self.row_share is not None:
+            batch = self.row_share.fill_up(batch)
+        rows, places = self._scored_states(batch)
+        targets = batch.targets.to(rows.device)
+        head = self.head_for(rows)
+        values = target_logps(head, rows, targets if places is None else targets[places])
+        collision = log_collision(head, rows) if with_log_collision else None
+        if self.row_share is not None and places is not None:
+            values = self.row_share.join(values, places, len(targets))
+            collision = None if collision is None else self.row_share.join(collision, places, len(targets))
+        return values, collision
+
+    def _scored_states(self, batch: ArrangedBatch) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of scored rows, and which of them these are where another process has the rest."""
+        device = self.device
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
+        context: dict[str, object] = {}
+        if batch.segments is not None:
+            # segments reach our attention function through the keyword arguments that transformers hands down
+            context["pair_visibility"] = Visibility(batch.segments, self.row_share)
+        scored = batch.scored_rows
+        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None and len(scored):
+            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.visibility)
+            scored = batch.scored_in_kept
+        if self.row_share is not None:
+            inputs = self.row_share.of_inputs(inputs)
+        with self.precision(device):
+            hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
+        states = hidden.reshape(-1, hidden.shape[-1])
+        scored = scored.to(device)
+        if self.row_share is None:
+            return states.index_select(0, scored), None
+        own, places = self.row_share.own_among(scored, len(states))
+        return states.index_select(0, places), own
+
     def head_for(self, rows: Tensor) -> Head:
         """The head as it scores such rows: in our precision, or in fp64 where everything is."""
         compute_dtype = rows.dtype if rows.dtype == torch.float64 else self.compute_dtype
-        return Head(self.head.weight, self.head.bias, compute_dtype, logit_transform(self.causal_lm))
+        weight: Tensor = self.head.weight
+        bias: Tensor | None = self.head.bias
+        transform = logit_transform(self.causal_lm)
+        if not isinstance(weight, DTensor):
+            return Head(weight, bias, compute_dtype, transform)
+        share = VocabShare(first_row(weight), weight.device_mesh.get_group())
+        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        return Head(weight.to_local(), own_bias, compute_dtype, transform, share)
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         stored = self.head.weight.dtype
         if self.compute_dtype == stored:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute_dtype)
+
+
+def _forward_or_score(model: Any, *args: Any, pair_request: Callable[[], Any] | None = None, **rest: Any) -> Any:
+    """A causal LM's forward, which also answers a request for logps."""
+    return model.forward_as_written(*args, **rest) if pair_request is None else pair_request()
+
+
+def first_row(weight: DTensor) -> int:
+    """The number of the first row that this process holds of a matrix that is split by rows."""
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return int(offsets[0])
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:

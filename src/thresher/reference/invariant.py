@@ -19,6 +19,8 @@ def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dty
         return
     tolerance = TOLERANCES[DTYPES[dtype]]
     scored = policy.score(first.pairs, with_log_collision=objective.needs_log_collision)
+    if not len(first.pairs):  # this rank scored to keep step with others
+        return
     sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))
     distance = max((ours.values - theirs.values).abs().mean().item() for ours, theirs in sides)
     if not distance <= tolerance:

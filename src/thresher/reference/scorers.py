@@ -15,7 +15,7 @@ from thresher.data.batch import PairBatch
 from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import PairIds
 from thresher.data.store import HASH_BYTES, Hashes
-from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.losses.pairs import ResponseLogps, SidesLogps, no_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
 
@@ -133,6 +133,8 @@ class PrecomputedReference:
 
     def logps(self, batch: PairBatch) -> SidesLogps:
         """Read the logps of a micro-batch."""
+        if not len(batch):
+            return no_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
         chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
         return SidesLogps(chosen, rejected)

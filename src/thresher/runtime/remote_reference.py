@@ -25,7 +25,7 @@ from thresher.config import DPOConfig
 from thresher.data.batch import PairBatch
 from thresher.data.plan import PairIds
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import SidesLogps, no_logps
 from thresher.reference.modes import Mode
 from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.upkeep import cache_root
@@ -73,6 +73,8 @@ class ReferenceAhead:
 
     def logps(self, batch: PairBatch) -> SidesLogps:
         """Take a batch out of the current unit, moving on to the unit that holds it; they come in order."""
+        if not len(batch):
+            return no_logps(self._device)
         key = batch.pair_ids.tobytes()
         for _ in range(len(self._units) + 1):
             if key in self._unit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,47 +12,63 @@ from torch import Tensor
 from thresher.data.batch import PairBatch
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs
+from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs, no_logps
 from thresher.strategies.ranks import DataRanks, Metrics
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.strategy import MicroBatch, TokenCounts
 
 Score = Callable[[PairBatch], SidesLogps]
-Backward = Callable[[Tensor], object]
+LossOf = Callable[[int, SidesLogps], Tensor]
+
+
+class Passes(Protocol):
+    """How an engine goes through micro-batches: one after another, or several at once along a pipeline."""
+
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+        """Score, for use without gradient; every process of a rank gets the logps."""
+        ...
+
+    def backward(self, batches: Sequence[PairBatch], loss_of: LossOf, *, with_log_collision: bool) -> TokenCounts:
+        """Score each batch and send back the gradient of loss_of(its number, its logps), in any order.
+
+        loss_of is called where the logps are: in a pipeline, by the processes of the last stage alone. They alone count
+        tokens, too.
+        """
+        ...
 
 
 def accumulate_gradients(
-    score: Score,
-    backward: Backward,
+    passes: Passes,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
     ranks: DataRanks,
-) -> Metrics:
-    """Add this rank's part of the step's gradient to the parameters and return its part of the metric sums.
+) -> tuple[Metrics, TokenCounts]:
+    """Add this rank's part of the step's gradient to the parameters; return its part of the metric sums and tokens.
 
     A rank may hold no pair of a step that has fewer pairs than ranks.
     """
     if objective.couples_pairs:
-        return _accumulate_coupled(score, backward, micro_batches, objective, num_pairs_in_step, ranks)
-    if not micro_batches:
-        return objective(_no_pairs(objective)).metrics
+        return _accumulate_coupled(passes, micro_batches, objective, num_pairs_in_step, ranks)
     metrics: list[Metrics] = []
-    for micro in micro_batches:
-        output = objective(pair_logps(micro, score(micro.pairs)))
-        # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
-        backward(output.per_pair.sum() / num_pairs_in_step)
+
+    def loss_of(number: int, policy: SidesLogps) -> Tensor:
+        output = objective(pair_logps(micro_batches[number], policy))
         metrics.append(output.metrics)
-    return merge_metrics(metrics)
+        # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
+        return output.per_pair.sum() / num_pairs_in_step
+
+    pairs = [micro.pairs for micro in micro_batches]
+    tokens = passes.backward(pairs, loss_of, with_log_collision=objective.needs_log_collision)
+    return merge_metrics(metrics) or objective(_no_pairs(objective)).metrics, tokens
 
 
 def _accumulate_coupled(
-    score: Score,
-    backward: Backward,
+    passes: Passes,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
     ranks: DataRanks,
-) -> Metrics:
+) -> tuple[Metrics, TokenCounts]:
     """Losses that couple all pairs of a step: score everything first, then send each micro-batch its own gradient.
 
     One more forward than other losses, and exact for any micro-batch size and number of ranks: the objective sees the
@@ -59,7 +76,10 @@ def _accumulate_coupled(
     """
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
-        scored = [pair_logps(micro, score(micro.pairs)) for micro in micro_batches]
+        scored = [
+            pair_logps(micro, passes.score(micro.pairs, with_log_collision=objective.needs_log_collision))
+            for micro in micro_batches
+        ]
     parts = ranks.gather_pairs(concat_pairs(scored or [_no_pairs(objective)]))
     own = parts[ranks.rank] = _with_leaves(parts[ranks.rank])
     output = objective(concat_pairs(parts))
@@ -68,11 +88,14 @@ def _accumulate_coupled(
     chosen, rejected = torch.autograd.grad(total, leaves, materialize_grads=True)
     of_chosen = chosen.split([pairs.policy.chosen.values.numel() for pairs in scored])
     of_rejected = rejected.split([pairs.policy.rejected.values.numel() for pairs in scored])
-    for micro, chosen_factor, rejected_factor in zip(micro_batches, of_chosen, of_rejected, strict=True):
-        policy = score(micro.pairs)
-        chosen_part = (policy.chosen.values * chosen_factor).sum()
-        backward(chosen_part + (policy.rejected.values * rejected_factor).sum())
-    return ranks.once(output.metrics)
+
+    def loss_of(number: int, policy: SidesLogps) -> Tensor:
+        weighted = [(policy.chosen.values * of_chosen[number]), (policy.rejected.values * of_rejected[number])]
+        return torch.cat(weighted).sum()
+
+    pairs = [micro.pairs for micro in micro_batches]
+    tokens = passes.backward(pairs, loss_of, with_log_collision=False)
+    return ranks.tellers.once(output.metrics), tokens
 
 
 def evaluate_objective(
@@ -111,9 +134,7 @@ def _column(values: list[float], neutral: float, policy: SidesLogps) -> Tensor |
 
 def _no_pairs(objective: Objective) -> PairLogps:
     """What the objective sees of an empty share: every metric by its name, with a count of 0."""
-    empty = torch.zeros(0)
-    side = ResponseLogps(empty, empty.long(), empty if objective.needs_log_collision else None)
-    sides = SidesLogps(side, side)
+    sides = no_logps(with_log_collision=objective.needs_log_collision)
     return PairLogps(sides, sides if objective.needs_reference else None)
 
 

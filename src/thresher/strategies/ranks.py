@@ -1,4 +1,4 @@
-"""The data-parallel ranks of a run: which of them we are, and the few things that they do together.
+"""The processes of a policy: which share of the data is ours, and the few things that they do together.
 
 One process is the only rank of one. Nothing is sent then, and no other code can tell the difference.
 """
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
@@ -23,51 +24,96 @@ _BUCKET_NUMBERS = 1 << 24
 
 
 @dataclass(frozen=True)
-class DataRanks:
-    """`size` copies of the policy, each with a share of every step.
-
-    group is the process group that connects them, with gloo for host memory and, on GPUs, NCCL for device memory.
-    """
+class Group:
+    """Some processes, and which of them we are. A group of one has no process group and sends nothing."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+
+    def sum_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
+        """Add up metrics and whole numbers, in one message; every process has the same names."""
+        if self.size == 1:
+            return metrics, list(counts)
+        flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
+        sums, total = self.sum(flat, counts)
+        return {
+            name: MetricSum(sums[at], sums[at + 1]) for name, at in zip(metrics, range(0, len(sums), 2), strict=True)
+        }, total
+
+    def once(self, metrics: Metrics) -> Metrics:
+        """Keep what all have measured alike on one of them, so that their sum counts it once."""
+        return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
+
+    def gather(self, value: T) -> list[T] | None:
+        """Bring one value of every process to the first; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group_dst=0, group=self.group)
+        return values
+
+    def sum(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:
+        """Add up numbers and whole numbers, place by place."""
+        if self.size == 1:
+            return list(numbers), list(counts)
+        # fp64 is exact for whole numbers to 2**53, so counts travel with the rest
+        vector = torch.tensor([*numbers, *map(float, counts)], dtype=torch.float64)
+        dist.all_reduce(vector, group=self.group)
+        sums = vector.tolist()
+        return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
+
+
+@dataclass(frozen=True)
+class DataRanks(Group):
+    """`size` data-parallel ranks, each with a share of every step.
+
+    The group connects the processes that differ in their share alone, with gloo for host memory and, on GPUs, NCCL for
+    device memory. A rank may be several processes that split its model.
+
+    of_metrics: all data ranks and all stages of a pipeline, of which the last tells the metrics; None: the ranks.
+    of_all: every process of the policy; None: the ranks.
+    keeps_step: a forward of one rank needs all others, so that all make the same number of them.
+    sums_gradients: gradients are left for us to sum, not done by the engine in its backward.
+    """
+
+    of_metrics: Group | None = None
+    of_all: Group | None = None
+    keeps_step: bool = False
+    sums_gradients: bool = True
+
+    @property
+    def tellers(self) -> Group:
+        return self.of_metrics or self
+
+    @property
+    def everyone(self) -> Group:
+        return self.of_all or self
+
+    def most(self, count: int) -> int:
+        """The largest of the ranks' counts where they must keep step; otherwise our own."""
+        if self.size == 1 or not self.keeps_step:
+            return count
+        largest = torch.tensor([count])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave the sum over all ranks in every gradient: the loss is divided by the pairs of the whole step.
 
         DistributedDataParallel would average, and reduce inside the one backward that micro-batches do not have.
         """
-        if self.size == 1:
+        if self.size == 1 or not self.sums_gradients:
             return
         # a parameter that no rank has a gradient of keeps none, as in one process: AdamW would decay it
-        holders, _ = self._sum([float(p.grad is not None) for p in parameters], [])
+        holders, _ = self.sum([float(p.grad is not None) for p in parameters])
         gradients = []
         for parameter, num_holders in zip(parameters, holders, strict=True):
             if num_holders:
                 # a rank without pairs in this step adds nothing
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
-            wide = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([gradient.reshape(-1).to(wide) for gradient in bucket])
-            dist.all_reduce(flat, group=self.group)
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-    def sum_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
-        """Add up metrics and whole numbers over all ranks, in one message; every rank has the same names."""
-        if self.size == 1:
-            return metrics, list(counts)
-        flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
-        sums, total = self._sum(flat, counts)
-        return {
-            name: MetricSum(sums[at], sums[at + 1]) for name, at in zip(metrics, range(0, len(sums), 2), strict=True)
-        }, total
-
-    def once(self, metrics: Metrics) -> Metrics:
-        """Keep what all ranks have measured alike on one of them, so that their sum counts it once."""
-        return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
+                gradients.append(local_part(parameter.grad))
+        sum_in_buckets(gradients, self)
 
     def gather_pairs(self, own: PairLogps) -> list[PairLogps]:
         """Give every rank the pairs of all ranks, in the order of the ranks; no gradient passes."""
@@ -76,21 +122,6 @@ class DataRanks:
         device = own.policy.chosen.values.device
         parts = [self._gather_ragged(tensor) for tensor in _tensors(own)]
         return [_pairs([part[rank].to(device) for part in parts], own) for rank in range(self.size)]
-
-    def gather(self, value: T) -> list[T] | None:
-        """Bring one value of every rank to rank 0; None on the others."""
-        if self.size == 1:
-            return [value]
-        values: list[T] | None = [value] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values
-
-    def _sum(self, numbers: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
-        # fp64 is exact for whole numbers to 2**53, so counts travel with the rest
-        vector = torch.tensor([*numbers, *map(float, counts)], dtype=torch.float64)
-        dist.all_reduce(vector, group=self.group)
-        sums = vector.tolist()
-        return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
 
     def _gather_ragged(self, own: Tensor) -> list[Tensor]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -101,6 +132,21 @@ class DataRanks:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def sum_in_buckets(tensors: Sequence[Tensor], over: Group) -> None:
+    """Leave the sum over a group in every tensor; many small ones travel as one message, in fp32 at least."""
+    for bucket in _buckets(tensors):
+        wide = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
+        dist.all_reduce(flat, group=over.group)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be split over several."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

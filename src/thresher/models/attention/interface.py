@@ -47,7 +47,9 @@ def pair_attention(
     # under autocast the rotary embedding leaves queries and keys in fp32
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    segments = pair_visibility.segments
+    segments, exchange = pair_visibility.segments, pair_visibility.exchange
+    if exchange is not None:
+        query, key, value = exchange.whole_rows(query, key, value)
     longest = max(segment.context_length for segment in segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.device.type != "cpu":
@@ -57,6 +59,8 @@ def pair_attention(
         out = SegmentedFlash.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
     else:
         out = dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
+    if exchange is not None:
+        out = exchange.own_rows(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class HeadExchange(Protocol):
+    """Trade a part of the row with all heads for the whole row with a part of the heads."""
+
+    def whole_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[1, heads, part of the rows, dim] each -> [1, part of the heads, rows, dim] each."""
+        ...
+
+    def own_rows(self, attended: Tensor) -> Tensor:
+        """[1, part of the heads, rows, dim] -> [1, heads, part of the rows, dim]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,10 +62,12 @@ class Segment:
 class Visibility:
     """The segments as one object, which compiled layers hand on without looking inside.
 
-    Of a bare tuple they would note the length, and be compiled again for every number of pairs.
+    Of a bare tuple they would note the length, and be compiled again for every number of pairs. Where the row is split
+    over processes, exchange brings every process the whole row of some heads, and back.
     """
 
     segments: tuple[Segment, ...]
+    exchange: HeadExchange | None = None
 
 
 @dataclass(frozen=True)

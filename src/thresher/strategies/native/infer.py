@@ -11,16 +11,19 @@ from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
+from thresher.models.row_share import RowShare
 from thresher.models.selfcheck import check_against_own_forward
+from thresher.strategies.native.passes import OneByOne
 
 
 class NativeInfer:
     """A model that only scores."""
 
-    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype):
+    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, row_share: RowShare | None = None):
         self.model = model
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout)
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, row_share)
+        self.passes = OneByOne(self.pair_model, layout)
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
@@ -28,7 +31,7 @@ class NativeInfer:
         was_training = self.model.training
         self.model.eval()
         try:
-            return self.pair_model.score(self._layout.arrange(batch), with_log_collision=with_log_collision).detach()
+            return self.passes.score(batch, with_log_collision=with_log_collision).detach()
         finally:
             self.model.train(was_training)
 

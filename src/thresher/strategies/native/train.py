@@ -22,7 +22,9 @@ from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
 from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.ranks import DataRanks, Metrics
+from thresher.strategies.native.parameters import LocalParameters
+from thresher.strategies.native.placement import Placement
+from thresher.strategies.ranks import Metrics
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 
@@ -47,17 +49,15 @@ class NativeTrain:
         layout: Layout,
         compute_dtype: torch.dtype,
         optimizer: OptimizerSettings,
-        ranks: DataRanks | None = None,
+        placement: Placement = Placement(),  # noqa: B008  # frozen
     ):
         self.model = model
-        self.ranks = ranks or DataRanks()
-        self._layout = layout
-        self._infer = NativeInfer(model, layout, compute_dtype)
+        self.ranks = placement.ranks
+        self._infer = NativeInfer(model, layout, compute_dtype, placement.row_share)
         self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
-        self._tokens = TokenCounts()
-        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = _adamw(list(self._names), optimizer)
+        self._parameters = LocalParameters(model, self._pair_model.plain, placement)
+        self._optimizer = _adamw(list(self._parameters.parts.values()), optimizer)
         model.train()
 
     def train_step(
@@ -69,36 +69,28 @@ class NativeTrain:
         learning_rate: float,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
-        self._tokens = TokenCounts()
-        own = self.accumulate(micro_batches, objective, num_pairs_in_step)
-        self.ranks.sum_gradients(list(self._names))
-        # from here on every rank has the same numbers, and so comes to the same decisions
-        metrics, tokens = self.ranks.sum_metrics(own, astuple(self._tokens))
-        grad_norm = self._clip()
+        own, own_tokens = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        self._parameters.sum_gradients()
+        # from here on every process has the same numbers, and so comes to the same decisions
+        metrics, tokens = self.ranks.tellers.sum_metrics(own, astuple(own_tokens))
+        grad_norm = self._parameters.clip(self._max_grad_norm)
         skipped = not (math.isfinite(grad_norm) and math.isfinite(float(metrics["loss"].sum)))
         if not skipped:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._parameters.forget_gradients()
         return StepOutcome(metrics, grad_norm, skipped, TokenCounts(*tokens))
 
     def compile(self) -> None:
         """Compile the layers; the first step of each kind takes long."""
         compile_layers(self._pair_model.backbone)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Metrics:
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
+    ) -> tuple[Metrics, TokenCounts]:
         """Leave this rank's part of the step's gradient in the parameters."""
-
-        def score(batch: PairBatch) -> SidesLogps:
-            arranged = self._layout.arrange(batch)
-            if torch.is_grad_enabled():  # a loss that couples pairs scores them twice; tokens are counted once
-                self._tokens += TokenCounts(
-                    arranged.num_useful_tokens, arranged.num_padding_tokens, arranged.num_shared_tokens
-                )
-            return self._pair_model.score(arranged, with_log_collision=objective.needs_log_collision)
-
-        return accumulate_gradients(score, Tensor.backward, micro_batches, objective, num_pairs_in_step, self.ranks)
+        return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.ranks)
 
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
         return self._infer.score(batch, with_log_collision=with_log_collision)
@@ -111,7 +103,7 @@ class NativeTrain:
         self._infer.check_logps(batch)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return {name: p.detach() for p, name in self._names.items()}
+        return {name: p.detach() for p, name in self._parameters.names.items()}
 
     @property
     def device(self) -> torch.device:
@@ -128,17 +120,13 @@ class NativeTrain:
     def save(self, directory: Path) -> None:
         """Write the trainable weights and the optimizer's state."""
         save_tensors(directory, STEM, self.weights())
-        save_state(directory, "optimizer", optimizer_state(self._optimizer, self._names))
+        save_state(directory, "optimizer", optimizer_state(self._optimizer, self._parameters.part_names))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, bitwise."""
-        own = {name: parameter for parameter, name in self._names.items()}
+        own = {name: parameter for parameter, name in self._parameters.names.items()}
         load_weights(directory, own, mend="resume with the same pretrain, master_dtype and lora settings")
-        load_optimizer_state(self._optimizer, self._names, load_state(directory, "optimizer"))
-
-    def _clip(self) -> float:
-        limit = self._max_grad_norm or math.inf
-        return float(nn.utils.clip_grad_norm_(self._names, limit))
+        load_optimizer_state(self._optimizer, self._parameters.part_names, load_state(directory, "optimizer"))
 
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:

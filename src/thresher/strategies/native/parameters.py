@@ -1,0 +1,60 @@
+"""The trainable parameters of a process: what it holds of each, their gradients and their norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from thresher.strategies.native.placement import Placement
+from thresher.strategies.ranks import local_part, sum_in_buckets
+
+
+class LocalParameters:
+    """What this process holds of each trainable parameter: optimizers and norms work on it, knowing no axes.
+
+    A part shares its memory with the parameter it is of. AdamW is a rule for single numbers, so that any split of them
+    gives the same step.
+    """
+
+    def __init__(self, model: nn.Module, plain: nn.Module, placement: Placement):
+        self._placement = placement
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parts = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.names}
+        self._summed = [p for name, p in plain.named_parameters() if name in placement.seen_in_part and p in self.names]
+
+    @property
+    def part_names(self) -> dict[nn.Parameter, str]:
+        return {part: self.names[whole] for whole, part in self.parts.items()}
+
+    def sum_gradients(self) -> None:
+        """Make every gradient that of the whole step, after the last backward, and hand it to the parts."""
+        for whole in self.names:
+            if isinstance(whole, DTensor) and isinstance(whole.grad, DTensor):
+                # that of a split embedding comes as a sum of whole matrices
+                whole.grad = whole.grad.redistribute(placements=whole.placements)
+        self._placement.ranks.sum_gradients(list(self.names))
+        if self._placement.tp.size > 1:
+            gradients = [p.grad for p in self._summed if p.grad is not None]
+            sum_in_buckets([local_part(gradient) for gradient in gradients], self._placement.tp)
+        for whole, part in self.parts.items():
+            if part is not whole:
+                part.grad = None if whole.grad is None else local_part(whole.grad)
+
+    def clip(self, max_norm: float) -> float:
+        """Scale all gradients to a global norm of at most max_norm, if that is not 0; return what it was."""
+        counted = [
+            part.grad for whole, part in self.parts.items() if part.grad is not None and self._placement.counts(whole)
+        ]
+        own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
+        (square,), _ = self._placement.ranks.everyone.sum([own**2])
+        norm = math.sqrt(square)
+        if max_norm and norm > max_norm:
+            torch._foreach_mul_([p.grad for p in self.parts.values() if p.grad is not None], max_norm / (norm + 1e-6))
+        return norm
+
+    def forget_gradients(self) -> None:
+        for whole, part in self.parts.items():
+            whole.grad = part.grad = None

@@ -1,0 +1,74 @@
+"""Where a model is: how its parameters are split over the processes of a mesh, put together on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from thresher.models.load_split import fill_weights
+from thresher.models.row_share import RowShare
+from thresher.strategies.native.mesh import Mesh
+from thresher.strategies.native.sharding import shard_model
+from thresher.strategies.native.tensor import split_matrices
+from thresher.strategies.ranks import DataRanks, Group
+
+# a parameter is whole in every process along an axis that does not split it
+_SPLITTING_AXES = ("dp_replicate", "shard", "tp")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A process's place among those that train one model.
+
+    coordinates: our place along each axis that can split a parameter; empty for one process, and for whole copies.
+    seen_in_part: parameters that every process along tp has whole, and whose gradients there are parts of a sum.
+    """
+
+    ranks: DataRanks = field(default_factory=DataRanks)
+    row_share: RowShare | None = None
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    tp: Group = field(default_factory=Group)
+    seen_in_part: frozenset[str] = frozenset()
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Say if this process is the one, of all that hold this part of a parameter, that adds it to a sum."""
+        split = split_axes(parameter)
+        return all(place == 0 for axis, place in self.coordinates.items() if axis not in split)
+
+
+def split_axes(parameter: Tensor) -> set[str]:
+    """The axes along which processes hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return {name for name, where in zip(names, parameter.placements, strict=True) if not where.is_replicate()}
+
+
+def place_model(
+    model: PreTrainedModel,
+    path: str,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    offload: bool = False,
+) -> Placement:
+    """Split an empty model along every axis of a mesh, then fill what is ours; the order of axes is that of nesting."""
+    sizes, devices = mesh.sizes, mesh.device_mesh
+    seen_in_part = split_matrices(model, devices["tp"]) if sizes.tp > 1 else frozenset()
+    if sizes.shards > 1:
+        axes = ("dp_replicate", "shard") if sizes.dp_replicate > 1 else "shard"
+        shard_model(model, devices[axes], compute_dtype, offload=offload)
+    fill_weights(model, path, device)
+    return Placement(
+        ranks=mesh.ranks(),
+        row_share=mesh.row_share(),
+        coordinates={axis: mesh.group(axis).rank for axis in _SPLITTING_AXES},
+        tp=mesh.group("tp"),
+        seen_in_part=seen_in_part,
+    )
