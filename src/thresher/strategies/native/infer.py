@@ -11,18 +11,25 @@ from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
-from thresher.models.row_share import RowShare
 from thresher.models.selfcheck import check_against_own_forward
 from thresher.strategies.native.passes import OneByOne
+from thresher.strategies.native.placement import Placement
 
 
 class NativeInfer:
     """A model that only scores."""
 
-    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, row_share: RowShare | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        compute_dtype: torch.dtype,
+        placement: Placement = Placement(),  # noqa: B008  # frozen
+    ):
         self.model = model
+        self.ranks = placement.ranks
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, row_share)
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, placement.row_share)
         self.passes = OneByOne(self.pair_model, layout)
 
     @torch.no_grad()
