@@ -10,3 +10,11 @@ class UserError(Exception):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, torn or made for another run."""
+
+
+class LostError(UserError):
+    """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint."""
+
+
+class WorkerError(RuntimeError):
+    """Something unforeseen in a worker, a defect of ours or a peer that went away; the text holds its traceback."""

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from thresher.assembly.data import StoreBuilder
 from thresher.assembly.engines import check_engines
 from thresher.assembly.inputs import open_inputs
 from thresher.assembly.objective import build_objective
-from thresher.assembly.run import build_checkpoints, build_tracking, describe_run, loop_settings, track
+from thresher.assembly.run import (
+    build_supervisor,
+    build_tracking,
+    describe_run,
+    find_checkpoint,
+    loop_settings,
+    track,
+)
 from thresher.config import DPOConfig
 from thresher.data.prepare import prepare
 from thresher.loop import fit
 from thresher.observe.console import ConsoleTracker
 from thresher.runtime import open_runtime
+from thresher.supervisor import Supervisor
 
 
 class DPOPipeline:
@@ -40,13 +49,17 @@ class DPOPipeline:
 
     def run(self) -> dict[str, float]:
         """Prepare, train, evaluate, save; return the last evaluation."""
-        config, announce = self.config, self._announce
-
+        config = self.config
         # what needs no model and no worker comes first: a mistake is told in seconds
         check_engines(config)
         build_objective(config)
+        checkpoint = find_checkpoint(config, self._announce)
+        return build_supervisor(config, self._announce).run(self._attempt, checkpoint)
+
+    def _attempt(self, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
+        """Go from a checkpoint to the end, with workers of its own; a part that dies is the supervisor's business."""
+        config, announce = self.config, self._announce
         trackers = build_tracking(config, self._console)
-        checkpoint = build_checkpoints(config, announce).resume(config.resume_from_checkpoint)
 
         with open_runtime(config) as runtime:  # devices that are not there are refused before pairs are prepared
             inputs = open_inputs(config, announce, self._build_store)
@@ -60,5 +73,7 @@ class DPOPipeline:
             )
             run.begin()
 
-            with track(trackers, config, plan, resume_step=None if checkpoint is None else run.standing.step):
-                return fit(run.trainable, run.standing, plan.num_steps, loop_settings(config), trackers)
+            with track(trackers, config, plan, resume_step=supervisor.resume_step):
+                return fit(
+                    run.trainable, run.standing, plan.num_steps, loop_settings(config), supervisor.watching(trackers)
+                )

@@ -284,11 +284,25 @@ def test_a_setting_that_cannot_work(thresher, config, tmp_path, changes, message
 @pytest.mark.real
 def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     assert thresher("train", config())[0] == 0
-    assert thresher("train", config()) == (
+    code, message = thresher("train", config(seed=7))
+    assert code == 2
+    assert message == (
+        "out/checkpoints holds checkpoints of a run with other settings (changed since the checkpoint: seed was 42, is "
+        "7); set another output_dir, or resume_from_checkpoint=auto to go on with the change"
+    )
+    assert thresher("train", config(resume_from_checkpoint=False)) == (
         2,
         "out/checkpoints holds checkpoints of an earlier run, up to step-00000001; go on with "
         "resume_from_checkpoint=auto, or set another output_dir",
     )
+
+
+@pytest.mark.real
+def test_the_same_command_again_goes_on_and_a_finished_run_is_left_alone(thresher, config, tmp_path):
+    assert thresher("train", config())[0] == 0
+    log = (tmp_path / "out" / "logs" / "metrics.jsonl").read_bytes()
+    assert thresher("train", config())[0] == 0
+    assert (tmp_path / "out" / "logs" / "metrics.jsonl").read_bytes() == log
 
 
 @pytest.mark.real

@@ -151,7 +151,7 @@ def test_a_device_mapping_that_is_no_list_of_devices_is_refused_and_never_evalua
 
 @pytest.mark.parametrize(
     ("written", "meaning"),
-    [(False, False), (None, False), ("false", False), ("auto", "auto"), ("runs/a/checkpoints/step-1",) * 2],
+    [(False, False), ("false", False), (None, None), ("auto", "auto"), ("runs/a/checkpoints/step-1",) * 2],
 )
 def test_resume_from_checkpoint_is_false_a_path_or_auto(written, meaning):
     assert parse_config({"resume_from_checkpoint": written}).resume_from_checkpoint == meaning

@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
-from thresher.errors import UserError
+from thresher.errors import CheckpointError, UserError
 from thresher.loop import LoopSettings
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
@@ -26,6 +27,7 @@ from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
 from thresher.observe.redact import redact
 from thresher.observe.tracker import RunInfo, Trackers
+from thresher.supervisor import Supervisor
 from thresher.trainer import TrainerSettings
 
 # large enough for matrix products to run at full speed, small enough for activations to stay small
@@ -88,6 +90,30 @@ def build_checkpoints(config: DPOConfig, report: Callable[[str], None]) -> Check
     )
 
 
+def find_checkpoint(config: DPOConfig, announce: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from. Without a word on it, a run goes on that has this very config; none other."""
+    checkpoints = build_checkpoints(config, announce)
+    if config.resume_from_checkpoint is not None:
+        return checkpoints.resume(config.resume_from_checkpoint)
+    found = checkpoints.resume("auto")
+    if found is not None and (changes := config_changes(found, config)):
+        raise CheckpointError(
+            f"{checkpoints.root} holds checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "
+            "another output_dir, or resume_from_checkpoint=auto to go on with the change"
+        )
+    return found
+
+
+def build_supervisor(config: DPOConfig, announce: Callable[[str], None]) -> Supervisor:
+    checkpoints = build_checkpoints(config, announce)
+    return Supervisor(
+        config.max_restarts if config.uses_ray else 0,
+        newest=lambda: checkpoints.resume("auto"),
+        record=Path(config.logging_dir or Path(config.output_dir) / "logs") / "recoveries.jsonl",
+        announce=announce,
+    )
+
+
 def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Trackers:
     settings = TrackerSettings(**config.tracker_kwargs.model_dump())
     return make_trackers(config.track_with, settings, console=console)
@@ -123,7 +149,10 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
-_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"}
+_FREE_TO_CHANGE = {
+    *("resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"),
+    *("max_restarts", "ray_address"),
+}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -140,4 +169,9 @@ def describe_run(objective: Objective, plan: Plan, mode: str, layout: str, place
         f"{losses}; {plan.num_steps} steps of {plan.pairs_per_step} pairs = {plan.num_epochs:.3g} epochs of "
         f"{plan.num_pairs} pairs; reference: {mode}; layout: {layout}; on {place}"
     )
-    return line if checkpoint is None else f"{line}; resuming from {checkpoint}"
+    if checkpoint is None:
+        return line
+    step = read_manifest(checkpoint).step
+    if step >= plan.num_steps:
+        return f"{line}; all steps are done already, as {checkpoint} shows; set another output_dir to train anew"
+    return f"{line}; resuming from {checkpoint}"

@@ -120,14 +120,17 @@ class DPOConfig(LossConfig):
     eval_on_start: bool = False
     """Evaluate before the first step as well."""
     logging_steps: PositiveInt = 1
-    resume_from_checkpoint: Literal[False] | str = False
-    """`false`, the path of a checkpoint, or `auto`."""
+    resume_from_checkpoint: Literal[False] | str | None = None
+    """Absent: go on from the newest checkpoint of a run with this very config. `auto`: whatever its config; `false`:
+    start anew; or the path of a checkpoint."""
     save_total_limit: PositiveInt = 3
     """How many of the newest checkpoints stay; the best stays as well."""
     metric_for_best: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
     greater_is_better: bool = False
     max_skipped_steps: PositiveInt = 5
     """Stop after so many steps in a row with a non-finite loss or gradient."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """On Ray: how often all workers are built again after one failed, counted anew after every checkpoint."""
 
     runtime: Literal["auto", "local", "ray"] = "auto"
     """One process, or workers on Ray; auto: Ray where a role has several devices or workers, or ray_address is set."""
@@ -163,7 +166,7 @@ class DPOConfig(LossConfig):
     def _true_says_too_little(cls, value: object) -> object:
         if value is True:
             raise ValueError("use `auto` to go on from the newest checkpoint, or give a path")
-        return False if value in (None, "false", "False", "") else value
+        return False if value in ("false", "False", "") else value
 
     @model_validator(mode="after")
     def _precisions_of_the_reference_fit(self) -> DPOConfig:

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from thresher.errors import UserError
+from thresher.errors import LostError, UserError, WorkerError
 from thresher.runtime.resources import ResourceManager
 
 
@@ -102,10 +102,6 @@ class Cluster:
             _fail(error, f"{self.name} worker {rank} of {len(self.workers)}")
 
 
-class WorkerError(RuntimeError):
-    """A defect of ours in a worker; the text holds the worker's traceback."""
-
-
 def _fail(error: RayError, worker: str) -> NoReturn:
     """Raise a worker's failure here: a mistake that a person can mend as it is, anything else with who and where."""
     cause = error.cause if isinstance(error, RayTaskError) else None
@@ -115,8 +111,8 @@ def _fail(error: RayError, worker: str) -> NoReturn:
         # of a worker that could not be made, the last line says why; of one that was lost, the first
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1 if "creation task" in lines[0] else 0].strip()
-        raise UserError(
-            f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and go on "
-            "with resume_from_checkpoint=auto"
+        raise LostError(
+            f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and start "
+            "the run again: it goes on from the newest"
         ) from None
     raise WorkerError(f"{worker} failed: {error}") from None

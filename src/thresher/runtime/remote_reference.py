@@ -24,7 +24,7 @@ from thresher.assembly.run import build_micro_batching
 from thresher.config import DPOConfig
 from thresher.data.batch import PairBatch
 from thresher.data.plan import PairIds
-from thresher.errors import UserError
+from thresher.errors import LostError, UserError
 from thresher.losses.pairs import SidesLogps, no_logps
 from thresher.reference.modes import Mode
 from thresher.reference.scorers import PrecomputedReference
@@ -96,9 +96,9 @@ class ReferenceAhead:
             flat = ray.get(answer)
         except RayActorError as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"a reference worker died: {reason}; look for the cause (often memory) and go on with "
-                "resume_from_checkpoint=auto"
+            raise LostError(
+                f"a reference worker died: {reason}; look for the cause (often memory) and start the run again: it "
+                "goes on from the newest checkpoint"
             ) from None
         parts = cut(flat, [len(ids) for ids in batches], self._device)
         self._unit = {ids.tobytes(): part for ids, part in zip(batches, parts, strict=True)}

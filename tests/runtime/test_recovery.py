@@ -1,0 +1,76 @@
+"""A worker that is killed in the middle: the run goes on by itself and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import last_weights, merge, metric_log
+
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
+
+
+class Killer:
+    """A console that kills a worker when a step is logged for the first time."""
+
+    name = "console"
+
+    def __init__(self, step: int, worker: str):
+        self._step, self._worker, self.killed = step, worker, 0
+
+    def start(self, run: object, resume_step: int | None) -> None:
+        pass
+
+    def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
+        if step == self._step and not self.killed:
+            victims = workers_named(self._worker)
+            self.killed = victims[-1]
+            os.kill(self.killed, signal.SIGKILL)
+
+    def close(self, status: str) -> None:
+        pass
+
+    def print(self, message: str) -> None:
+        pass
+
+
+def workers_named(name: str) -> list[int]:
+    """Processes of Ray actors of a class, below this process; Ray writes the class into the command line."""
+    from ray.util.state import list_actors
+
+    return [actor.pid for actor in list_actors(filters=[("class_name", "=", name), ("state", "=", "ALIVE")])]
+
+
+def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
+    lines: list[str] = []
+    DPOPipeline(parse_config({**values, "output_dir": str(output)}), announce=lines.append, console=console).run()
+    return lines
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_policy_worker_changes_nothing(base, ray_here, tmp_path, step):
+    values = merge(base, {**TWO, "save_steps": 2, "track_with": ["console"]})
+    run(values, tmp_path / "whole")
+    killer = Killer(step, "ActorWorker")
+    lines = run(values, tmp_path / "killed", killer)
+    assert killer.killed
+    assert any("the run goes on" in line for line in lines)
+    assert metric_log(tmp_path / "killed") == metric_log(tmp_path / "whole")
+    ours, theirs = last_weights(tmp_path / "killed"), last_weights(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    (recovery,) = [
+        json.loads(line) for line in (tmp_path / "killed" / "logs" / "recoveries.jsonl").read_text().splitlines()
+    ]
+    assert recovery["from_step"] == (0 if step == 1 else 2)
+    assert recovery["steps_repeated"] <= 2

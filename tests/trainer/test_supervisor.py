@@ -1,0 +1,103 @@
+"""When a run is built again: after what, from where, how often, and what is noted of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from thresher.checkpoint.directory import staging
+from thresher.errors import LostError, UserError, WorkerError
+from thresher.supervisor import Supervisor
+
+
+class Log:
+    def __init__(self):
+        self.records = []
+
+    def log(self, step, metrics):
+        self.records.append((step, metrics))
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """A supervisor over checkpoints in a directory, whose waits are noted instead of slept."""
+
+    class Supervised:
+        def __init__(self):
+            self.waits, self.lines, self.record = [], [], tmp_path / "logs" / "recoveries.jsonl"
+            self.log = Log()
+
+        def newest(self):
+            found = sorted((tmp_path / "checkpoints").glob("step-*"))
+            return found[-1] if found else None
+
+        def save(self, step):
+            with staging(tmp_path / "checkpoints", step) as directory:
+                (directory / "weights").write_text("w")
+
+        def run(self, attempts, max_restarts=3):
+            supervisor = Supervisor(max_restarts, self.newest, self.record, self.lines.append, self.waits.append)
+            remaining = iter(attempts)
+            return supervisor.run(lambda own, checkpoint: next(remaining)(own, checkpoint), None)
+
+    return Supervised()
+
+
+def die_at(supervised, step, saved=None, error=LostError):
+    def attempt(supervisor, checkpoint):
+        if saved is not None:
+            supervised.save(saved)
+        if step:
+            supervisor.watching(supervised.log).log(step, {})
+        raise error("worker 1 died: killed; start again\nmore")
+
+    return attempt
+
+
+def finish_from(supervised, expected, step):
+    def attempt(supervisor, checkpoint):
+        assert (None if checkpoint is None else checkpoint.name) == expected
+        supervisor.watching(supervised.log).log(step, {})
+        return supervisor.resume_step
+
+    return attempt
+
+
+def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised):
+    resume_step = supervised.run([die_at(supervised, 7, saved=5), finish_from(supervised, "step-00000005", 6)])
+    assert resume_step == 5
+    assert supervised.waits == [1.0]
+    (line,) = [json.loads(line) for line in supervised.record.read_text().splitlines()]
+    assert line.pop("seconds") >= 0
+    assert line == {"cause": "worker 1 died: killed; start again", "step": 7, "from_step": 5, "steps_repeated": 2}
+    assert supervised.lines[0].startswith("worker 1 died: killed; start again; the run goes on from ")
+    assert supervised.lines[0].endswith("step-00000005 in 1 s (restart 1 of at most 3 without a new checkpoint)")
+    assert supervised.lines[1].startswith("back at step 6 after ")
+
+
+def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
+    assert supervised.run([die_at(supervised, 2), finish_from(supervised, None, 1)]) == -1
+
+
+def test_failures_without_progress_are_bounded_and_wait_longer_each_time(supervised):
+    with pytest.raises(LostError, match="worker 1 died"):
+        supervised.run([die_at(supervised, 0)] * 9)
+    assert supervised.waits == [1.0, 2.0, 4.0]
+
+
+def test_a_new_checkpoint_is_progress(supervised):
+    attempts = [die_at(supervised, step, saved=step) for step in range(1, 8)]
+    assert supervised.run([*attempts, finish_from(supervised, "step-00000007", 8)]) == 7
+    assert supervised.waits == [1.0] * 7
+
+
+def test_an_unforeseen_failure_in_a_worker_is_tried_again(supervised):
+    supervised.run([die_at(supervised, 1, error=WorkerError), finish_from(supervised, None, 1)])
+
+
+@pytest.mark.parametrize("error", [UserError, ValueError, KeyboardInterrupt])
+def test_a_mistake_and_a_defect_of_the_driver_end_the_run(supervised, error):
+    with pytest.raises(error):
+        supervised.run([die_at(supervised, 1, error=error), finish_from(supervised, None, 1)])
+    assert supervised.waits == []
