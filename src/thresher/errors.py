@@ -18,3 +18,11 @@ class LostError(UserError):
 
 class WorkerError(RuntimeError):
     """Something unforeseen in a worker, a defect of ours or a peer that went away; the text holds its traceback."""
+
+
+class StoppedError(Exception):
+    """The run was asked to stop, and did; the command line leaves with exit_code."""
+
+    def __init__(self, step: int):
+        super().__init__(f"stopped as asked after step {step}, which is saved; the same command goes on from there")
+        self.exit_code = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from thresher.errors import StoppedError
 from thresher.trainer import Record
 
 
@@ -14,7 +15,12 @@ class Trainable(Protocol):
     """Who makes the steps: a trainer in this process, or a cluster of them."""
 
     def run(self, until: int) -> Iterator[Record]:
-        """Train up to a step; yield what is to be logged, in order."""
+        """Train up to a step, or until told to stop; yield what is to be logged, in order."""
+        ...
+
+    @property
+    def stopped_at(self) -> int | None:
+        """The step after which the last run was told to stop; None where it came to its end."""
         ...
 
     def measure(self) -> dict[str, float]:
@@ -63,6 +69,9 @@ def fit(
         step = min(next_evaluation, next_checkpoint)
         for at, metrics in trainable.run(step):
             log.log(at, metrics)
+        if (stopped_at := trainable.stopped_at) is not None and stopped_at < num_steps:
+            trainable.save()
+            raise StoppedError(stopped_at)
         if step == next_evaluation:
             last = _measure(trainable, step, log)
         if step == next_checkpoint:

@@ -15,6 +15,7 @@ from thresher.assembly.run import (
     describe_run,
     find_checkpoint,
     loop_settings,
+    stop_file,
     track,
 )
 from thresher.config import DPOConfig
@@ -22,6 +23,7 @@ from thresher.data.prepare import prepare
 from thresher.loop import fit
 from thresher.observe.console import ConsoleTracker
 from thresher.runtime import open_runtime
+from thresher.stopping import stop_on_signals
 from thresher.supervisor import Supervisor
 
 
@@ -73,7 +75,10 @@ class DPOPipeline:
             )
             run.begin()
 
-            with track(trackers, config, plan, resume_step=supervisor.resume_step):
+            with (
+                stop_on_signals(stop_file(config), config.stop_deadline, announce),
+                track(trackers, config, plan, resume_step=supervisor.resume_step),
+            ):
                 return fit(
                     run.trainable, run.standing, plan.num_steps, loop_settings(config), supervisor.watching(trackers)
                 )

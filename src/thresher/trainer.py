@@ -59,6 +59,7 @@ class TrainerSettings:
     logging_steps: int = 1
     max_skipped_steps: int = 5
     seed: int = 0
+    stop_file: Path | None = None
 
 
 Record = tuple[int, dict[str, float]]
@@ -110,13 +111,19 @@ class DPOTrainer:
         self._last_eval_step = -1
         self._clock = StepClock()
         self.spans: deque[Span] = deque(maxlen=NUM_SPANS)
+        self.stopped_at: int | None = None
 
     def run(self, until: int) -> Iterator[Record]:
-        """Train up to a step of the plan; yield what is to be logged, when it is due."""
+        """Train up to a step of the plan, or until told to stop; yield what is to be logged, when it is due."""
         while self.state.step < until:
             self.training_step()
-            if self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps:
+            is_told_to_stop = self._is_told_to_stop()
+            is_due = self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps
+            if is_due:
                 yield self.state.step, self._take_log()
+            if is_told_to_stop:
+                self.stopped_at = self.state.step
+                return
 
     def training_step(self) -> Metrics:
         """Make the next optimizer step of the plan."""
@@ -218,6 +225,14 @@ class DPOTrainer:
 
     def _score(self, batch: PairBatch) -> SidesLogps:
         return self.strategy.score(batch, with_log_collision=self.objective.needs_log_collision)
+
+    def _is_told_to_stop(self) -> bool:
+        """Ask the first process; a file may appear for one rank before another sees it."""
+        file, everyone = self._settings.stop_file, self.strategy.ranks.everyone
+        if file is None:
+            return False
+        (told,), _ = everyone.sum([float(everyone.rank == 0 and file.exists())])
+        return told > 0
 
     def _take_log(self) -> dict[str, float]:
         return (

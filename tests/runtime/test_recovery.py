@@ -13,6 +13,7 @@ import torch
 from small_runs import last_weights, merge, metric_log
 
 from thresher.config import parse_config
+from thresher.errors import StoppedError
 from thresher.pipeline import DPOPipeline
 
 pytestmark = pytest.mark.distributed
@@ -74,3 +75,31 @@ def test_a_killed_policy_worker_changes_nothing(base, ray_here, tmp_path, step):
     ]
     assert recovery["from_step"] == (0 if step == 1 else 2)
     assert recovery["steps_repeated"] <= 2
+
+
+class Asker(Killer):
+    """A console that sends this process a signal when a step is logged for the first time."""
+
+    def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
+        if step == self._step and not self.killed:
+            self.killed = os.getpid()
+            os.kill(self.killed, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", [{}, TWO], ids=["in process", "two workers"])
+def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray_here, tmp_path, where):
+    values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 12, "track_with": ["console"]})
+    run(values, tmp_path / "whole")
+    lines: list[str] = []
+    config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
+    with pytest.raises(StoppedError, match="the same command goes on from there") as caught:
+        DPOPipeline(config, announce=lines.append, console=Asker(3, "")).run()
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+    assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
+    (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
+    assert 3 <= int(saved.name.removeprefix("step-")) < 12
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as it was
+    run(values, tmp_path / "stopped")
+    assert metric_log(tmp_path / "stopped") == metric_log(tmp_path / "whole")
+    ours, theirs = last_weights(tmp_path / "stopped"), last_weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())

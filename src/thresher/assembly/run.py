@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from thresher import stopping
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.checkpoint.manifest import read_manifest
@@ -17,7 +18,7 @@ from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
-from thresher.errors import CheckpointError, UserError
+from thresher.errors import CheckpointError, StoppedError, UserError
 from thresher.loop import LoopSettings
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
@@ -63,7 +64,13 @@ def trainer_settings(config: DPOConfig) -> TrainerSettings:
         logging_steps=config.logging_steps,
         max_skipped_steps=config.max_skipped_steps,
         seed=config.seed,
+        stop_file=stop_file(config),
     )
+
+
+def stop_file(config: DPOConfig) -> Path:
+    """Where a run is asked to stop; absolute, since workers may stand in another directory."""
+    return Path(config.output_dir).resolve() / stopping.FILE_NAME
 
 
 def loop_settings(config: DPOConfig) -> LoopSettings:
@@ -132,7 +139,7 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     trackers.start(run, resume_step)
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, StoppedError):
         trackers.close("interrupted")
         raise
     except BaseException:

@@ -15,7 +15,7 @@ from thresher.cli.prepare import prepare
 from thresher.cli.score import score
 from thresher.cli.submit import submit
 from thresher.cli.train import train
-from thresher.errors import UserError
+from thresher.errors import StoppedError, UserError
 
 app = typer.Typer(
     name="thresher",
@@ -44,6 +44,9 @@ def main() -> None:
 
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
         sys.exit(2)
+    except StoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        sys.exit(stopped.exit_code)
 
 
 def _escaped(text: str) -> str:

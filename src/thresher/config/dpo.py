@@ -131,6 +131,8 @@ class DPOConfig(LossConfig):
     """Stop after so many steps in a row with a non-finite loss or gradient."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """On Ray: how often all workers are built again after one failed, counted anew after every checkpoint."""
+    stop_deadline: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds after SIGTERM or SIGINT for the step under way to be finished and saved; then the run leaves at once."""
 
     runtime: Literal["auto", "local", "ray"] = "auto"
     """One process, or workers on Ray; auto: Ray where a role has several devices or workers, or ray_address is set."""

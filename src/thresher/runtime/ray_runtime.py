@@ -40,6 +40,11 @@ class RayTrainers:
     def run(self, until: int) -> Iterator[Record]:
         return self.cluster.stream("run", "follow", until)
 
+    @property
+    def stopped_at(self) -> int | None:
+        stopped_at: int | None = self.cluster.call("stopped_at")[0]
+        return stopped_at
+
     def measure(self) -> dict[str, float]:
         measured: dict[str, float] = self.cluster.call("measure")[0]
         return measured

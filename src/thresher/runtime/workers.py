@@ -107,6 +107,9 @@ class ActorWorker(Worker):
         """Train up to a step; rank 0 tells the metrics, which are those of all ranks."""
         deque(self._parts.trainer.run(until), maxlen=0)
 
+    def stopped_at(self) -> int | None:
+        return self._parts.trainer.stopped_at
+
     def measure(self) -> dict[str, float]:
         return self._parts.trainer.measure()
 
