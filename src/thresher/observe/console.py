@@ -34,9 +34,9 @@ class ConsoleTracker:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Say what runs, and start the bar on a terminal."""
         self._total_steps = run.total_steps
-        self._first_step = resume_step or 0
+        self._first_step = max(0, resume_step or 0)
         self._started_at = self._clock()
-        begin = f"resumed after step {resume_step}" if resume_step is not None else f"{run.total_pairs} pairs"
+        begin = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
         self.print(f"{run.exp_name}: {run.total_steps} steps, {begin}, in {run.run_dir}")
         if not self._console.is_terminal:
             return
