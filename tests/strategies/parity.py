@@ -104,12 +104,12 @@ def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     models = []
     for path in (policy_dir, reference_dir):
         model = empty_model(str(path), dtype=torch.float32)
-        models.append((model, place_model(model, str(path), mesh, case.dtype, CPU)))
+        models.append((model, place_model(model, str(path), mesh, case.dtype, CPU, **case.settings)))
     (model, placement), (frozen, frozen_placement) = models
     frozen.requires_grad_(False)
     optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
     policy = NativeTrain(model, layout, case.dtype, optimizer, placement)
-    reference = NativeInfer(frozen, layout, case.dtype, frozen_placement.row_share)
+    reference = NativeInfer(frozen, layout, case.dtype, frozen_placement.row_share, frozen_placement.stage)
     trainer = make_trainer(
         policy, LiveReference(reference.score, CPU) if case.loss in ("sigmoid", "ipo") else None, case
     )

@@ -27,7 +27,7 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the model's own forward."""
     # in the precision of the stored weights: bf16 would hide small mistakes
-    exact = replace(model, compute_dtype=model.head.weight.dtype)
+    exact = replace(model, compute_dtype=model.stored_dtype)
     arranged = layout.arrange(batch)
     # uncompiled: the layers are watched, which would be compiled in for once
     with _evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):

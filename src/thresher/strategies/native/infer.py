@@ -13,17 +13,29 @@ from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
 from thresher.models.row_share import RowShare
 from thresher.models.selfcheck import check_against_own_forward
+from thresher.strategies.accumulate import Passes
 from thresher.strategies.native.passes import OneByOne
+from thresher.strategies.native.pipeline import Stage
+from thresher.strategies.native.pipeline_passes import PipelinePasses
 
 
 class NativeInfer:
     """A model that only scores."""
 
-    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, row_share: RowShare | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        compute_dtype: torch.dtype,
+        row_share: RowShare | None = None,
+        stage: Stage | None = None,
+    ):
         self.model = model
         self._layout = layout
         self.pair_model = PairModel.for_layout(model, compute_dtype, layout, row_share)
-        self.passes = OneByOne(self.pair_model, layout)
+        self.passes: Passes = (
+            OneByOne(self.pair_model, layout) if stage is None else PipelinePasses(self.pair_model, layout, stage)
+        )
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
