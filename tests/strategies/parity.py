@@ -109,7 +109,7 @@ def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     frozen.requires_grad_(False)
     optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
     policy = NativeTrain(model, layout, case.dtype, optimizer, placement)
-    reference = NativeInfer(frozen, layout, case.dtype, frozen_placement.row_share, frozen_placement.stage)
+    reference = NativeInfer(frozen, layout, case.dtype, frozen_placement)
     trainer = make_trainer(
         policy, LiveReference(reference.score, CPU) if case.loss in ("sigmoid", "ipo") else None, case
     )

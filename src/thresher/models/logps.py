@@ -56,7 +56,7 @@ class PairModel:
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype)
         register_pair_attention()
-        plain = _plain(causal_lm)
+        plain = plain_model(causal_lm)
         plain.set_attn_implementation(PAIR_ATTENTION)
         make_lean(plain.get_decoder())
         # which rows the last layer may leave out is known of whole rows only
@@ -65,7 +65,7 @@ class PairModel:
 
     @property
     def plain(self) -> PreTrainedModel:
-        return _plain(self.causal_lm)
+        return plain_model(self.causal_lm)
 
     @property
     def backbone(self) -> nn.Module:
@@ -216,7 +216,7 @@ def first_row(weight: DTensor) -> int:
 
 def logit_transform(model: nn.Module) -> LogitTransform:
     """Read from a model's config what its family does to logits."""
-    config = _plain(model).config.get_text_config()
+    config = plain_model(model).config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
         scale *= float(getattr(config, name, None) or 1.0)
@@ -228,7 +228,7 @@ def logit_transform(model: nn.Module) -> LogitTransform:
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its authors wrote it, for the length of a `with` block."""
-    plain = _plain(model)
+    plain = plain_model(model)
     before = plain.config._attn_implementation
     if before != PAIR_ATTENTION:
         yield
@@ -242,7 +242,7 @@ def own_forward(model: nn.Module) -> Iterator[None]:
         plain.set_attn_implementation(before)
 
 
-def _plain(model: nn.Module) -> PreTrainedModel:
+def plain_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (adapters live in its layers and stay active)."""
     unwrap = getattr(model, "get_base_model", None)
     return cast("PreTrainedModel", model if unwrap is None else unwrap())

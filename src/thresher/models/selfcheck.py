@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from thresher.data.batch import PairBatch, scored_positions
 from thresher.errors import UserError
@@ -26,8 +27,8 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 @torch.no_grad()
 def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the model's own forward."""
-    # in the precision of the stored weights: bf16 would hide small mistakes
-    exact = replace(model, compute_dtype=model.stored_dtype)
+    # in the precision of the stored weights, where they are whole: bf16 would hide small mistakes
+    exact = model if _is_sharded(model) else replace(model, compute_dtype=model.stored_dtype)
     arranged = layout.arrange(batch)
     # uncompiled: the layers are watched, which would be compiled in for once
     with _evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
@@ -53,6 +54,8 @@ def _our_forward(model: PairModel, layout: Layout, arranged: ArrangedBatch) -> t
         raise UserError(
             f"layout `{layout.name}` does not work with model family `{_family(model)}` ({error}); use layout=padded"
         ) from error
+    if model.row_share is not None:
+        outputs = []  # of a part of the row
     layers = [output[_rows_in(arranged, len(output)).to(output.device)] for output in outputs]
     return torch.cat([sides.chosen.values, sides.rejected.values]), layers
 
@@ -70,12 +73,17 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     for prompt, response, mask in sides:
         rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
-        with own_forward(model.causal_lm), _layer_outputs(model.backbone) as outputs:
+        with own_forward(model.causal_lm), model.precision(model.device), _layer_outputs(model.backbone) as outputs:
             logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]
         logits = logits if len(logits) == len(rows) else logits[rows]
         logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))
         layers.append([output[rows] for output in outputs])
     return torch.cat(logps), [torch.cat(parts) for parts in zip(*layers, strict=True)]
+
+
+def _is_sharded(model: PairModel) -> bool:
+    """The layers of a sharded model come together in the precision of their products alone."""
+    return isinstance(model.plain, FSDPModule)
 
 
 @contextmanager

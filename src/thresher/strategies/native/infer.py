@@ -11,12 +11,11 @@ from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
-from thresher.models.row_share import RowShare
 from thresher.models.selfcheck import check_against_own_forward
 from thresher.strategies.accumulate import Passes
 from thresher.strategies.native.passes import OneByOne
-from thresher.strategies.native.pipeline import Stage
 from thresher.strategies.native.pipeline_passes import PipelinePasses
+from thresher.strategies.native.placement import Placement
 
 
 class NativeInfer:
@@ -27,12 +26,13 @@ class NativeInfer:
         model: nn.Module,
         layout: Layout,
         compute_dtype: torch.dtype,
-        row_share: RowShare | None = None,
-        stage: Stage | None = None,
+        placement: Placement = Placement(),  # noqa: B008  # frozen
     ):
         self.model = model
+        self.ranks = placement.ranks
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, row_share)
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, placement.row_share)
+        stage = placement.stage
         self.passes: Passes = (
             OneByOne(self.pair_model, layout) if stage is None else PipelinePasses(self.pair_model, layout, stage)
         )

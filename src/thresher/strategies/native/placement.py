@@ -26,7 +26,7 @@ _SPLITTING_AXES = ("dp_replicate", "shard", "tp")
 class Placement:
     """A process's place among those that train one model.
 
-    coordinates: our place along each axis that can split a parameter; empty for one process, and for whole copies.
+    coordinates: our place along each axis that can split a parameter; empty where every rank has a whole copy.
     stage: our layers where the model is a pipeline.
     seen_in_part: parameters that every process along tp has whole, and whose gradients there are parts of a sum.
     """
@@ -41,7 +41,8 @@ class Placement:
     def counts(self, parameter: Tensor) -> bool:
         """Say if this process is the one, of all that hold this part of a parameter, that adds it to a sum."""
         split = split_axes(parameter)
-        return all(place == 0 for axis, place in self.coordinates.items() if axis not in split)
+        places = self.coordinates or {"dp_replicate": self.ranks.rank}
+        return all(place == 0 for axis, place in places.items() if axis not in split)
 
 
 def split_axes(parameter: Tensor) -> set[str]:

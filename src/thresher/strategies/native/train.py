@@ -53,7 +53,7 @@ class NativeTrain:
     ):
         self.model = model
         self.ranks = placement.ranks
-        self._infer = NativeInfer(model, layout, compute_dtype, placement.row_share, placement.stage)
+        self._infer = NativeInfer(model, layout, compute_dtype, placement)
         self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
         self._parameters = LocalParameters(model, self._pair_model.plain, placement)
