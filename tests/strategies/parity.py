@@ -51,7 +51,13 @@ LAYOUTS: dict[str, Layout] = {
     "packed": PackedLayout(shares_prompt=False),
     "padded": PaddedLayout(pad_id=0),
 }
-KNOBS = {"sigmoid": {"beta": BETA}, "ipo": {"beta": BETA}, "simpo": {"beta": BETA, "gamma": GAMMA}, "orpo": {}}
+KNOBS = {
+    "sigmoid": {"beta": BETA},
+    "ipo": {"beta": BETA},
+    "simpo": {"beta": BETA, "gamma": GAMMA},
+    "orpo": {},
+    "aot": {"beta": BETA},
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     policy = NativeTrain(model, layout, case.dtype, optimizer, placement)
     reference = NativeInfer(frozen, layout, case.dtype, frozen_placement)
     trainer = make_trainer(
-        policy, LiveReference(reference.score, CPU) if case.loss in ("sigmoid", "ipo") else None, case
+        policy, LiveReference(reference.score, CPU) if case.loss in ("sigmoid", "ipo", "aot") else None, case
     )
     metrics, norms = [], []
     for _ in range(NUM_STEPS):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from thresher.data.batch import PairBatch
-from thresher.losses.pairs import SidesLogps, concat_logps
+from thresher.errors import UserError
+from thresher.losses.pairs import SidesLogps
 from thresher.models.chunk import Chunk
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.logps import PairModel
@@ -38,16 +38,11 @@ class PipelinePasses:
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
-        """Score in as many parts as there are stages, which so work at the same time; all stages get the logps."""
-        batches = _parts(batch, self.stage.pipeline.size)
-        run = self._run(batches, with_log_collision)
+        """Score a micro-batch as it is trained on, to the bit: it goes from stage to stage, and all get its logps."""
+        self._check_repeatable()
+        run = self._run([batch], with_log_collision)
         self._drive(run, None)
-        scored = [
-            self.model.sides(run.arranged[number], *self._shared(run, number))
-            for number, part in enumerate(batches)
-            if len(part) or not len(batch)
-        ]
-        sides = SidesLogps(concat_logps([s.chosen for s in scored]), concat_logps([s.rejected for s in scored]))
+        sides = self.model.sides(run.arranged[0], *self._broadcast(run, number=0))
         return sides if len(batch) else none_of(sides)
 
     def backward(self, batches: Sequence[PairBatch], loss_of: LossOf, *, with_log_collision: bool) -> TokenCounts:
@@ -68,6 +63,15 @@ class PipelinePasses:
             for arranged, batch in zip(run.arranged, batches, strict=False):
                 tokens += count_tokens(arranged) if len(batch) else TokenCounts()
         return tokens
+
+    def _check_repeatable(self) -> None:
+        """Losses that couple the pairs of a step score them twice, with the same dropout."""
+        model = self.model.causal_lm
+        if model.training and any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+            raise UserError(
+                "this loss couples all pairs of a step, which are scored twice with the same dropout, and the stages "
+                "of a pipeline draw it in another order the second time; set lora_dropout to 0 or pp_size to 1"
+            )
 
     def _run(self, batches: Sequence[PairBatch], with_log_collision: bool) -> _Run:
         missing = self._num_driven(len(batches)) - len(batches)
@@ -95,7 +99,7 @@ class PipelinePasses:
         numbers = torch.arange(num_batches)
         schedule.step(number=numbers, target=numbers, return_outputs=False)
 
-    def _shared(self, run: _Run, number: int) -> tuple[Tensor, Tensor | None]:
+    def _broadcast(self, run: _Run, number: int) -> tuple[Tensor, Tensor | None]:
         """Give all stages what the last has scored of a micro-batch."""
         arranged = run.arranged[number]
         rows = 2 if run.with_log_collision else 1
@@ -179,9 +183,3 @@ class _RaggedStage(PipelineStage):
         for one in expected:
             if not one.is_root_arg:
                 one.buffer = torch.empty(self._shapes[number], dtype=self._dtype, device=self.device)
-
-
-def _parts(batch: PairBatch, count: int) -> list[PairBatch]:
-    """Cut a micro-batch into so many, of nearly the same number of pairs; the order of the pairs stays."""
-    edges = [len(batch) * number // count for number in range(count + 1)]
-    return [PairBatch(batch.pair_ids[start:stop], batch.pairs[start:stop]) for start, stop in pairwise(edges)]
