@@ -12,11 +12,8 @@ from parity import (
     CPU,
     LAYOUTS,
     LEARNING_RATE,
-    NUM_STEPS,
     PAIRS,
     Case,
-    Outcome,
-    make_trainer,
     objective_of,
     whole,
 )
@@ -28,7 +25,6 @@ from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import ArrangedBatch, PackedLayout
 from thresher.models.load import load_model
 from thresher.models.load_split import empty_model
-from thresher.reference.scorers import LiveReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.mesh import AxisSizes, Mesh
 from thresher.strategies.native.placement import Placement, place_model
@@ -52,19 +48,8 @@ def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
         model, placement = load_model(str(path)), Placement()
     else:
         model = empty_model(str(path), dtype=torch.float32)
-        placement = place_model(model, str(path), mesh, case.dtype, CPU, **case.settings)
+        placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
     return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, placement)
-
-
-def train_alone(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
-    policy = policy_of(case, policy_dir, None)
-    reference = NativeInfer(load_model(str(reference_dir)), LAYOUTS[case.layout], case.dtype)
-    trainer = make_trainer(policy, LiveReference(reference.score, CPU), case)
-    metrics, norms = [], []
-    for _ in range(NUM_STEPS):
-        metrics.append({name: metric.mean for name, metric in trainer.training_step().items()})
-        norms.append(trainer.state.grad_norm)
-    return Outcome(metrics, norms, weights_of(policy))
 
 
 def weights_of(policy: NativeTrain) -> dict[str, Tensor]:
@@ -97,7 +82,7 @@ def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
     """What the check at start-up says of a layout, or of one whose positions are wrong."""
     mesh = Mesh.of(case.sizes, CPU)
     model = empty_model(str(path), dtype=torch.float32)
-    placement = place_model(model, str(path), mesh, case.dtype, CPU, **case.settings)
+    placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
     layout = _Stretched(shares_prompt=True) if spoiled else LAYOUTS[case.layout]
     try:
         NativeInfer(model, layout, case.dtype, placement).check_logps(batch_of([0, 1, 2]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from parity import NUM_STEPS, Case, Outcome, objective_of, save_model, train_oracle, train_split
-from pipeline_runs import check_logps, one_step, score, train_alone
+from parity import NUM_STEPS, Case, Outcome, objective_of, train_alone, train_split
+from parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
+from pipeline_runs import check_logps, one_step, score
 from split_runs import train_from_config
 from tiny_models import tiny_model
 from torch import Tensor
@@ -16,26 +17,6 @@ from thresher.errors import UserError
 from thresher.models.chunk import check_passes_hidden_states
 from thresher.strategies.native.mesh import AxisSizes
 from thresher.strategies.native.pipeline import deal_layers
-
-INTERLEAVED = {"pp_chunks": 2}
-TWO_STAGES = AxisSizes(pp=2)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Policy and reference of a family."""
-
-    @cache
-    def saved(family):
-        directory = tmp_path_factory.mktemp(family)
-        return tuple(save_model(directory / str(seed), family, seed) for seed in (0, 1))
-
-    return saved
-
-
-@pytest.fixture(scope="module")
-def oracle(models):
-    return cache(lambda loss, family: train_oracle(loss, *models(family)))
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
@@ -62,89 +43,50 @@ def check_weights(expected: dict[str, Tensor], weights: dict[str, Tensor]) -> No
         torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=0, msg=name)
 
 
-ON_TWO = [
-    Case(TWO_STAGES),
-    Case(TWO_STAGES, settings=INTERLEAVED),
-    Case(TWO_STAGES, "packed", "ipo"),
-    Case(TWO_STAGES, "padded", settings=INTERLEAVED),
-    Case(TWO_STAGES, "padded", "orpo"),
-    Case(TWO_STAGES, "shared", "simpo"),
-    Case(TWO_STAGES, family="qwen2"),
-    Case(TWO_STAGES, family="qwen2", settings=INTERLEAVED),
-    Case(TWO_STAGES, family="qwen3"),
-    Case(TWO_STAGES, family="mistral"),
-    Case(TWO_STAGES, family="gemma2"),
-    Case(TWO_STAGES, "padded", family="gemma2"),
-    Case(TWO_STAGES, family="gemma3_text", settings=INTERLEAVED),
-]
-ON_FOUR = [
-    Case(AxisSizes(pp=4)),
-    Case(AxisSizes(pp=2, dp_shard=2)),
-    Case(AxisSizes(pp=2, dp_shard=2), "packed", settings=INTERLEAVED),
-    Case(AxisSizes(pp=2, tp=2)),
-    Case(AxisSizes(pp=2, dp_replicate=2), "padded"),
-    Case(AxisSizes(pp=2, cp=2)),
-    Case(AxisSizes(pp=4), "padded", family="qwen2"),
-    Case(AxisSizes(pp=2, dp_shard=2), family="qwen2"),
-    Case(AxisSizes(pp=2, tp=2), family="gemma2"),
-]
-
-
-def described(case: Case) -> str:
-    axes = " ".join(f"{axis}{size}" for axis, size in vars(case.sizes).items() if size > 1)
-    return f"{axes} {case.family} {case.layout} {case.loss}{' interleaved' if case.settings else ''}"
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", PIPELINES, ids=str)
+def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, case):
+    ranks = pool_of(case.sizes.num_processes).run(train_split, case, *model_dirs(case.family))
+    check_against(oracle(case), ranks)
+    agreed(case)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ON_TWO, ids=described)
-def test_two_stages_train_as_the_oracle_does(two_ranks, models, oracle, case):
-    ranks = two_ranks.run(train_split, case, *models(case.family))
-    check_against(oracle(case.loss, case.family), ranks)
+def test_a_loss_that_couples_pairs_trains_as_in_one_process(two_ranks, model_dirs):
+    case = Case(TWO_STAGES, loss="aot", pp_chunks=INTERLEAVED)
+    alone = train_alone(case, *model_dirs("llama"))
+    check_against(alone, two_ranks.run(train_split, case, *model_dirs("llama")), tuple(alone.metrics[0]))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ON_FOUR, ids=described)
-def test_stages_beside_other_axes_train_as_the_oracle_does(four_ranks, models, oracle, case):
-    ranks = four_ranks.run(train_split, case, *models(case.family))
-    check_against(oracle(case.loss, case.family), ranks)
-
-
-@pytest.mark.distributed
-def test_a_loss_that_couples_pairs_trains_as_in_one_process(two_ranks, models):
-    case = Case(TWO_STAGES, loss="aot", settings=INTERLEAVED)
-    alone = train_alone(case, *models("llama"))
-    check_against(alone, two_ranks.run(train_split, case, *models("llama")), tuple(alone.metrics[0]))
-
-
-@pytest.mark.distributed
-def test_products_in_bf16_are_those_of_one_process(two_ranks, models):
+def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
     case = Case(TWO_STAGES, dtype=torch.bfloat16)
-    alone = train_alone(case, *models("llama"))
-    for rank in two_ranks.run(train_split, case, *models("llama")):
+    alone = train_alone(case, *model_dirs("llama"))
+    for rank in two_ranks.run(train_split, case, *model_dirs("llama")):
         losses = [step["loss"] for step in rank.metrics]
         assert losses == pytest.approx([step["loss"] for step in alone.metrics], abs=1e-5)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("sizes", "settings", "shares"),
+    ("sizes", "pp_chunks", "shares"),
     [
-        (AxisSizes(pp=4), {}, [[[0, 1, 2, 3]]]),
-        (AxisSizes(pp=4), {}, [[[0, 1], [2], [3, 4]]]),
-        (AxisSizes(pp=4), {}, [[[0], [1, 2, 3], [4], [5], [6, 7], [8]]]),
+        (AxisSizes(pp=4), 1, [[[0, 1, 2, 3]]]),
+        (AxisSizes(pp=4), 1, [[[0, 1], [2], [3, 4]]]),
+        (AxisSizes(pp=4), 1, [[[0], [1, 2, 3], [4], [5], [6, 7], [8]]]),
         (AxisSizes(pp=2, dp_replicate=2), INTERLEAVED, [[[0, 1, 2]], [[3], [4], [5], [6], [7]]]),
-        (AxisSizes(pp=2, dp_replicate=2), {}, [[[0]], []]),
-        (AxisSizes(pp=2, dp_shard=2), {}, [[[0, 1], [2]], [[3], []]]),
-        (AxisSizes(pp=2, dp_shard=2), {}, [[[0]], [[]]]),
+        (AxisSizes(pp=2, dp_replicate=2), 1, [[[0]], []]),
+        (AxisSizes(pp=2, dp_shard=2), 1, [[[0, 1], [2]], [[3], []]]),
+        (AxisSizes(pp=2, dp_shard=2), 1, [[[0]], [[]]]),
         (AxisSizes(pp=2, dp_shard=2), INTERLEAVED, [[[0]], [[]]]),
     ],
     ids=["one of four", "three of four", "six", "1 and 5", "none", "a rank with fewer", "an empty one", "interleaved"],
 )
-def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, models, sizes, settings, shares):
-    path = models("llama")[0]
+def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, pp_chunks, shares):
+    path = model_dirs("llama")[0]
     everything = [[ids for share in shares for ids in share if ids]]
     alone = one_step(Case(AxisSizes(), loss="simpo"), path, everything)
-    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", settings=settings), path, shares)
+    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", pp_chunks=pp_chunks), path, shares)
     for rank in ranks:
         assert rank.metrics == pytest.approx(alone.metrics, rel=1e-5, abs=1e-5)
         assert rank.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
@@ -154,11 +96,11 @@ def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, models, siz
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["shared", "padded"])
-@pytest.mark.parametrize("settings", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
-def test_every_stage_gets_the_scores(two_ranks, models, layout, settings):
-    path, batches = models("qwen2")[0], [[4, 1, 7, 2, 9], [3], []]
+@pytest.mark.parametrize("pp_chunks", [1, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, pp_chunks):
+    path, batches = model_dirs("qwen2")[0], [[4, 1, 7, 2, 9], [3], []]
     expected = score(Case(AxisSizes(), layout), path, batches)
-    for scored in two_ranks.run(score, Case(TWO_STAGES, layout, settings=settings), path, batches):
+    for scored in two_ranks.run(score, Case(TWO_STAGES, layout, pp_chunks=pp_chunks), path, batches):
         for ours, theirs in zip(scored, expected, strict=True):
             for side in ("chosen", "rejected"):
                 ours_of_side, theirs_of_side = getattr(ours, side), getattr(theirs, side)
@@ -168,8 +110,8 @@ def test_every_stage_gets_the_scores(two_ranks, models, layout, settings):
 
 
 @pytest.mark.distributed
-def test_a_stage_holds_its_own_layers_alone(four_ranks, models):
-    ranks = four_ranks.run(partial(train_from_config, models("qwen2")[0], {"pp_size": 4}, "shared"))
+def test_a_stage_holds_its_own_layers_alone(four_ranks, model_dirs):
+    ranks = four_ranks.run(partial(train_from_config, model_dirs("qwen2")[0], {"pp_size": 4}, "shared"))
     held = [{name.split(".")[2] for name in rank.weights if ".layers." in name} for rank in ranks]
     assert held == [{"0"}, {"1"}, {"2"}, {"3"}]
     has_embedding = ["model.embed_tokens.weight" in rank.weights for rank in ranks]
@@ -179,8 +121,8 @@ def test_a_stage_holds_its_own_layers_alone(four_ranks, models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("axes", [{"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2, "tp_size": 2}], ids=str)
-def test_lora_in_stages_trains_as_in_one_process(four_ranks, models, axes):
-    path = models("llama")[0]
+def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):
+    path = model_dirs("llama")[0]
     alone = train_from_config(path, {}, "shared", lora_rank=4)
     ranks = four_ranks.run(partial(train_from_config, path, axes, "shared", lora_rank=4))
     check_against(alone, ranks, tuple(alone.metrics[0]))
@@ -188,8 +130,8 @@ def test_lora_in_stages_trains_as_in_one_process(four_ranks, models, axes):
 
 
 @pytest.mark.distributed
-def test_dropout_with_a_coupled_loss_is_refused(two_ranks, models):
-    path = models("llama")[0]
+def test_dropout_with_a_coupled_loss_is_refused(two_ranks, model_dirs):
+    path = model_dirs("llama")[0]
     assert objective_of("aot").couples_pairs
     with pytest.raises(AssertionError, match="set lora_dropout to 0 or pp_size to 1"):
         two_ranks.run(
@@ -200,16 +142,16 @@ def test_dropout_with_a_coupled_loss_is_refused(two_ranks, models):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
-    [Case(TWO_STAGES), Case(TWO_STAGES, "padded"), Case(TWO_STAGES, "packed", family="gemma2", settings=INTERLEAVED)],
-    ids=described,
+    [Case(TWO_STAGES), Case(TWO_STAGES, "padded"), Case(TWO_STAGES, "packed", family="gemma2", pp_chunks=INTERLEAVED)],
+    ids=str,
 )
-def test_the_start_up_check_accepts_sound_stages(two_ranks, models, case):
-    assert two_ranks.run(check_logps, case, models(case.family)[0], False) == [None, None]
+def test_the_start_up_check_accepts_sound_stages(two_ranks, model_dirs, case):
+    assert two_ranks.run(check_logps, case, model_dirs(case.family)[0], False) == [None, None]
 
 
 @pytest.mark.distributed
-def test_the_start_up_check_stops_wrong_positions_on_every_stage(two_ranks, models):
-    for found in two_ranks.run(check_logps, Case(TWO_STAGES), models("llama")[0], True):
+def test_the_start_up_check_stops_wrong_positions_on_every_stage(two_ranks, model_dirs):
+    for found in two_ranks.run(check_logps, Case(TWO_STAGES), model_dirs("llama")[0], True):
         assert found is not None
         assert "differ from those of the model's own layers and head" in found
 
