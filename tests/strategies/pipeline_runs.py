@@ -25,11 +25,7 @@ from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import ArrangedBatch, PackedLayout
 from thresher.models.load import load_model
 from thresher.models.load_split import empty_model
-<<<<<<< HEAD
-=======
-from thresher.reference.scorers import LiveReference
 from thresher.strategies.native import pipeline_passes
->>>>>>> pp
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.mesh import AxisSizes, Mesh
 from thresher.strategies.native.placement import Placement, place_model
