@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from thresher.models.split_tensors import local_part
 from thresher.strategies.native.placement import Placement
-from thresher.strategies.ranks import local_part, sum_in_buckets
+from thresher.strategies.ranks import sum_in_buckets
 
 
 class LocalParameters:
@@ -24,6 +25,10 @@ class LocalParameters:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parts = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.names}
         self._summed = [p for name, p in plain.named_parameters() if name in placement.seen_in_part and p in self.names]
+
+    @property
+    def by_name(self) -> dict[str, nn.Parameter]:
+        return {name: whole for whole, name in self.names.items()}
 
     @property
     def part_names(self) -> dict[nn.Parameter, str]:

@@ -36,7 +36,9 @@ class Placement:
     seen_in_part: frozenset[str] = frozenset()
 
     def counts(self, parameter: Tensor) -> bool:
-        """Say if this process is the one, of all that hold this part of a parameter, that adds it to a sum."""
+        """Say if this process is the one, of all with this part of a parameter, that adds it to a sum or writes it."""
+        if not self.coordinates:
+            return self.ranks.everyone.rank == 0
         split = split_axes(parameter)
         return all(place == 0 for axis, place in self.coordinates.items() if axis not in split)
 
