@@ -40,7 +40,7 @@ class LocalParameters:
         return {part: self.names[whole] for whole, part in self.parts.items()}
 
     def counts(self, whole: Tensor) -> bool:
-        """Say if this process is the one, of all that hold this part of a parameter, that adds it to a sum or saves it."""
+        """Say if this process is the one, of all that hold this part of a parameter, that sums it up or saves it."""
         return whole not in self._counted_elsewhere and self._placement.counts(whole)
 
     def sum_gradients(self) -> None:
