@@ -20,7 +20,7 @@ from thresher.config.roles import RoleConfig
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
-from thresher.runtime.cluster import Cluster, WorkerConfig
+from thresher.runtime.cluster import Cluster, WorkerConfig, wait_for
 from thresher.runtime.placement import RoleDemand
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits
 from thresher.runtime.resources import ResourceManager
@@ -68,11 +68,10 @@ class RayRuntime:
         if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
             reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
             self.reference = reference
-            reference.call("load", config, inputs)
-            hidden_size = policy.wait(loading)[0]
+            hidden_size = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
             reference.call("serve", hidden_size, len(policy))
             workers = tuple(reference.workers)
-        policy.wait(loading)
+        wait_for(loading)
         reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
         report = reports[0]
 
