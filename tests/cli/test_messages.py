@@ -259,13 +259,13 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
-            "actor_train.strategy_args.strategy_config.tp_size is 4, and this version has data parallelism only; set "
-            "it to 1 or leave it out",
+            "actor_train has 1 worker, and tp_size 4 = 4 does not divide that; use 4 workers (device_mapping, or "
+            "num_workers on CPUs), or smaller axes",
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
-            "actor_train.strategy_args.strategy_config has an unknown key tensor_parallel_size; known: tp_size, "
-            "pp_size, cp_size, dp_replicate",
+            "the configuration has mistakes:\n  - actor_train.strategy_args: strategy_config has no key "
+            "tensor_parallel_size; known: tp_size, pp_size, pp_chunks, cp_size, dp_replicate, cpu_offload",
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},

@@ -33,6 +33,16 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
         pool.close()
 
 
+@pytest.fixture
+def two_ranks(pool_of) -> RankPool:
+    return pool_of(2)
+
+
+@pytest.fixture
+def four_ranks(pool_of) -> RankPool:
+    return pool_of(4)
+
+
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
     """A policy and a reference of a family, which differ."""
@@ -50,7 +60,9 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
     """What examples/minimal_dpo.py makes of a case; how it is split and cut is none of its concern."""
     train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
     plain = Case(AxisSizes())
-    not_its_concern = {name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype")}
+    not_its_concern = {
+        name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "pp_chunks")
+    }
     return lambda case: train(replace(case, recomputes_activations=False, **not_its_concern))
 
 
@@ -58,7 +70,7 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """What one process of our own engine makes of a case."""
     train = cache(lambda case: train_alone(case, *model_dirs(case.family)))
-    return lambda case: train(replace(case, sizes=AxisSizes(), also=""))
+    return lambda case: train(replace(case, sizes=AxisSizes(), also="", pp_chunks=1))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -86,6 +87,7 @@ class Case:
     max_grad_norm: float = 1.0
     recomputes_activations: bool = False
     spoilt_pair: int | None = None
+    pp_chunks: int = 1
 
     def __str__(self) -> str:
         return "-".join(filter(None, (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)))
@@ -163,7 +165,7 @@ def score_alone(case: Case, model_dir: Path, share: int, num_shares: int) -> lis
 
 
 def _scores(case: Case, model: PreTrainedModel, placement: Placement, share: int, num_shares: int) -> list[list[float]]:
-    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement.row_share)
+    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement)
     pairs = PAIRS[share::num_shares]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
     scored = [scorer.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
@@ -173,12 +175,12 @@ def _scores(case: Case, model: PreTrainedModel, placement: Placement, share: int
 def leaves_rows_out(case: Case, model_dir: Path) -> bool:
     """Say if the last layer of a split model computes the rows that count, and no others."""
     model, placement = split_model(case, model_dir)
-    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement.row_share).pair_model.prunes_last_layer
+    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement).pair_model.prunes_last_layer
 
 
 def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, Placement]:
     model = empty_model(str(path), dtype=torch.float32)
-    return model, place_model(model, str(path), mesh_of(case.sizes), case.dtype, CPU)
+    return model, place_model(model, str(path), mesh_of(case.sizes), case.dtype, CPU, pp_chunks=case.pp_chunks)
 
 
 def _train(
@@ -186,8 +188,8 @@ def _train(
 ) -> Outcome:
     policy = make_policy(case, *policy_parts)
     frozen, placement = reference_parts
-    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement.row_share)
-    trainer = make_trainer(policy, reference if case.loss in LOSSES_WITH_REFERENCE else None, case)
+    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement)
+    trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     metrics, norms = [], []
     for _, logged in trainer.run(NUM_STEPS):
         metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_OF_THE_RUN)})
@@ -211,10 +213,10 @@ def micro_batching_of(case: Case) -> MicroBatching:
     return MicroBatching(PairsInMemory(PAIRS).lengths, costs, *limits)
 
 
-def make_trainer(policy: NativeTrain, reference: NativeInfer | None, case: Case) -> DPOTrainer:
+def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogps] | None, case: Case) -> DPOTrainer:
     def score(batch: PairBatch) -> SidesLogps:
         assert reference is not None
-        sides = reference.score(batch)
+        sides = reference(batch)
         if case.spoilt_pair not in batch.pair_ids:
             return sides
         return replace(sides, chosen=replace(sides.chosen, values=sides.chosen.values * torch.nan))

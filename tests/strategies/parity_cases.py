@@ -55,6 +55,32 @@ MATRIX = [
     Case(AxisSizes(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(AxisSizes(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
 ]
+INTERLEAVED = 2
+TWO_STAGES = AxisSizes(pp=2)
+PIPELINES = [
+    Case(TWO_STAGES),
+    Case(TWO_STAGES, pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, "packed", "ipo"),
+    Case(TWO_STAGES, "padded", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, "padded", "orpo"),
+    Case(TWO_STAGES, "shared", "simpo"),
+    Case(TWO_STAGES, family="qwen2"),
+    Case(TWO_STAGES, family="qwen2", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, family="qwen3"),
+    Case(TWO_STAGES, family="mistral"),
+    Case(TWO_STAGES, family="gemma2"),
+    Case(TWO_STAGES, "padded", family="gemma2"),
+    Case(TWO_STAGES, family="gemma3_text", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(AxisSizes(pp=4)),
+    Case(AxisSizes(pp=2, dp_shard=2)),
+    Case(AxisSizes(pp=2, dp_shard=2), "packed", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(AxisSizes(pp=2, tp=2)),
+    Case(AxisSizes(pp=2, dp_replicate=2), "padded"),
+    Case(AxisSizes(pp=2, cp=2)),
+    Case(AxisSizes(pp=4), "padded", family="qwen2"),
+    Case(AxisSizes(pp=2, dp_shard=2), family="qwen2"),
+    Case(AxisSizes(pp=2, tp=2), family="gemma2"),
+]
 # the oracle has no such thing: one process of our own engine is what these are compared with
 AGAINST_ONE_PROCESS = [
     Case(AxisSizes(dp_shard=2), loss="aot", also="a loss that couples pairs (aot)"),
@@ -62,7 +88,7 @@ AGAINST_ONE_PROCESS = [
     Case(AxisSizes(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
 ]
 IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (AxisSizes(dp_shard=2), AxisSizes(tp=2))]
-ALL_CASES = [*MATRIX, *AGAINST_ONE_PROCESS, *IN_BF16]
+ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16]
 
 
 def render_table(cases: Iterable[Case]) -> str:

@@ -6,14 +6,13 @@ First the empty model (no memory), then the axes split its parameters, then each
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -46,7 +45,7 @@ def empty_model(
 def fill_weights(model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Give every parameter memory on a device, and the numbers of the file to those that the file has.
 
-    Parameters of adapters stay for `start_adapters`.
+    Those of adapters get theirs from `start_adapters`.
     """
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # giving memory to a shared parameter made two of it
@@ -100,8 +99,3 @@ def own_part(tensor: DTensor) -> tuple[slice, ...]:
     """Where this process's part of a split tensor lies in the whole."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-
-
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that LoRA adds, with their names."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name)
