@@ -21,7 +21,7 @@ from thresher.strategies.native.placement import place_model
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from resident import kilobytes  # noqa: E402
+from resident import kilobytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
 
 
 def _memory(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind some tensors, once for those that share it: a view keeps all of what it is a view of."""
+    """Bytes behind some tensors, once where they share them: a view keeps all of what it is a view of."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in local if t.numel()}.values())
 
