@@ -90,7 +90,9 @@ class Case:
     pp_chunks: int = 1
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)))
+        """A name that `pytest -k` takes."""
+        parts = (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)
+        return "-".join(filter(None, parts)).replace(" ", "_")
 
     @property
     def plan(self) -> Plan:

@@ -17,6 +17,7 @@ from thresher.strategies.native.mesh import AxisSizes
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
+USUAL = ("shared", "sigmoid", "llama")
 LOSSES = ("sigmoid", "ipo", "simpo", "orpo")
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 MESHES = (
@@ -83,7 +84,7 @@ PIPELINES = [
 ]
 # the oracle has no such thing: one process of our own engine is what these are compared with
 AGAINST_ONE_PROCESS = [
-    Case(AxisSizes(dp_shard=2), loss="aot", also="a loss that couples pairs (aot)"),
+    Case(AxisSizes(dp_shard=2), loss="aot", also="a loss that couples pairs"),
     Case(AxisSizes(dp_shard=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
     Case(AxisSizes(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
 ]
@@ -101,15 +102,22 @@ def render_table(cases: Iterable[Case]) -> str:
         "|---|---|---|---|---|",
     ]
     for axes, of_mesh in rows.items():
-        plain = [case for case in of_mesh if not case.also]
-        cells = (
-            (case.layout for case in plain if (case.loss, case.family) == ("sigmoid", "llama")),
-            (case.loss for case in plain if (case.layout, case.family) == ("shared", "llama")),
-            (case.family for case in plain if (case.layout, case.loss) == ("shared", "sigmoid")),
-            (case.also for case in of_mesh if case.also),
-        )
+        cells: list[list[str]] = [[], [], [], []]
+        for case in of_mesh:
+            for column, text in _entries(case).items():
+                cells[column].append(text)
         lines.append(f"| {axes} | " + " | ".join(", ".join(dict.fromkeys(cell)) for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def _entries(case: Case) -> dict[int, str]:
+    """What a case adds to which columns of its row: one that differs from the usual in two ways stands by itself."""
+    named = (case.layout, case.loss, case.family)
+    unusual = [column for column, (text, usual) in enumerate(zip(named, USUAL, strict=True)) if text != usual]
+    if not case.also and len(unusual) < 2:
+        return {column: named[column] for column in (unusual or range(3))}
+    texts = " + ".join(named[column] for column in unusual)
+    return {3: f"{case.also} ({texts})" if case.also and texts else case.also or texts}
 
 
 def table_in_docs() -> str:
