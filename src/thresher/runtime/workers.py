@@ -106,6 +106,9 @@ class ActorWorker:
     def save(self) -> None:
         self._parts.trainer.save()
 
+    def finish(self) -> None:
+        self._parts.trainer.finish()
+
     def spans(self) -> list[Span]:
         """When this rank trained, step by step."""
         return list(self._parts.trainer.spans)
