@@ -46,6 +46,7 @@ class Run:
     saves_at: tuple[int, ...] = ()
     is_subset: bool = False
     settings: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
         settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
         checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False, print),
         identity={"data": "made up"},
-        config={},
+        config=run.config,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors import safe_open
+from safetensors.torch import load_file
 from saved_runs import (
     NUM_STEPS,
     SAVED_STEP,
@@ -21,6 +22,7 @@ from saved_runs import (
     train_during_a_slow_save,
 )
 
+from thresher.assembly.export import export_checkpoint
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.stored import StoredTensors, load_tensors
@@ -133,6 +135,15 @@ def test_one_process_reads_all_of_it_without_a_group(saved):
     run, whole = saved
     assert_same_bits(load_tensors(run.root / LAST, "weights"), whole[0].weights)
     assert_same_bits(load_tensors(run.root / LAST, "optimizer"), whole[0].moments)
+
+
+@pytest.mark.real
+def test_the_export_of_four_ranks_has_their_weights(pools, stories_dir, tmp_path):
+    config = {"pretrain": str(stories_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
+    run = Run(stories_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
+    weights = run_all(pools, run)[0].weights
+    export_checkpoint(run.root / "step-00000001", tmp_path / "model")
+    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)
 
 
 def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
