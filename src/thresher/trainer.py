@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thresher.checkpoint.background import BackgroundSaver
 from thresher.checkpoint.exact_json import load_json, save_json
 from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.parts import HostCopies
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
 from thresher.checkpoint.saving import Write
 from thresher.checkpoint.state import load_state, save_state
@@ -54,12 +56,13 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How evaluation is cut, when metrics are due, and when to give up."""
+    """How evaluation is cut, when metrics are due, when to give up, and whether training goes on during a save."""
 
     pairs_per_eval_batch: int
     logging_steps: int = 1
     max_skipped_steps: int = 5
     seed: int = 0
+    async_save: bool = False
 
 
 Record = tuple[int, dict[str, float]]
@@ -106,6 +109,7 @@ class DPOTrainer:
         self._validation = validation
         self._settings = settings
         self._checkpoints = checkpoints
+        self._background = BackgroundSaver(checkpoints, strategy.ranks.everyone.apart)
         self._identity = dict(identity)
         self._config = dict(config)
         self._extra = extra
@@ -123,6 +127,7 @@ class DPOTrainer:
 
     def training_step(self) -> Metrics:
         """Make the next optimizer step of the plan."""
+        self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
         with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
             micro_batches = list(self._micro_batches(pair_ids))
@@ -173,11 +178,24 @@ class DPOTrainer:
         return self.last_evaluation
 
     def save(self) -> Path:
-        """Publish a checkpoint of this very step and return where it is; all processes take part."""
+        """Save a checkpoint of this very step and return its place; all processes take part.
+
+        With async_save it is only copied here, and may be published later, but before `finish` is over.
+        """
         with self._clock.paused():
-            measured = self.last_evaluation if self._last_eval_step == self.state.step else {}
-            everyone = self.strategy.ranks.everyone
-            return self._checkpoints.save(self.state.step, self._capture(), measured, everyone)
+            self._background.wait()
+            step, directory = self.state.step, self._checkpoints.place(self.state.step)
+            measured = self.last_evaluation if self._last_eval_step == step else {}
+            # after the last step there is nothing to hide it behind
+            if self._settings.async_save and step < self.plan.num_steps:
+                self._background.begin(step, self._capture(self._background.copies), measured)
+            else:
+                self._checkpoints.save(step, self._capture(None), measured, self.strategy.ranks.everyone)
+            return directory
+
+    def finish(self) -> None:
+        """Return when every save is published."""
+        self._background.wait()
 
     def resume(self, checkpoint: Path) -> list[str]:
         """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
@@ -245,9 +263,9 @@ class DPOTrainer:
                 "max_skipped_steps"
             )
 
-    def _capture(self) -> Write:
+    def _capture(self, copies: HostCopies | None) -> Write:
         """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
-        write_policy = self.strategy.capture({} if self._extra is None else self._extra.tensors())
+        write_policy = self.strategy.capture({} if self._extra is None else self._extra.tensors(), copies)
         streams = self.strategy.ranks.everyone.gather(capture_rng())
         progress = {
             "state": self.state.to_json(),

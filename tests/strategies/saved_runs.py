@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import parity
 import torch
@@ -13,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.saving import Write
 from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
+from thresher.errors import UserError
 from thresher.models.load_split import empty_model
 from thresher.schedule import Schedule
 from thresher.strategies.native.mesh import AxisSizes, Mesh
@@ -40,6 +46,7 @@ class Run:
     saves_at: tuple[int, ...] = ()
     is_subset: bool = False
     settings: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ def train(run: Run) -> Result:
         if trainer.state.step in run.saves_at:
             random_states.append(torch.get_rng_state())
             trainer.save()
+    trainer.finish()
     return Result(losses, gathered(policy.weights()), moments_of(policy), random_states, notes)
 
 
@@ -103,7 +111,7 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
         settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
         checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False, print),
         identity={"data": "made up"},
-        config={},
+        config=run.config,
     )
 
 
@@ -131,17 +139,17 @@ def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
 
 
 def save_with_a_rank_that_cannot_write(run: Run) -> str:
-    """Let the last rank fail in its write; return what each rank is told."""
+    """Let the last rank fail in its write, then go on; return what each rank is told at the end."""
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
     capture = policy.capture
 
-    def failing_capture(*args):
-        write = capture(*args)
+    def failing_capture(*arguments: Any) -> Write:
+        write = capture(*arguments)
 
-        def fail_to_write(directory):
+        def fail_to_write(directory: Path) -> Sequence[str]:
             if dist.get_rank() == dist.get_world_size() - 1:
-                raise OSError(28, "No space left on device")
+                raise OSError(errno.ENOSPC, "No space left on device")
             return write(directory)
 
         return fail_to_write
@@ -149,6 +157,39 @@ def save_with_a_rank_that_cannot_write(run: Run) -> str:
     policy.capture = failing_capture
     try:
         trainer.save()
-    except Exception as error:
+        trainer.finish()
+    except UserError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def train_during_a_slow_save(run: Run) -> tuple[list[float], list[list[str]]]:
+    """Hold the writing thread of one rank back until two more steps are made; return losses and what lies there."""
+    policy = build_policy(run)
+    trainer = build_trainer(policy, run)
+    may_write = Event()
+    capture = policy.capture
+
+    def slow_capture(*arguments: Any) -> Write:
+        write = capture(*arguments)
+
+        def write_late(directory: Path) -> Sequence[str]:
+            if policy.ranks.everyone.rank == policy.ranks.everyone.size - 1:
+                may_write.wait(60)
+            return write(directory)
+
+        return write_late
+
+    policy.capture = slow_capture
+    losses = [trainer.training_step()["loss"].mean for _ in range(SAVED_STEP)]
+    trainer.save()
+    losses += [trainer.training_step()["loss"].mean for _ in range(2)]
+    published = [_published(run.root)]
+    may_write.set()
+    trainer.finish()
+    published.append(_published(run.root))
+    return losses, published
+
+
+def _published(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))

@@ -11,8 +11,18 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors import safe_open
-from saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, save_with_a_rank_that_cannot_write, train
+from safetensors.torch import load_file
+from saved_runs import (
+    NUM_STEPS,
+    SAVED_STEP,
+    Result,
+    Run,
+    save_with_a_rank_that_cannot_write,
+    train,
+    train_during_a_slow_save,
+)
 
+from thresher.assembly.export import export_checkpoint
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.stored import StoredTensors, load_tensors
@@ -127,6 +137,15 @@ def test_one_process_reads_all_of_it_without_a_group(saved):
     assert_same_bits(load_tensors(run.root / LAST, "optimizer"), whole[0].moments)
 
 
+@pytest.mark.real
+def test_the_export_of_four_ranks_has_their_weights(pools, stories_dir, tmp_path):
+    config = {"pretrain": str(stories_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
+    run = Run(stories_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
+    weights = run_all(pools, run)[0].weights
+    export_checkpoint(run.root / "step-00000001", tmp_path / "model")
+    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)
+
+
 def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
     run, whole = saved
     draw = torch.Generator().manual_seed(0)
@@ -211,11 +230,39 @@ def test_a_missing_part_is_named(saved, tmp_path, rank):
         load_tensors(copy, "optimizer")
 
 
-def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(saved, pools, model, tmp_path):
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
+    saved, pools, model, tmp_path, in_background
+):
     shutil.copytree(saved[0].root / STEP, tmp_path / STEP)
-    told = pools(4).run(save_with_a_rank_that_cannot_write, Run(model, tmp_path, SPLIT))
+    run = Run(model, tmp_path, SPLIT, settings={"async_save": in_background})
+    told = pools(4).run(save_with_a_rank_that_cannot_write, run)
     assert len(set(told)) == 1
     assert told[0].startswith("CheckpointError: could not save the checkpoint of step 0")
     assert "No space left on device; free some space" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == [STEP]
     verify(tmp_path / STEP)
+
+
+@pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
+def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pools, model, tmp_path, sizes):
+    at_once = Run(model, tmp_path / "at once", sizes, saves_at=(2, 3, NUM_STEPS))
+    behind = replace(at_once, root=tmp_path / "behind", settings={"async_save": True})
+    ours, theirs = run_all(pools, behind), run_all(pools, at_once)
+    assert ours[0].losses == theirs[0].losses
+    for step in at_once.saves_at:
+        name = f"step-{step:08d}"
+        assert verify(behind.root / name) == verify(at_once.root / name)
+
+
+@pytest.mark.parametrize("sizes", [AxisSizes(dp_shard=2), None], ids=["2 ranks", "1 process"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(pools, model, tmp_path, sizes):
+    slow = Run(model, tmp_path / "slow", sizes, settings={"async_save": True})
+    plain = Run(model, tmp_path / "plain", sizes, until=SAVED_STEP + 2, saves_at=(SAVED_STEP,))
+    answers = [train_during_a_slow_save(slow)] if sizes is None else pools(2).run(train_during_a_slow_save, slow)
+    straight = run_all(pools, plain)[0]
+    for losses, published in answers:
+        assert losses == straight.losses
+        assert published == [[], [STEP]]
+    for stem in ("weights", "optimizer"):
+        assert_same_bits(load_tensors(slow.root / STEP, stem), load_tensors(plain.root / STEP, stem))

@@ -2,7 +2,8 @@
 
     python killed_run.py CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
 
-Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written), saved; and
+Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written, while the
+next steps are trained), saved (published); and
 scoring, whose number counts the blocks of pairs that the reference has scored; every two of them make a shard.
 Children are forked before any tensor exists, so that each is a fresh process without the cost of importing torch again.
 """
@@ -64,6 +65,8 @@ def kill_at(moment: str, step: int) -> None:
     def act_and_die(self: DPOTrainer) -> object:
         result = method(self)
         if self.state.step == step:
+            if moment == "saved":
+                self.finish()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

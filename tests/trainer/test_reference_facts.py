@@ -28,6 +28,7 @@ def test_frozen_weights_are_known_by_their_content_not_by_their_name(base, tmp_p
     first = build_run(values, noise_pairs(12))
     first.trainer.training_step()
     checkpoint = first.trainer.save()
+    first.trainer.finish()
 
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] += 0.01

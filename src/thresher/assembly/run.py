@@ -61,6 +61,7 @@ def trainer_settings(config: DPOConfig) -> TrainerSettings:
         logging_steps=config.logging_steps,
         max_skipped_steps=config.max_skipped_steps,
         seed=config.seed,
+        async_save=config.async_save,
     )
 
 
@@ -123,7 +124,8 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
-_FREE_TO_CHANGE = {"resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"}
+_PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir"}
+_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save"}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,13 +25,17 @@ class CheckpointKeeper:
 
     def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes | None = None) -> Path:
         """Publish what all processes write into one directory, then let go of what need not stay."""
-        published = self.root / step_name(step)
+        published = self.place(step)
 
         def clean_up() -> None:
             prune(self.root, self.keep_last, self.best(), trusted=published)
 
         save_together(self.root, step, write, metrics, processes or Alone(), clean_up)
         return published
+
+    def place(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, once it is published."""
+        return self.root / step_name(step)
 
     def best(self) -> Path | None:
         return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)

@@ -47,6 +47,9 @@ class RayTrainers:
     def save(self) -> None:
         self.cluster.call("save")
 
+    def finish(self) -> None:
+        self.cluster.call("finish")
+
 
 class RayRuntime:
     """Start the clusters of a run and bring them to the first step."""

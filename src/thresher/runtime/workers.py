@@ -113,6 +113,9 @@ class ActorWorker(Worker):
     def save(self) -> None:
         self._parts.trainer.save()
 
+    def finish(self) -> None:
+        self._parts.trainer.finish()
+
     def spans(self) -> list[Span]:
         """When this rank trained, step by step."""
         return list(self._parts.trainer.spans)
