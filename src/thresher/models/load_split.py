@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.load import load_family, made_repeatable
+from thresher.models.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable
 from thresher.models.split_tensors import local_part, own_part
 
 _INDEX = "model.safetensors.index.json"
@@ -33,10 +33,13 @@ def empty_model(
             "download the model, or convert it with `thresher export`, and give that directory"
         )
     family = load_family(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except NOT_LOADABLE as error:
+        raise not_loadable(path, error) from error
     model.tie_weights()
     return made_repeatable(model)
 
