@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NOT_LOADABLE = (OSError, ValueError, KeyError, ImportError)  # what transformers raises of a model that cannot be had
 
 
-def not_loadable(path: str, error: BaseException) -> UserError:
+def not_loadable(path: str, error: Exception) -> UserError:
     return UserError(f"no model can be loaded from {path}: {_first_line(error)}")
 
 
