@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 CONFIG = Path(__file__).parents[2] / "examples" / "polite_smollm2" / "dpo_config.yaml"
-TEMPORARY = "and a job runs in a directory that Ray deletes after it; give an absolute path that all nodes share"
+TEMPORARY = (
+    "and a job runs in a directory of Ray's that may be deleted after it; give an absolute path that all nodes share"
+)
 REFUSED = {
     "an address without a scheme": (
         ["--address=10.0.0.1:8265"],
