@@ -6,17 +6,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from thresher.checkpoint.exact_json import load_json, save_json
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
-from thresher.checkpoint.state import State, load_state, save_state
+from thresher.checkpoint.saving import Write
+from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import PairIds, Plan
@@ -69,7 +70,9 @@ class Extra(Protocol):
 
     def after_step(self, step: int) -> None: ...
 
-    def save(self, directory: Path) -> None: ...
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What checkpoints keep, under the stem of its files; split over processes as the policy's weights."""
+        ...
 
     def load(self, directory: Path) -> None: ...
 
@@ -169,14 +172,12 @@ class DPOTrainer:
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
 
-    def save(self) -> Path | None:
-        """Publish a checkpoint of this very step: all ranks take part, rank 0 writes and returns where it is."""
+    def save(self) -> Path:
+        """Publish a checkpoint of this very step and return where it is; all processes take part."""
         with self._clock.paused():
-            streams = self.strategy.ranks.everyone.gather(capture_rng())
-            if streams is None:
-                return None
             measured = self.last_evaluation if self._last_eval_step == self.state.step else {}
-            return self._checkpoints.save(self.state.step, partial(self._write, streams=streams), measured)
+            everyone = self.strategy.ranks.everyone
+            return self._checkpoints.save(self.state.step, self._capture(), measured, everyone)
 
     def resume(self, checkpoint: Path) -> list[str]:
         """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
@@ -244,21 +245,28 @@ class DPOTrainer:
                 "max_skipped_steps"
             )
 
-    def _write(self, directory: Path, streams: Sequence[State]) -> None:
-        self.strategy.save(directory)
-        save_state(directory, "rng", join_rng(streams))
-        save_json(
-            directory / "trainer.json",
-            {
-                "state": self.state.to_json(),
-                "objective": self.objective.state(),
-                "identity": self._identity,
-                "last_eval": self.last_evaluation,
-            },
-        )
-        save_json(directory / "config.json", self._config)
-        if self._extra is not None:
-            self._extra.save(directory)
+    def _capture(self) -> Write:
+        """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
+        write_policy = self.strategy.capture({} if self._extra is None else self._extra.tensors())
+        streams = self.strategy.ranks.everyone.gather(capture_rng())
+        progress = {
+            "state": self.state.to_json(),
+            "objective": self.objective.state(),
+            "identity": self._identity,
+            "last_eval": self.last_evaluation,
+        }
+
+        def write(directory: Path) -> list[str]:
+            names = list(write_policy(directory))
+            if streams is None:
+                return names
+            names += save_state(directory, "rng", join_rng(streams))
+            for name, values in (("trainer.json", progress), ("config.json", self._config)):
+                save_json(directory / name, values)
+                names.append(name)
+            return names
+
+        return write
 
 
 def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_ranks: int) -> list[PairIds]:

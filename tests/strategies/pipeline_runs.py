@@ -25,6 +25,7 @@ from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import ArrangedBatch, PackedLayout
 from thresher.models.load import load_model
 from thresher.models.load_split import empty_model
+from thresher.strategies.native import pipeline_passes
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.mesh import AxisSizes, Mesh
 from thresher.strategies.native.placement import Placement, place_model
@@ -67,6 +68,24 @@ def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) 
     )
     metrics = {name: metric.mean for name, metric in outcome.metrics.items()}
     return OneStep(metrics, outcome.grad_norm, outcome.tokens, weights_of(policy))
+
+
+def most_received(case: Case, path: Path, num_micro_batches: int) -> int:
+    """Of how many micro-batches this stage has held hidden states from another one at the same time."""
+    held: list[int] = []
+    make_room = pipeline_passes._RaggedStage._make_room
+
+    def counting(stage, expected, number):
+        make_room(stage, expected, number)
+        buffers = [one.buffer for received in stage.args_recv_info.values() for one in received]
+        held.append(sum(buffer is not None and buffer.numel() > 0 for buffer in buffers))
+
+    pipeline_passes._RaggedStage._make_room = counting
+    try:
+        one_step(case, path, [[[number] for number in range(num_micro_batches)]])
+    finally:
+        pipeline_passes._RaggedStage._make_room = make_room
+    return max(held)
 
 
 def batch_of(ids: Sequence[int]) -> PairBatch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import NUM_STEPS, Case, Outcome, objective_of, train_alone, train_split
 from parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
-from pipeline_runs import check_logps, one_step, score
+from pipeline_runs import check_logps, most_received, one_step, score
 from split_runs import train_from_config
 from tiny_models import tiny_model
 from torch import Tensor
@@ -117,6 +117,12 @@ def test_a_stage_holds_its_own_layers_alone(four_ranks, model_dirs):
     has_embedding = ["model.embed_tokens.weight" in rank.weights for rank in ranks]
     assert has_embedding == [True, False, False, True]  # the last one's head is the same matrix
     assert ["model.norm.weight" in rank.weights for rank in ranks] == [False, False, False, True]
+
+
+@pytest.mark.distributed
+def test_a_stage_holds_hidden_states_of_the_micro_batches_under_way_alone(four_ranks, model_dirs):
+    case = Case(AxisSizes(pp=4), loss="simpo")
+    assert four_ranks.run(most_received, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
 
 
 @pytest.mark.distributed

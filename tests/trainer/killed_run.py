@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+from thresher.checkpoint.saving import Write
 from thresher.config import load_config
 from thresher.observe.tracker import Trackers
 from thresher.pipeline import DPOPipeline
@@ -29,14 +31,20 @@ def kill_at(moment: str, step: int) -> None:
     if moment == "saving":
         from thresher.strategies.native.train import NativeTrain
 
-        write = NativeTrain.save
+        capture = NativeTrain.capture
 
-        def save_and_die(self: NativeTrain, directory: Path) -> None:
-            write(self, directory)
-            if int(directory.name.split("-")[2]) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def capture_and_die(self: NativeTrain, *arguments: object) -> Write:
+            write = capture(self, *arguments)
 
-        NativeTrain.save = save_and_die
+            def write_and_die(directory: Path) -> Sequence[str]:
+                names = write(directory)
+                if int(directory.name.split("-")[2]) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return names
+
+            return write_and_die
+
+        NativeTrain.capture = capture_and_die
         return
     if moment in LOGGED:
         log = Trackers.log

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thresher.models.split_tensors import local_part
 from thresher.strategies.native.placement import Placement
-from thresher.strategies.ranks import local_part, sum_in_buckets
+from thresher.strategies.ranks import sum_in_buckets
 
 
 class LocalParameters:
@@ -28,11 +29,19 @@ class LocalParameters:
         stage = placement.stage
         self._shared = [] if stage is None else [p for name, p in trained if name in stage.shared]
         # of what the first and the last stage of a pipeline share, the first adds it to a norm
-        self._counted_elsewhere = set(self._shared) if stage is not None and stage.is_last else set()
+        self._counted_elsewhere: set[Tensor] = set(self._shared) if stage is not None and stage.is_last else set()
+
+    @property
+    def by_name(self) -> dict[str, nn.Parameter]:
+        return {name: whole for whole, name in self.names.items()}
 
     @property
     def part_names(self) -> dict[nn.Parameter, str]:
         return {part: self.names[whole] for whole, part in self.parts.items()}
+
+    def counts(self, whole: Tensor) -> bool:
+        """Say if this process is the one, of all that hold this part of a parameter, that sums it up or saves it."""
+        return whole not in self._counted_elsewhere and self._placement.counts(whole)
 
     def sum_gradients(self) -> None:
         """Make every gradient that of the whole step, after the last backward, and hand it to the parts."""
@@ -53,11 +62,7 @@ class LocalParameters:
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients to a global norm of at most max_norm, if that is not 0; return what it was."""
-        counted = [
-            part.grad
-            for whole, part in self.parts.items()
-            if part.grad is not None and whole not in self._counted_elsewhere and self._placement.counts(whole)
-        ]
+        counted = [part.grad for whole, part in self.parts.items() if part.grad is not None and self.counts(whole)]
         own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
         (square,), _ = self._placement.ranks.everyone.sum([own**2])
         norm = math.sqrt(square)
