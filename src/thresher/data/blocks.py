@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thresher.data.batch import Pair
+from thresher.data.control_tokens import ControlTokens
 from thresher.data.lint import Keys, to_keys
 from thresher.data.messages import has_content
 from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
@@ -84,8 +85,8 @@ class BlockWorker:
         self._settings = settings
         self._tokenizer = tokenizer
         self._template = template
-        self._to_tokens = PairTokenizer(tokenizer, template)
-        self._control_tokens = tuple(token for token in tokenizer.all_special_tokens if len(token) > 1)
+        self._control_tokens = ControlTokens(tokenizer, template)
+        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.stand_ins)
 
     def __call__(self, task: BlockTask) -> BlockResult:
         block = task.block
@@ -94,12 +95,12 @@ class BlockWorker:
         )
         rows, rendered = self._render(task, result)
         kept: list[Pair] = []
-        for row, tokenized in zip(rows, self._to_tokens(rendered), strict=True):
+        for row, text, tokenized in zip(rows, rendered, self._to_tokens(rendered), strict=True):
             pair = self._keep(row, tokenized, result)
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
-            if self._writes_control_tokens(row):
+            if text.has_stand_ins:
                 result.control_tokens.append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
@@ -119,12 +120,22 @@ class BlockWorker:
                 if not (has_content(row.chosen) and has_content(row.rejected)):
                     result.dropped["empty_response"] += 1
                     continue
-                texts.append(render(row, self._template, self._tokenizer))
+                texts.append(self._render_row(row))
             except BadRowError as error:
                 result.bad.append(BadRow.of(task.block, index, error))
                 continue
             rows.append(row)
         return rows, texts
+
+    def _render_row(self, row: PreferenceRow) -> RenderedRow:
+        spelled = self._control_tokens.find(row)
+        if spelled is None:
+            return render(row, self._template, self._tokenizer)
+        if self._settings.special_tokens_in_text == "refuse":
+            raise BadRowError(
+                f"the text spells the control token {spelled!r}; data_args.special_tokens_in_text=text takes it as text"
+            )
+        return self._control_tokens.render_as_text(row)
 
     def _keep(self, row: PreferenceRow, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
         """Return the pair to keep, or the cause for which it is dropped."""
@@ -153,10 +164,6 @@ class BlockWorker:
             row.weight,
             row.margin,
         )
-
-    def _writes_control_tokens(self, row: PreferenceRow) -> bool:
-        messages = (*row.prompt, *row.chosen, *row.rejected)
-        return any(token in message["content"] for message in messages for token in self._control_tokens)
 
 
 def _is_identical(pair: Pair) -> bool:
