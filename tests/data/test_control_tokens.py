@@ -18,7 +18,7 @@ from thresher.assembly.data import data_settings
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.control_tokens import ControlTokens
 from thresher.data.prepare import DataSettings, prepare, store_identity
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
 from thresher.data.store import PairStore
 from thresher.data.template import Template, load_template, render

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from thresher.data.control_tokens import ControlTokens
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
 from thresher.data.stand_ins import StandIns
 from thresher.data.template import load_template, render

@@ -14,7 +14,8 @@ from thresher.data.control_tokens import ControlTokens
 from thresher.data.lint import Keys, to_keys
 from thresher.data.messages import has_content
 from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
-from thresher.data.readers import BadRowError, Block, parse_row
+from thresher.data.readers import Block
+from thresher.data.row_values import BadRowError, Unreadable, find_wrong, parse_row
 from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, to_preference_row
 from thresher.data.settings import DataSettings
 from thresher.data.template import RenderedRow, Template, render
@@ -37,9 +38,7 @@ class BadRow:
 
     @classmethod
     def of(cls, block: Block, index: int, error: BadRowError) -> BadRow:
-        content = block.contents[index]
-        raw = content.decode("utf-8", errors="replace").rstrip("\n") if isinstance(content, bytes) else content
-        return cls(block.file, block.unit, block.numbers[index], str(error), raw)
+        return cls(block.file, block.unit, block.numbers[index], str(error), _writable(block.contents[index]))
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,15 @@ class BlockWorker:
             row.weight,
             row.margin,
         )
+
+
+def _writable(content: Any) -> Any:
+    """Return a row's content in a form that JSON can hold."""
+    if isinstance(content, bytes):
+        return content.decode("utf-8", errors="replace").rstrip("\n")
+    if not isinstance(content, Unreadable) and (wrong := find_wrong(content)) is not None:
+        content = Unreadable.of(wrong, content)
+    return content.content if isinstance(content, Unreadable) else content
 
 
 def _is_identical(pair: Pair) -> bool:

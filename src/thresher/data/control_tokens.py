@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.messages import Message, Segment
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PlainText, PreferenceRow
 from thresher.data.stand_ins import StandIns
 from thresher.data.template import RenderedRow, SideText, Template, apply_template, render

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.messages import Message, Segment
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow
 from thresher.errors import UserError
 
