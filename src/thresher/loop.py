@@ -28,7 +28,11 @@ class Trainable(Protocol):
         ...
 
     def save(self) -> object:
-        """Publish a checkpoint of the step that was reached."""
+        """Save a checkpoint of the step that was reached; it may be published later."""
+        ...
+
+    def finish(self) -> object:
+        """Return when every checkpoint is published."""
         ...
 
 
@@ -59,6 +63,7 @@ def fit(
     """Train to the end of the plan; return the last evaluation.
 
     A checkpoint appears only when the metrics of all its steps are logged. A resumed run would miss them otherwise.
+    All have appeared when this returns.
     """
     step, last = standing.step, dict(standing.last_evaluation)
     if step == 0 and settings.eval_on_start:
@@ -71,11 +76,13 @@ def fit(
             log.log(at, metrics)
         if (stopped_at := trainable.stopped_at) is not None and stopped_at < num_steps:
             trainable.save()
+            trainable.finish()
             raise StoppedError(stopped_at)
         if step == next_evaluation:
             last = _measure(trainable, step, log)
         if step == next_checkpoint:
             trainable.save()
+    trainable.finish()
     return last
 
 

@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from thresher.checkpoint.background import BackgroundSaver
 from thresher.checkpoint.exact_json import load_json, save_json
 from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.parts import HostCopies
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
-from thresher.checkpoint.state import State, load_state, save_state
+from thresher.checkpoint.saving import Write
+from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import PairIds, Plan
@@ -53,13 +56,14 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How evaluation is cut, when metrics are due, and when to give up."""
+    """How evaluation is cut, when metrics are due, when to give up, and whether training goes on during a save."""
 
     pairs_per_eval_batch: int
     logging_steps: int = 1
     max_skipped_steps: int = 5
     seed: int = 0
     stop_file: Path | None = None
+    async_save: bool = False
 
 
 Record = tuple[int, dict[str, float]]
@@ -70,7 +74,9 @@ class Extra(Protocol):
 
     def after_step(self, step: int) -> None: ...
 
-    def save(self, directory: Path) -> None: ...
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What checkpoints keep, under the stem of its files; split over processes as the policy's weights."""
+        ...
 
     def load(self, directory: Path) -> None: ...
 
@@ -104,6 +110,7 @@ class DPOTrainer:
         self._validation = validation
         self._settings = settings
         self._checkpoints = checkpoints
+        self._background = BackgroundSaver(checkpoints, strategy.ranks.everyone.apart)
         self._identity = dict(identity)
         self._config = dict(config)
         self._extra = extra
@@ -127,6 +134,7 @@ class DPOTrainer:
 
     def training_step(self) -> Metrics:
         """Make the next optimizer step of the plan."""
+        self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
         with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
             micro_batches = list(self._micro_batches(pair_ids))
@@ -176,14 +184,25 @@ class DPOTrainer:
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
 
-    def save(self) -> Path | None:
-        """Publish a checkpoint of this very step: all ranks take part, rank 0 writes and returns where it is."""
+    def save(self) -> Path:
+        """Save a checkpoint of this very step and return its place; all processes take part.
+
+        With async_save it is only copied here, and may be published later, but before `finish` is over.
+        """
         with self._clock.paused():
-            streams = self.strategy.ranks.everyone.gather(capture_rng())
-            if streams is None:
-                return None
-            measured = self.last_evaluation if self._last_eval_step == self.state.step else {}
-            return self._checkpoints.save(self.state.step, partial(self._write, streams=streams), measured)
+            self._background.wait()
+            step, directory = self.state.step, self._checkpoints.place(self.state.step)
+            measured = self.last_evaluation if self._last_eval_step == step else {}
+            # after the last step there is nothing to hide it behind
+            if self._settings.async_save and step < self.plan.num_steps:
+                self._background.begin(step, self._capture(self._background.copies), measured)
+            else:
+                self._checkpoints.save(step, self._capture(None), measured, self.strategy.ranks.everyone)
+            return directory
+
+    def finish(self) -> None:
+        """Return when every save is published."""
+        self._background.wait()
 
     def resume(self, checkpoint: Path) -> list[str]:
         """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
@@ -259,21 +278,28 @@ class DPOTrainer:
                 "max_skipped_steps"
             )
 
-    def _write(self, directory: Path, streams: Sequence[State]) -> None:
-        self.strategy.save(directory)
-        save_state(directory, "rng", join_rng(streams))
-        save_json(
-            directory / "trainer.json",
-            {
-                "state": self.state.to_json(),
-                "objective": self.objective.state(),
-                "identity": self._identity,
-                "last_eval": self.last_evaluation,
-            },
-        )
-        save_json(directory / "config.json", self._config)
-        if self._extra is not None:
-            self._extra.save(directory)
+    def _capture(self, copies: HostCopies | None) -> Write:
+        """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
+        write_policy = self.strategy.capture({} if self._extra is None else self._extra.tensors(), copies)
+        streams = self.strategy.ranks.everyone.gather(capture_rng())
+        progress = {
+            "state": self.state.to_json(),
+            "objective": self.objective.state(),
+            "identity": self._identity,
+            "last_eval": self.last_evaluation,
+        }
+
+        def write(directory: Path) -> list[str]:
+            names = list(write_policy(directory))
+            if streams is None:
+                return names
+            names += save_state(directory, "rng", join_rng(streams))
+            for name, values in (("trainer.json", progress), ("config.json", self._config)):
+                save_json(directory / name, values)
+                names.append(name)
+            return names
+
+        return write
 
 
 def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_ranks: int) -> list[PairIds]:

@@ -19,20 +19,12 @@ OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
-def thresher(monkeypatch, capsys, tmp_path):
+def thresher(command_line):
     """Run the command line in this process; return its exit code and its one message."""
-    from thresher.cli import main
-
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, the_message(capsys.readouterr().err)
+        ended = command_line(*arguments)
+        return ended.code, the_message(ended.err)
 
     return run
 

@@ -13,7 +13,7 @@ from parity import LAYOUTS, PAIRS, Case, Outcome, make_trainer, whole
 from thresher.assembly.engines import build_policy, build_reference
 from thresher.config import parse_config
 from thresher.data.batch import PairBatch
-from thresher.reference.scorers import LiveReference
+from thresher.strategies.native.mesh import AxisSizes
 from thresher.strategies.ranks import Group
 
 
@@ -32,7 +32,9 @@ def config_of(policy_dir: Path, num_workers: int, axes: dict[str, int], **model_
     )
 
 
-def train_from_config(policy_dir: Path, axes: dict[str, int], layout: str, **model_args: Any) -> Outcome:
+def train_from_config(
+    policy_dir: Path, axes: dict[str, int], layout: str, loss: str = "sigmoid", **model_args: Any
+) -> Outcome:
     """Three steps of a policy that its own base, or a second copy, is the reference of; checked before the first."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     world = Group(dist.get_rank(), size, dist.group.WORLD) if size > 1 else Group()
@@ -43,9 +45,10 @@ def train_from_config(policy_dir: Path, axes: dict[str, int], layout: str, **mod
         score = policy.score_base
     else:
         score = build_reference(config, LAYOUTS[layout], world=world, role=config.actor_train).score
-    trainer = make_trainer(policy, LiveReference(score, policy.device), Case(None, layout))
+    trainer = make_trainer(policy, score, Case(AxisSizes(dp_replicate=policy.ranks.size), layout, loss))
     metrics, norms = [], []
     for _ in range(3):
         metrics.append({name: metric.mean for name, metric in trainer.training_step().items()})
         norms.append(trainer.state.grad_norm)
-    return Outcome(metrics, norms, {name: whole(weight) for name, weight in policy.weights().items()})
+    weights = {name: whole(weight) for name, weight in policy.weights().items()}
+    return Outcome(metrics, norms, weights, trainer.state.skipped_steps)

@@ -2,7 +2,8 @@
 
     python killed_run.py CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
 
-Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written), saved; and
+Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written, while the
+next steps are trained), saved (published); and
 scoring, whose number counts the blocks of pairs that the reference has scored; every two of them make a shard.
 Children are forked before any tensor exists, so that each is a fresh process without the cost of importing torch again.
 """
@@ -13,8 +14,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+from thresher.checkpoint.saving import Write
 from thresher.config import load_config
 from thresher.observe.tracker import Trackers
 from thresher.pipeline import DPOPipeline
@@ -29,14 +32,20 @@ def kill_at(moment: str, step: int) -> None:
     if moment == "saving":
         from thresher.strategies.native.train import NativeTrain
 
-        write = NativeTrain.save
+        capture = NativeTrain.capture
 
-        def save_and_die(self: NativeTrain, directory: Path) -> None:
-            write(self, directory)
-            if int(directory.name.split("-")[2]) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def capture_and_die(self: NativeTrain, *arguments: object) -> Write:
+            write = capture(self, *arguments)
 
-        NativeTrain.save = save_and_die
+            def write_and_die(directory: Path) -> Sequence[str]:
+                names = write(directory)
+                if int(directory.name.split("-")[2]) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return names
+
+            return write_and_die
+
+        NativeTrain.capture = capture_and_die
         return
     if moment in LOGGED:
         log = Trackers.log
@@ -56,6 +65,8 @@ def kill_at(moment: str, step: int) -> None:
     def act_and_die(self: DPOTrainer) -> object:
         result = method(self)
         if self.state.step == step:
+            if moment == "saved":
+                self.finish()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

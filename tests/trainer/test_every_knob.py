@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tiny_run import build_run, merge, noise_pairs, save_tiny_llama
+from tiny_run import build_run, noise_pairs
 
+from compared_runs import merge
 from thresher.config import DPOConfig, LossConfig, ModelArgs, ReferenceConfig, ReferenceModelArgs, TrainingArgs
+from tiny_llama import save_tiny_llama
 
 Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", "nothing"]
 
@@ -113,6 +115,7 @@ NO_NUMBERS = {
     ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir"},
     DPOConfig: {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
+        "async_save",
         *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),
         *("max_restarts", "stop_deadline"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),

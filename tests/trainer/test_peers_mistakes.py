@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, merge, noise_pairs
+from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 
+from compared_runs import merge
 from thresher.assembly.objective import build_objective
 from thresher.config import parse_config
 from thresher.errors import UserError
@@ -114,6 +115,7 @@ def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
     for _ in range(3):
         first.trainer.training_step()
     checkpoint = first.trainer.save()
+    first.trainer.finish()
 
     resumed = build_run(live, noise_pairs(12))
     resumed.trainer.resume(checkpoint)
@@ -141,6 +143,7 @@ def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
     whole = build_run(base, pairs)
     whole.trainer.training_step()
     checkpoint = whole.trainer.save()
+    whole.trainer.finish()
     pairs.seen.clear()
     for _ in range(5):
         whole.trainer.training_step()
@@ -271,6 +274,7 @@ def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
     for _ in range(3):
         whole.trainer.training_step()
     checkpoint = whole.trainer.save()
+    whole.trainer.finish()
     saved = load_file(checkpoint / "reference.safetensors")
     start = load_model(whole.config.pretrain).state_dict()
     assert max((saved[name] - start[name]).abs().max().item() for name in saved) > 1e-3

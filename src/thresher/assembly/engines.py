@@ -117,7 +117,13 @@ def _place(
         module = plain if adapters is None else attach_adapters(plain, adapters)
         axes = role.strategy_args.axes
         placement = place_model(
-            plain, source.named_path, Mesh.of(sizes, device), compute_dtype, device, offload=axes.cpu_offload
+            plain,
+            source.named_path,
+            Mesh.of(sizes, device),
+            compute_dtype,
+            device,
+            offload=axes.cpu_offload,
+            pp_chunks=axes.pp_chunks,
         )
     if module is not plain:
         start_adapters(plain, seed)

@@ -65,6 +65,7 @@ def trainer_settings(config: DPOConfig) -> TrainerSettings:
         max_skipped_steps=config.max_skipped_steps,
         seed=config.seed,
         stop_file=stop_file(config),
+        async_save=config.async_save,
     )
 
 
@@ -156,10 +157,8 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
-_FREE_TO_CHANGE = {
-    *("resume_from_checkpoint", "output_dir", "logging_dir", "exp_name", "reference.cache_dir"),
-    *("max_restarts", "ray_address"),
-}
+_PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
+_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline"}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,8 @@ from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from thresher.checkpoint.retention import best, latest, list_checkpoints, prune, resolve_resume
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng, restore_rng_of_rank
 from thresher.checkpoint.state import State, load_state, save_state
-from thresher.checkpoint.tensors import load_tensors, save_tensors
+from thresher.checkpoint.stored import load_tensors
+from thresher.checkpoint.tensors import save_tensors
 
 __all__ = [
     "FileRecord",

@@ -66,7 +66,7 @@ def create_staging(root: Path, step: int) -> Staging:
     """Make a directory that only this save uses."""
     if step < 0:
         raise ValueError(f"a step is not negative, got {step}")
-    with _readable_errors(root, step):
+    with readable_errors(root, step):
         root.mkdir(parents=True, exist_ok=True)
         while True:
             path = root / f"{_STAGING}{step_name(step)}-{secrets.token_hex(6)}"
@@ -99,7 +99,7 @@ def publish(
     """
     target = staging.root / step_name(staging.step)
     try:
-        with _readable_errors(staging.root, staging.step):
+        with readable_errors(staging.root, staging.step):
             names = list_files(staging.path)
             known = dict(records or {})
             if absent := sorted(known.keys() - set(names)):
@@ -136,7 +136,7 @@ def staging(
     """Give a directory to write into; leaving the block publishes it, an exception removes it."""
     stage = create_staging(root, step)
     try:
-        with _readable_errors(root, step):
+        with readable_errors(root, step):
             yield stage.path
     except BaseException:
         discard(stage)
@@ -261,7 +261,8 @@ def _staging_in_use(root: Path, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _readable_errors(root: Path, step: int) -> Iterator[None]:
+def readable_errors(root: Path, step: int) -> Iterator[None]:
+    """Turn an error of the disk into what a person can mend."""
     try:
         yield
     except OSError as error:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.checkpoint.directory import recover, staging, step_name
+from thresher.checkpoint.directory import recover, step_name
+from thresher.checkpoint.parts import Alone, Processes
 from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
+from thresher.checkpoint.saving import Write, save_together
 from thresher.errors import CheckpointError
 
 
@@ -21,13 +23,19 @@ class CheckpointKeeper:
     higher_is_better: bool
     report: Callable[[str], None]
 
-    def save(self, step: int, write: Callable[[Path], None], metrics: Mapping[str, float]) -> Path:
-        """Publish what `write` puts into a directory, then let go of what need not stay."""
-        with staging(self.root, step, metrics=metrics) as directory:
-            write(directory)
-        published = self.root / step_name(step)
-        prune(self.root, self.keep_last, self.best(), trusted=published)
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes | None = None) -> Path:
+        """Publish what all processes write into one directory, then let go of what need not stay."""
+        published = self.place(step)
+
+        def clean_up() -> None:
+            prune(self.root, self.keep_last, self.best(), trusted=published)
+
+        save_together(self.root, step, write, metrics, processes or Alone(), clean_up)
         return published
+
+    def place(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, once it is published."""
+        return self.root / step_name(step)
 
     def best(self) -> Path | None:
         return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)

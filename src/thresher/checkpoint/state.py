@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from thresher.checkpoint.exact_json import load_json, save_json
-from thresher.checkpoint.tensors import load_tensors, save_tensors
+from thresher.checkpoint.stored import load_tensors
+from thresher.checkpoint.tensors import save_tensors
 
 
 class State(NamedTuple):
@@ -17,10 +18,11 @@ class State(NamedTuple):
     values: Mapping[str, Any]
 
 
-def save_state(directory: Path, stem: str, state: State, *, max_shard_bytes: int | None = None) -> None:
-    """Write `<stem>.safetensors` (or its shards) and `<stem>.json`."""
-    save_tensors(directory, stem, state.tensors, max_shard_bytes=max_shard_bytes)
+def save_state(directory: Path, stem: str, state: State, *, max_shard_bytes: int | None = None) -> list[str]:
+    """Write `<stem>.safetensors` (or its shards) and `<stem>.json`; return the names of the files."""
+    names = save_tensors(directory, stem, state.tensors, max_shard_bytes=max_shard_bytes)
     save_json(directory / f"{stem}.json", state.values)
+    return [*names, f"{stem}.json"]
 
 
 def load_state(directory: Path, stem: str) -> State:

@@ -1,8 +1,8 @@
-"""Flat dictionaries of tensors in safetensors files.
+"""Dictionaries of tensors, or of parts of them, into safetensors files; `stored` reads them.
 
 Decides what happens to tensors that safetensors itself refuses: names for the very same memory (tied weights)
 are written once and come back tied; views that only overlap are written as separate copies; other strides are
-made contiguous. Nothing is ever unpickled.
+made contiguous. A file's header says where its parts lie in their wholes. Nothing is ever unpickled.
 """
 
 import errno
@@ -11,17 +11,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thresher.checkpoint.exact_json import load_json, save_json
-from thresher.errors import CheckpointError
+from thresher.checkpoint.exact_json import save_json
+from thresher.checkpoint.parts import FileNumber, Part
 
 # One header key only: safetensors writes several in random order, and equal states must give equal bytes.
-_HEADER_KEY = "thresher.tied"
+HEADER_KEY = "thresher"
 
 
 def save_tensors(
@@ -34,41 +34,26 @@ def save_tensors(
     """
     first_names, tied = _find_tied(tensors)
     shards = _split(first_names, max_shard_bytes)
-    if len(shards) == 1:
-        _write(directory / f"{stem}.safetensors", shards[0], tied)
-        return [f"{stem}.safetensors"]
-    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [FileNumber(index, len(shards)).name(stem) for index in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        _write(directory / name, shard, tied)
+        own_ties = {name: first for name, first in tied.items() if first in shard}
+        _write(directory / name, shard, {"tied": own_ties} if own_ties else {})
+    if len(shards) == 1:
+        return names
     file_of = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     # The same index that transformers and the hub use.
     num_bytes = sum(tensor.nbytes for tensor in first_names.values())
-    save_json(directory / _index_name(stem), {"metadata": {"total_size": num_bytes}, "weight_map": file_of})
-    return [*names, _index_name(stem)]
+    index = f"{stem}.safetensors.index.json"
+    save_json(directory / index, {"metadata": {"total_size": num_bytes}, "weight_map": file_of})
+    return [*names, index]
 
 
-def load_tensors(directory: Path, stem: str, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote under this stem."""
-    if (directory / _index_name(stem)).exists():
-        names = sorted(set(load_json(directory / _index_name(stem))["weight_map"].values()))
-    else:
-        names = [f"{stem}.safetensors"]
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    for name in names:
-        path = directory / name
-        try:
-            # Read, not mapped: the tensors outlive the checkpoint, which retention may delete.
-            with safe_open(path, framework="pt", device=str(device), backend="pread") as file:
-                tied |= json.loads((file.metadata() or {}).get(_HEADER_KEY, "{}"))
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error}); resume from another checkpoint"
-            ) from error
-    return tensors | {name: tensors[first] for name, first in tied.items()}
+def save_parts(directory: Path, stem: str, parts: Mapping[str, Part], number: FileNumber) -> str:
+    """Write one process's parts into its file; return the name."""
+    split = {name: [list(part.shape), list(part.offset)] for name, part in parts.items() if not part.is_whole}
+    values = {name: part.values for name, part in parts.items()}
+    _write(directory / number.name(stem), values, {"parts": split} if split else {})
+    return number.name(stem)
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -104,9 +89,8 @@ def _split(tensors: Mapping[str, Tensor], max_shard_bytes: int | None) -> list[d
     return shards
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    header = {name: first for name, first in tied.items() if first in tensors}
-    metadata = {_HEADER_KEY: json.dumps(header, sort_keys=True)} if header else None
+def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    metadata = {HEADER_KEY: json.dumps(header, sort_keys=True)} if header else None
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -134,7 +118,3 @@ def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(dense.untyped_storage().data_ptr())
         plain[name] = dense
     return plain
-
-
-def _index_name(stem: str) -> str:
-    return f"{stem}.safetensors.index.json"

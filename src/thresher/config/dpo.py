@@ -115,6 +115,8 @@ class DPOConfig(LossConfig):
     """Fractions are fine. With max_steps as well, whichever ends first; with neither, one epoch."""
     save_steps: Annotated[int, Field(ge=0)] = 100
     """0 saves the final step only."""
+    async_save: bool = True
+    """Train on while a checkpoint is written; it takes a copy of weights and optimizer state in host memory."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
     """0 evaluates at the end only."""
     eval_on_start: bool = False

@@ -159,13 +159,16 @@ class DataArgs(Section):
     """`auto`: the tokenizer's chat template; `raw`: plain text; or the path of a Jinja file."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
     on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
+    special_tokens_in_text: Literal["text", "refuse"] = "text"
+    """What a row's text that spells a control token, such as `<|im_end|>`, is: plain text, or a bad row."""
     preprocessing_num_workers: PositiveInt = 1
 
     @model_validator(mode="after")
     def _one_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
-        if self.store and (turned := self.turned("template", "truncation", "on_bad_row", "preprocessing_num_workers")):
+        of_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
+        if self.store and (turned := self.turned(*of_files)):
             raise ValueError(f"{', '.join(turned)} has no effect on a store, which is prepared already; remove it")
         return self
 

@@ -13,12 +13,11 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.load import load_family, made_repeatable
+from thresher.models.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable
+from thresher.models.split_tensors import local_part, own_part
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -34,10 +33,13 @@ def empty_model(
             "download the model, or convert it with `thresher export`, and give that directory"
         )
     family = load_family(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except NOT_LOADABLE as error:
+        raise not_loadable(path, error) from error
     model.tie_weights()
     return made_repeatable(model)
 
@@ -83,19 +85,11 @@ class WeightFiles:
                 f"{name} is {source.get_shape()} in {self._directory} and {list(into.shape)} in the model; the weight "
                 "files and config.json do not belong together"
             )
-        local, part = into, tuple(slice(0, size) for size in into.shape)
-        if isinstance(into, DTensor):
-            local, part = into.to_local(), own_part(into)
+        local = local_part(into)
         if local.numel():
-            local.copy_(source[part])
+            local.copy_(source[own_part(into)])
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
             self._files[file] = safe_open(self._directory / file, framework="pt")
         return self._files[file]
-
-
-def own_part(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this process's part of a split tensor lies in the whole."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))

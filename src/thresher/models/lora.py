@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.load_split import own_part
+from thresher.models.split_tensors import local_part, own_part
 
 
 def attach_lora(
@@ -55,10 +54,7 @@ def start_adapters(model: nn.Module, seed: int) -> None:
         if ".lora_" not in name:
             continue
         whole = _first_numbers(name, parameter.shape, seed)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(whole[own_part(parameter)])
-        else:
-            parameter.copy_(whole)
+        local_part(parameter).copy_(whole[own_part(parameter)])
 
 
 def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:

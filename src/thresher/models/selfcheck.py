@@ -27,11 +27,10 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 @torch.no_grad()
 def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the model's own forward."""
-    # in the precision of the stored weights, where they are whole: bf16 would hide small mistakes
-    exact = model if _is_sharded(model) else replace(model, compute_dtype=model.head.weight.dtype)
+    exact = as_exact_as_stored(model)
     arranged = layout.arrange(batch)
     # uncompiled: the layers are watched, which would be compiled in for once
-    with _evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    with evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours, our_layers = _our_forward(exact, layout, arranged)
         theirs, their_layers = _own_forward(exact, batch)
     distance = (ours - theirs).abs().mean().item() if len(theirs) else 0.0
@@ -39,7 +38,7 @@ def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch
         mend = "use layout=padded" if layout.needs_pair_attention else "this family is not supported"
         raise UserError(
             f"log-probabilities of layout `{layout.name}` differ from the model's own forward by {distance:.2g} nats a "
-            f"token (model family `{_family(model)}`, {_parting(our_layers, their_layers)}); {mend}"
+            f"token (model family `{family_of(model)}`, {_parting(our_layers, their_layers)}); {mend}"
         )
 
 
@@ -52,7 +51,7 @@ def _our_forward(model: PairModel, layout: Layout, arranged: ArrangedBatch) -> t
         if not layout.needs_pair_attention:
             raise
         raise UserError(
-            f"layout `{layout.name}` does not work with model family `{_family(model)}` ({error}); use layout=padded"
+            f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"
         ) from error
     if model.row_share is not None:
         outputs = []  # of a part of the row
@@ -81,13 +80,16 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     return torch.cat(logps), [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
 
-def _is_sharded(model: PairModel) -> bool:
-    """The layers of a sharded model come together in the precision of their products alone."""
-    return isinstance(model.plain, FSDPModule)
+def as_exact_as_stored(model: PairModel) -> PairModel:
+    """The same model in the precision of its weights: bf16 would hide small mistakes.
+
+    Not where it is sharded: its layers come together in the precision of their products alone.
+    """
+    return model if isinstance(model.plain, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
@@ -121,5 +123,5 @@ def _parting(ours: list[Tensor], theirs: list[Tensor]) -> str:
     return "they part after the last layer"
 
 
-def _family(model: PairModel) -> str:
+def family_of(model: PairModel) -> str:
     return str(getattr(getattr(model.causal_lm, "config", None), "model_type", "unknown"))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.checkpoint.tensors import load_tensors, save_tensors
+from torch import Tensor
+
+from thresher.checkpoint.weights import load_weights
 from thresher.strategies.strategy import InferStrategy, TrainStrategy
+
+_STEM = "reference"
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,9 @@ class SyncedReference:
         if step % self.every_steps == 0:
             self.reference.pull_towards(self.policy.weights(), self.alpha)
 
-    def save(self, directory: Path) -> None:
-        save_tensors(directory, "reference", self.reference.weights())
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {_STEM: self.reference.weights()}
 
     def load(self, directory: Path) -> None:
-        # alpha 1 copies; the reference's own past is in the checkpoint, never the policy's weights
-        self.reference.pull_towards(load_tensors(directory, "reference"), 1.0)
+        # the reference's own past is in the checkpoint, never the policy's weights
+        load_weights(directory, self.reference.weights(), stem=_STEM, mend="resume with the same reference settings")

@@ -22,7 +22,7 @@ from thresher.errors import UserError
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
-from thresher.runtime.cluster import Cluster, WorkerConfig
+from thresher.runtime.cluster import Cluster, WorkerConfig, wait_for
 from thresher.runtime.placement import RoleDemand
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits
 from thresher.runtime.resources import ResourceManager
@@ -52,6 +52,9 @@ class RayTrainers:
     def save(self) -> None:
         self.cluster.call("save")
 
+    def finish(self) -> None:
+        self.cluster.call("finish")
+
 
 class RayRuntime:
     """Start the clusters of a run and bring them to the first step."""
@@ -77,11 +80,10 @@ class RayRuntime:
                 "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_plain
             )
             self.reference = reference
-            reference.call("load", config, inputs)
-            hidden_size = policy.wait(loading)[0]
+            hidden_size = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
             reference.call("serve", hidden_size, config.actor_train.num_data_ranks)
             workers = tuple(reference.workers)
-        policy.wait(loading)
+        wait_for(loading)
         reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
         report = reports[0]
 

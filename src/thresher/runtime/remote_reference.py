@@ -95,7 +95,7 @@ class ReferenceAhead:
         try:
             flat = ray.get(answer)
         except RayActorError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise LostError(
                 f"a reference worker died: {reason}; look for the cause (often memory) and start the run again: it "
                 "goes on from the newest checkpoint"

@@ -116,6 +116,9 @@ class ActorWorker(Worker):
     def save(self) -> None:
         self._parts.trainer.save()
 
+    def finish(self) -> None:
+        self._parts.trainer.finish()
+
     def spans(self) -> list[Span]:
         """When this rank trained, step by step."""
         return list(self._parts.trainer.spans)
@@ -162,6 +165,7 @@ class ReferenceWorker(Worker):
         config, inputs = self._config, self._inputs
         self._micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy_hidden_size)
         self._num_ranks = num_ranks
+        self._recent.clear()  # of another run, or of one that was cut otherwise
 
     def score_step(self, step: int, rank: int) -> FlatLogps:
         """Score a rank's share of a step; several processes of one rank ask for the same."""

@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+from thresher.models.split_tensors import local_part
 
 T = TypeVar("T")
 Metrics = dict[str, MetricSum]
@@ -60,6 +60,21 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
+
+    def share(self, value: T) -> list[T]:
+        """Give every process the values of all, in the order of the ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def apart(self) -> Group:
+        """The same processes on a line of their own: messages of another thread must not mix with those of training."""
+        if self.size == 1:
+            return self
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return Group(self.rank, self.size, group)
 
     def sum(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:
         """Add up numbers and whole numbers, place by place."""
@@ -155,11 +170,6 @@ def sum_in_buckets(tensors: Sequence[Tensor], over: Group) -> None:
         dist.all_reduce(flat, group=over.group)
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that may be split over several."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from thresher.checkpoint.parts import HostCopies
+from thresher.checkpoint.saving import Write
 from thresher.data.batch import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
@@ -113,8 +115,14 @@ class TrainStrategy(Scorer, Protocol):
         """The trainable weights by name."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer state into a checkpoint that is being staged."""
+    def capture(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostCopies | None = None) -> Write:
+        """Take weights, optimizer state and extra tensors, each under the stem of its files, as they are now.
+
+        All processes take part. The result writes this process's files; with copies, training may go on meanwhile.
+        Extra tensors are split over processes as the weights of the same name.
+        """
         ...
 
-    def load(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None:
+        """Restore weights and optimizer state, bitwise, whatever processes wrote them."""
+        ...

@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from thresher.checkpoint.state import load_state, save_state
-from thresher.checkpoint.tensors import save_tensors
-from thresher.checkpoint.weights import STEM, load_weights
+from thresher.checkpoint.parts import HostCopies
+from thresher.checkpoint.saving import Write
 from thresher.data.batch import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
@@ -24,6 +22,7 @@ from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parameters import LocalParameters
 from thresher.strategies.native.placement import Placement
+from thresher.strategies.native.saving import PolicyFiles
 from thresher.strategies.ranks import Metrics
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
@@ -58,6 +57,7 @@ class NativeTrain:
         self._max_grad_norm = optimizer.max_grad_norm
         self._parameters = LocalParameters(model, self._pair_model.plain, placement)
         self._optimizer = _adamw(list(self._parameters.parts.values()), optimizer)
+        self._files = PolicyFiles(self._parameters, self._optimizer, placement)
         model.train()
 
     def train_step(
@@ -111,31 +111,26 @@ class NativeTrain:
 
     @property
     def hidden_size(self) -> int:
-        return self._pair_model.head.weight.shape[1]
+        return self._pair_model.hidden_size
 
     @property
     def max_positions(self) -> int | None:
         return self._pair_model.max_positions
 
-    def save(self, directory: Path) -> None:
-        """Write the trainable weights and the optimizer's state."""
-        save_tensors(directory, STEM, self.weights())
-        save_state(directory, "optimizer", optimizer_state(self._optimizer, self._parameters.part_names))
+    def capture(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostCopies | None = None) -> Write:
+        return self._files.capture(extra, copies)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, bitwise."""
-        own = {name: parameter for parameter, name in self._parameters.names.items()}
-        load_weights(directory, own, mend="resume with the same pretrain, master_dtype and lora settings")
-        load_optimizer_state(self._optimizer, self._parameters.part_names, load_state(directory, "optimizer"))
+        self._files.load(directory)
 
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    # norms and biases are not decayed, as everywhere in this field
+    # norms and biases are not decayed, as everywhere in this field; a part has as many dims as its whole
     decayed = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,  # an empty one as well: every process has the same groups, whatever parameters are there
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

@@ -1,0 +1,195 @@
+"""Runs under any layout of ranks that save, or go on from what another layout has saved."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import parity
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.saving import Write
+from thresher.data.balance import CostModel
+from thresher.data.micro_batches import MicroBatching
+from thresher.data.plan import Plan
+from thresher.errors import UserError
+from thresher.models.load_split import empty_model
+from thresher.schedule import Schedule
+from thresher.strategies.native.mesh import AxisSizes, Mesh
+from thresher.strategies.native.placement import Placement, place_model
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.trainer import DPOTrainer, Split, TrainerSettings
+
+NUM_STEPS, SAVED_STEP = 5, 2
+PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)
+SUBSET = ("q_proj", "input_layernorm")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to train, where its checkpoints go, and the checkpoint that it starts from."""
+
+    model: Path
+    root: Path
+    sizes: AxisSizes | None = None  # None: one process without a mesh
+    start: Path | None = None
+    until: int = NUM_STEPS
+    saves_at: tuple[int, ...] = ()
+    is_subset: bool = False
+    settings: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank has at the end; weights and moments are put together again."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    random_states: list[Tensor]
+    notes: list[str]
+
+
+def train(run: Run) -> Result:
+    """Run on every rank."""
+    policy = build_policy(run)
+    trainer = build_trainer(policy, run)
+    torch.manual_seed(100 + policy.ranks.everyone.rank)
+    notes = [] if run.start is None else trainer.resume(run.start)
+    losses, random_states = [], [torch.get_rng_state()]
+    while trainer.state.step < run.until:
+        torch.rand(policy.ranks.everyone.rank + 1)  # every rank draws its own
+        losses.append(trainer.training_step()["loss"].mean)
+        if trainer.state.step in run.saves_at:
+            random_states.append(torch.get_rng_state())
+            trainer.save()
+    trainer.finish()
+    return Result(losses, gathered(policy.weights()), moments_of(policy), random_states, notes)
+
+
+def build_policy(run: Run) -> NativeTrain:
+    if run.sizes is None:
+        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+        placement = Placement()
+    else:
+        model = empty_model(str(run.model), dtype=torch.float32)
+        if run.is_subset:
+            freeze(model)
+        placement = place_model(model, str(run.model), Mesh.of(run.sizes, parity.CPU), torch.float32, parity.CPU)
+    if run.is_subset:
+        freeze(model)
+    optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
+    return NativeTrain(model, parity.LAYOUTS["shared"], torch.float32, optimizer, placement)
+
+
+def freeze(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in SUBSET))
+
+
+def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
+    store = parity.PairsInMemory(parity.PAIRS)
+    costs = CostModel(attention_per_key=0.01, shares_prompt=True)
+    return DPOTrainer(
+        strategy=policy,
+        objective=parity.objective_of("simpo"),
+        plan=PLAN,
+        micro_batching=MicroBatching(store.lengths, costs, 60),
+        schedule=Schedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
+        train=Split(store, None),
+        validation=None,
+        settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
+        checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False, print),
+        identity={"data": "made up"},
+        config=run.config,
+    )
+
+
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parity.whole(tensor) for name, tensor in tensors.items()}
+
+
+def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
+    """Put every moment together by torch's own collectives, which know nothing of files."""
+    found: dict[str, Tensor] = {}
+    for parameter, part in policy._parameters.parts.items():
+        for key, value in policy._optimizer.state[part].items():
+            name = f"{key}/{policy._parameters.names[parameter]}"
+            if isinstance(parameter, DTensor) and value.ndim:
+                value = DTensor.from_local(
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            found[name] = parity.whole(value)
+    return found
+
+
+def save_with_a_rank_that_cannot_write(run: Run) -> str:
+    """Let the last rank fail in its write, then go on; return what each rank is told at the end."""
+    policy = build_policy(run)
+    trainer = build_trainer(policy, run)
+    capture = policy.capture
+
+    def failing_capture(*arguments: Any) -> Write:
+        write = capture(*arguments)
+
+        def fail_to_write(directory: Path) -> Sequence[str]:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(directory)
+
+        return fail_to_write
+
+    policy.capture = failing_capture
+    try:
+        trainer.save()
+        trainer.finish()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_during_a_slow_save(run: Run) -> tuple[list[float], list[list[str]]]:
+    """Hold the writing thread of one rank back until two more steps are made; return losses and what lies there."""
+    policy = build_policy(run)
+    trainer = build_trainer(policy, run)
+    may_write = Event()
+    capture = policy.capture
+
+    def slow_capture(*arguments: Any) -> Write:
+        write = capture(*arguments)
+
+        def write_late(directory: Path) -> Sequence[str]:
+            if policy.ranks.everyone.rank == policy.ranks.everyone.size - 1:
+                may_write.wait(60)
+            return write(directory)
+
+        return write_late
+
+    policy.capture = slow_capture
+    losses = [trainer.training_step()["loss"].mean for _ in range(SAVED_STEP)]
+    trainer.save()
+    losses += [trainer.training_step()["loss"].mean for _ in range(2)]
+    published = [_published(run.root)]
+    may_write.set()
+    trainer.finish()
+    published.append(_published(run.root))
+    return losses, published
+
+
+def _published(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))

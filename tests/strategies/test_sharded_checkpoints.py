@@ -1,0 +1,268 @@
+"""A checkpoint of any layout of ranks is one checkpoint: other layouts go on from it, and one process reads it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+from rank_pool import RankPool
+from safetensors import safe_open
+from safetensors.torch import load_file
+from saved_runs import (
+    NUM_STEPS,
+    SAVED_STEP,
+    Result,
+    Run,
+    save_with_a_rank_that_cannot_write,
+    train,
+    train_during_a_slow_save,
+)
+
+from thresher.assembly.export import export_checkpoint
+from thresher.checkpoint.exact_json import load_json
+from thresher.checkpoint.manifest import verify
+from thresher.checkpoint.stored import StoredTensors, load_tensors
+from thresher.errors import CheckpointError
+from thresher.strategies.native.mesh import AxisSizes
+
+pytestmark = pytest.mark.distributed
+
+SPLIT = AxisSizes(dp_shard=2, tp=2)
+STEP = f"step-{SAVED_STEP:08d}"
+LAST = f"step-{NUM_STEPS:08d}"
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made: dict[int, RankPool] = {}
+
+    def of(size: int) -> RankPool:
+        if size not in made:
+            made[size] = RankPool(size)
+        return made[size]
+
+    yield of
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return parity.save_model(tmp_path_factory.mktemp("model"), "llama", 0)
+
+
+def run_all(pools, run: Run) -> list[Result]:
+    return [train(run)] if run.sizes is None else pools(run.sizes.num_processes).run(train, run)
+
+
+@pytest.fixture(scope="module")
+def saved(pools, model, tmp_path_factory) -> tuple[Run, list[Result]]:
+    """Four ranks, FSDP2 x TP, that save in the middle and at the end and never stop."""
+    run = Run(model, tmp_path_factory.mktemp("saved"), SPLIT, saves_at=(SAVED_STEP, NUM_STEPS))
+    return run, run_all(pools, run)
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(ours[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+OTHERS = {
+    "1 process": None,
+    "2 ranks, dp_shard": AxisSizes(dp_shard=2),
+    "2 ranks, tp": AxisSizes(tp=2),
+    "2 ranks, whole copies": AxisSizes(dp_replicate=2),
+    "4 ranks, dp_shard": AxisSizes(dp_shard=4),
+    "4 ranks, dp_replicate x dp_shard": AxisSizes(dp_replicate=2, dp_shard=2),
+    "4 ranks, cp x tp": AxisSizes(cp=2, tp=2),
+}
+
+
+@pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
+def test_another_layout_goes_on_within_rounding(saved, pools, tmp_path, sizes):
+    run, whole = saved
+    resumed = run_all(pools, Run(run.model, tmp_path, sizes, start=run.root / STEP))
+    for result in resumed:
+        assert result.losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
+    assert len(set(whole[0].losses)) == NUM_STEPS
+
+
+@pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
+def test_what_another_layout_reads_and_writes_again_has_every_bit(saved, pools, tmp_path, sizes):
+    """Resumed, not trained: what is loaded is what was saved, put together by torch."""
+    run, whole = saved
+    for result in run_all(pools, Run(run.model, tmp_path, sizes, start=run.root / LAST)):
+        assert_same_bits(result.weights, whole[0].weights)
+        assert_same_bits(result.moments, whole[0].moments)
+
+
+def test_the_same_ranks_go_on_bitwise(saved, pools, tmp_path):
+    run, whole = saved
+    again = replace(run, root=tmp_path, start=run.root / STEP, saves_at=(NUM_STEPS,))
+    for resumed, straight in zip(run_all(pools, again), whole, strict=True):
+        assert resumed.losses == straight.losses[SAVED_STEP:]
+        assert_same_bits(resumed.weights, straight.weights)
+        assert_same_bits(resumed.moments, straight.moments)
+        assert torch.equal(resumed.random_states[0], straight.random_states[1])
+        assert torch.equal(resumed.random_states[-1], straight.random_states[-1])
+        assert resumed.notes == []
+    assert len({bytes(result.random_states[0].numpy()) for result in whole}) == 4
+    # whose files a rank writes and in which order does not move either: the manifests agree on every digest
+    assert verify(tmp_path / LAST).files == verify(run.root / LAST).files
+
+
+def test_every_number_is_written_once(saved):
+    """The files of four ranks together hold what one file of one process would."""
+    run, whole = saved
+    for stem, expected in (("weights", whole[0].weights), ("optimizer", whole[0].moments)):
+        names = sorted(path.name for path in (run.root / LAST).glob(f"{stem}-*.safetensors"))
+        assert names == [f"{stem}-{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
+        num_written = 0
+        for name in names:
+            with safe_open(run.root / LAST / name, framework="pt") as file:
+                num_written += sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118
+        assert num_written == sum(tensor.numel() for tensor in expected.values())
+
+
+def test_one_process_reads_all_of_it_without_a_group(saved):
+    run, whole = saved
+    assert_same_bits(load_tensors(run.root / LAST, "weights"), whole[0].weights)
+    assert_same_bits(load_tensors(run.root / LAST, "optimizer"), whole[0].moments)
+
+
+@pytest.mark.real
+def test_the_export_of_four_ranks_has_their_weights(pools, stories_dir, tmp_path):
+    config = {"pretrain": str(stories_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
+    run = Run(stories_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
+    weights = run_all(pools, run)[0].weights
+    export_checkpoint(run.root / "step-00000001", tmp_path / "model")
+    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)
+
+
+def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
+    run, whole = saved
+    draw = torch.Generator().manual_seed(0)
+    with StoredTensors(run.root / LAST, "weights") as stored:
+        for name, tensor in whole[0].weights.items():
+            for _ in range(5):
+                ends = [sorted(torch.randint(0, size + 1, (2,), generator=draw).tolist()) for size in tensor.shape]
+                box = tuple(slice(*end) for end in ends)
+                assert torch.equal(stored.read(name, box), tensor[box]), (name, box)
+
+
+def test_copies_of_whole_groups_write_nothing(pools, model, tmp_path):
+    """HSDP: of two groups of shards, each whole, one writes."""
+    sizes = AxisSizes(dp_replicate=2, dp_shard=2)
+    run = Run(model, tmp_path, sizes, until=1, saves_at=(1,))
+    results = run_all(pools, run)
+    checkpoint = tmp_path / "step-00000001"
+    files = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    assert files == [
+        *(f"optimizer-0000{k}-of-00002.safetensors" for k in (1, 2)),
+        "rng.safetensors",
+        *(f"weights-0000{k}-of-00002.safetensors" for k in (1, 2)),
+    ]
+    assert_same_bits(load_tensors(checkpoint, "weights"), results[0].weights)
+    assert_same_bits(load_tensors(checkpoint, "optimizer"), results[0].moments)
+
+
+def test_whole_copies_write_the_files_of_one_process(pools, model, tmp_path):
+    copies = Run(model, tmp_path / "copies", AxisSizes(dp_replicate=2), until=1, saves_at=(1,))
+    alone = replace(copies, root=tmp_path / "alone", sizes=None)
+    run_all(pools, copies)
+    run_all(pools, alone)
+    ours, theirs = ({path.name for path in (tmp_path / who / "step-00000001").iterdir()} for who in ("copies", "alone"))
+    assert ours == theirs
+    assert "weights.safetensors" in ours
+
+
+def test_a_few_trainable_parameters_of_many(pools, model, tmp_path):
+    run = Run(model, tmp_path / "a", SPLIT, saves_at=(SAVED_STEP,), is_subset=True)
+    whole = run_all(pools, run)
+    assert 0 < len(whole[0].weights) < 12
+    for sizes in (SPLIT, AxisSizes(dp_shard=2), None):
+        resumed = run_all(pools, replace(run, sizes=sizes, start=run.root / STEP, root=tmp_path / "b", saves_at=()))
+        assert resumed[0].losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
+
+
+def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pools, model, tmp_path):
+    run, _ = saved
+    alone = Run(model, tmp_path, saves_at=(1,), until=1)
+    train(alone)
+    ours, theirs = (load_json(path / "optimizer.json") for path in (run.root / STEP, tmp_path / "step-00000001"))
+    assert ours == theirs
+
+
+def test_a_checkpoint_of_other_weights_is_refused_by_every_rank(saved, pools, tmp_path):
+    run, _ = saved
+    with pytest.raises(AssertionError) as caught:
+        run_all(pools, Run(run.model, tmp_path, SPLIT, start=run.root / STEP, is_subset=True))
+    assert str(caught.value).count("was made for another model: 31 weights differ") == 4
+
+
+def test_a_damaged_part_is_found(saved, tmp_path):
+    run, _ = saved
+    copy = shutil.copytree(run.root / STEP, tmp_path / STEP)
+    damaged = copy / "weights-00003-of-00004.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights-00003-of-00004\.safetensors has other content"):
+        verify(copy)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_a_missing_part_is_named(saved, tmp_path, rank):
+    run, _ = saved
+    copy = shutil.copytree(run.root / STEP, tmp_path / STEP)
+    name = f"optimizer-{rank:05d}-of-00004.safetensors"
+    (copy / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        verify(copy)
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load_tensors(copy, "optimizer")
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
+    saved, pools, model, tmp_path, in_background
+):
+    shutil.copytree(saved[0].root / STEP, tmp_path / STEP)
+    run = Run(model, tmp_path, SPLIT, settings={"async_save": in_background})
+    told = pools(4).run(save_with_a_rank_that_cannot_write, run)
+    assert len(set(told)) == 1
+    assert told[0].startswith("CheckpointError: could not save the checkpoint of step 0")
+    assert "No space left on device; free some space" in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == [STEP]
+    verify(tmp_path / STEP)
+
+
+@pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
+def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pools, model, tmp_path, sizes):
+    at_once = Run(model, tmp_path / "at once", sizes, saves_at=(2, 3, NUM_STEPS))
+    behind = replace(at_once, root=tmp_path / "behind", settings={"async_save": True})
+    ours, theirs = run_all(pools, behind), run_all(pools, at_once)
+    assert ours[0].losses == theirs[0].losses
+    for step in at_once.saves_at:
+        name = f"step-{step:08d}"
+        assert verify(behind.root / name) == verify(at_once.root / name)
+
+
+@pytest.mark.parametrize("sizes", [AxisSizes(dp_shard=2), None], ids=["2 ranks", "1 process"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(pools, model, tmp_path, sizes):
+    slow = Run(model, tmp_path / "slow", sizes, settings={"async_save": True})
+    plain = Run(model, tmp_path / "plain", sizes, until=SAVED_STEP + 2, saves_at=(SAVED_STEP,))
+    answers = [train_during_a_slow_save(slow)] if sizes is None else pools(2).run(train_during_a_slow_save, slow)
+    straight = run_all(pools, plain)[0]
+    for losses, published in answers:
+        assert losses == straight.losses
+        assert published == [[], [STEP]]
+    for stem in ("weights", "optimizer"):
+        assert_same_bits(load_tensors(slow.root / STEP, stem), load_tensors(plain.root / STEP, stem))
