@@ -74,14 +74,15 @@ def fit(
         step = min(next_evaluation, next_checkpoint)
         for at, metrics in trainable.run(step):
             log.log(at, metrics)
-        if (stopped_at := trainable.stopped_at) is not None and stopped_at < num_steps:
-            trainable.save()
-            trainable.finish()
-            raise StoppedError(stopped_at)
+        stopped_at = trainable.stopped_at
+        step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
             last = _measure(trainable, step, log)
-        if step == next_checkpoint:
+        if step == next_checkpoint or stopped_at is not None:
             trainable.save()
+        if stopped_at is not None and step < num_steps:
+            trainable.finish()
+            raise StoppedError(step)
     trainable.finish()
     return last
 
