@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,21 +19,51 @@ def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:
     Two FLOPs a multiply-add, three products a weight (forward, two in backward). What a trainer computes beyond this
     (padding, the prompt again, the last layer and the head where nothing is scored, recomputation) is not useful.
     """
-    hidden, layer = column.hidden, column.weights_per_layer
-    prompt, chosen, rejected = (
-        np.array([len(getattr(pair, name)) for pair in pairs], dtype=np.float64)
-        for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-    )
-    rows = (prompt + chosen - 1 + rejected - 1).sum()
+    prompt, chosen, rejected = _lengths(pairs)
     scored = (chosen + rejected).sum()
-    kept = scored - len(pairs)  # the last prompt token predicts both first tokens
-    only_keys = 2 * hidden * hidden
-    linear = (column.layers - 1) * layer * rows + only_keys * rows + (layer - only_keys) * kept
-    head = hidden * column.vocab * scored
+    head = column.hidden * column.vocab * scored
     # each row sees half its own run and its whole prefix; scores and values are a product each
     seen = prompt**2 / 2 + sum(prompt * side + side**2 / 2 for side in (chosen, rejected))
-    attention = (column.layers - 1) * 2 * hidden * seen.sum()
-    return float(6 * (linear + head + attention))
+    attention = (column.layers - 1) * 2 * column.hidden * seen.sum()
+    return float(6 * (_shared_linear(column, pairs) + head + attention))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a step, and how many times the multiply-adds of the shared layout with weights the padded one makes.
+
+    padded: both sides of every pair, as wide as the widest, which is what TRL computes. shared: prompts once, no
+    padding. Under the head both have the scored rows alone, and make their logits twice (four products a weight).
+    """
+
+    padded: int
+    shared: int
+    scored: int
+    ratio: float
+
+    @classmethod
+    def of(cls, column: Column, pairs: Sequence[Pair]) -> Rows:
+        prompt, chosen, rejected = _lengths(pairs)
+        padded = 2 * len(pairs) * (prompt + np.maximum(chosen, rejected)).max()
+        scored = (chosen + rejected).sum()
+        head = 4 * column.hidden * column.vocab * scored
+        padded_linear = column.layers * column.weights_per_layer * padded
+        ratio = (3 * padded_linear + head) / (3 * _shared_linear(column, pairs) + head)
+        return cls(int(padded), int((prompt + chosen + rejected - 2).sum()), int(scored), float(ratio))
+
+
+def _lengths(pairs: Sequence[Pair]) -> list[np.ndarray]:
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [np.array([len(getattr(pair, name)) for pair in pairs], dtype=np.float64) for name in names]
+
+
+def _shared_linear(column: Column, pairs: Sequence[Pair]) -> float:
+    """Multiply-adds of the layers' weights in one forward, prompts once, the last layer where it is scored."""
+    prompt, chosen, rejected = _lengths(pairs)
+    layer, only_keys = column.weights_per_layer, 2 * column.hidden**2
+    rows = (prompt + chosen - 1 + rejected - 1).sum()
+    kept = (chosen + rejected).sum() - len(pairs)  # the last prompt token predicts both first tokens
+    return float((column.layers - 1) * layer * rows + only_keys * rows + (layer - only_keys) * kept)
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:

@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "lengths.npy"
         write_lengths(path, args.pairs)
-        before = kilobytes("VmRSS") / 1024
+        before = kilobytes("RssAnon") / 1024
         started = time.perf_counter()
         plan = Plan(args.pairs, seed=0, pairs_per_step=args.ranks * PAIRS_PER_RANK, num_steps=args.steps + 1)
         micro_batching = MicroBatching(
@@ -55,12 +55,11 @@ def main() -> None:
             micro_batching.cut(plan.pair_ids(step), step % args.ranks, args.ranks)
             seconds.append(time.perf_counter() - started)
         low, middle, high = np.percentile(seconds, [25, 50, 75]) * 1e3
-        shared = kilobytes("RssFile") / 1024
-        private = kilobytes("VmRSS") / 1024 - shared - before
+        private, mapped = kilobytes("RssAnon") / 1024 - before, kilobytes("RssFile") / 1024
         print(f"{args.pairs:,} pairs, {args.ranks} ranks, {plan.pairs_per_step:,} pairs a step")
         print(f"start-up with the first step: {start_up:.2f} s")
         print(f"a step, one rank's share: {middle:.1f} ms (quartiles {low:.1f}-{high:.1f})")
-        print(f"memory: {max(0.0, private):.0f} MB of its own, {shared:.0f} MB of mapped files")
+        print(f"memory: {private:.0f} MB of its own, {mapped:.0f} MB of mapped files")
 
 
 if __name__ == "__main__":

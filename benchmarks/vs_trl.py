@@ -37,7 +37,7 @@ from contestants import (
     write_store,
 )
 from datasets import disable_progress_bars
-from flops import matmul_peak, products_only_seconds, useful_flops
+from flops import Rows, matmul_peak, products_only_seconds, useful_flops
 from pairs import DATA, in_plan_order, token_pairs, train_bpe
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -131,6 +131,14 @@ def useful_share(field: Field, seconds: dict[str, np.ndarray], num_batches: int)
     return shares, ceiling
 
 
+def report_rows(field: Field, num_batches: int) -> None:
+    counts = [Rows.of(field.column, field.pairs_of(batch + 1)) for batch in range(num_batches)]
+    padded, shared, scored = (np.median([getattr(c, name) for c in counts]) for name in ("padded", "shared", "scored"))
+    times, ratio = np.median([c.padded / c.shared for c in counts]), np.median([c.ratio for c in counts])
+    print(f"rows a step: {padded:.0f} padded, {shared:.0f} shared ({times:.2f} times fewer), {scored:.0f} scored")
+    print(f"multiply-adds with weights, the strongest TRL over thresher: {ratio:.2f}")
+
+
 def report(title: str, seconds: dict[str, np.ndarray], shares: dict[str, float]) -> None:
     others = [name for name in (BASE, STRONGEST, BARE) if name in seconds]
     print(f"\n{title}\n\n| mode | s/step | useful |", *(f" x {name}: median (quartiles) |" for name in others), sep="")
@@ -182,6 +190,7 @@ def main() -> None:
             in_advance = reference_seconds(column, field.pairs, field.plan)
             seconds["thresher, first epoch (reference included)"] = seconds["thresher"] + in_advance
         shares, ceiling = useful_share(field, seconds, args.batches)
+        report_rows(field, args.batches)
         title = f"{column.name}, {args.data}, {args.batches} batches of {args.pairs_per_step} pairs"
         report(title, seconds, shares)
         if args.results is not None:

@@ -19,20 +19,12 @@ OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
-def thresher(monkeypatch, capsys, tmp_path):
+def thresher(command_line):
     """Run the command line in this process; return its exit code and its one message."""
-    from thresher.cli import main
-
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, the_message(capsys.readouterr().err)
+        ended = command_line(*arguments)
+        return ended.code, the_message(ended.err)
 
     return run
 
@@ -259,13 +251,13 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
-            "actor_train.strategy_args.strategy_config.tp_size is 4, and this version has data parallelism only; set "
-            "it to 1 or leave it out",
+            "actor_train has 1 worker, and tp_size 4 = 4 does not divide that; use 4 workers (device_mapping, or "
+            "num_workers on CPUs), or smaller axes",
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
-            "actor_train.strategy_args.strategy_config has an unknown key tensor_parallel_size; known: tp_size, "
-            "pp_size, cp_size, dp_replicate",
+            "the configuration has mistakes:\n  - actor_train.strategy_args: strategy_config has no key "
+            "tensor_parallel_size; known: tp_size, pp_size, pp_chunks, cp_size, dp_replicate, cpu_offload",
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,23 +21,12 @@ NUM_PAIRS, NUM_HELD_OUT = 20, 5
 
 
 @pytest.fixture
-def thresher(monkeypatch, capsys, tmp_path):
+def thresher(command_line):
     """Run the command line in this process; return its exit code and all that it printed."""
-    from thresher.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return code, printed.out + printed.err
+        ended = command_line(*arguments)
+        return ended.code, ended.out + ended.err
 
     return run
 

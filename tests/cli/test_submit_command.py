@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from thresher.cli import main
-
 CONFIG = Path(__file__).parents[2] / "examples" / "polite_smollm2" / "dpo_config.yaml"
-TEMPORARY = "and a job runs in a directory that Ray deletes after it; give an absolute path that all nodes share"
+TEMPORARY = (
+    "and a job runs in a directory of Ray's that may be deleted after it; give an absolute path that all nodes share"
+)
 REFUSED = {
     "an address without a scheme": (
         ["--address=10.0.0.1:8265"],
@@ -36,9 +35,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_job_that_cannot_work_is_told_before_anything_is_sent(monkeypatch, capsys, arguments, message):
-    command = ["thresher", "submit", str(CONFIG), "--address=http://127.0.0.1:1", *arguments]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert (end.value.code, capsys.readouterr().err.strip()) == (2, f"error: {message}")
+def test_a_job_that_cannot_work_is_told_before_anything_is_sent(command_line, arguments, message):
+    ended = command_line("submit", CONFIG, "--address=http://127.0.0.1:1", *arguments)
+    assert (ended.code, ended.err.strip()) == (2, f"error: {message}")

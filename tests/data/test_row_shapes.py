@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thresher.data.messages import Segment
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
 from thresher.data.unpaired import Partners
 from thresher.errors import UserError

@@ -11,8 +11,10 @@ from small_tokenizer import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from thresher.data.readers import BadRowError
+from thresher.data.control_tokens import ControlTokens
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.stand_ins import StandIns
 from thresher.data.template import load_template, render
 from thresher.data.tokenize import PairTokenizer, TokenizedRow
 from thresher.errors import UserError
@@ -24,7 +26,10 @@ def row_of(columns: dict[str, Any]) -> PreferenceRow:
 
 def tokenize(columns: dict[str, Any], tokenizer: Any, template: str = "auto", **arguments: Any) -> TokenizedRow:
     loaded = load_template(tokenizer, template, arguments)
-    (result,) = PairTokenizer(tokenizer, loaded)([render(row_of(columns), loaded, tokenizer)])
+    control = ControlTokens(tokenizer, loaded)
+    row = row_of(columns)
+    rendered = render(row, loaded, tokenizer) if control.find(row) is None else control.render_as_text(row)
+    (result,) = PairTokenizer(tokenizer, loaded, control.stand_ins)([rendered])
     return result
 
 
@@ -214,7 +219,7 @@ def test_a_template_that_is_not_jinja_is_told_at_once(tmp_path: Path) -> None:
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = make_tokenizer(eos_token=None)
     with pytest.raises(UserError, match=r'no EOS token.*set "eos_token" in its tokenizer_config.json'):
-        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}))
+        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}), StandIns(tokenizer, []))
 
 
 def test_tokens_are_int32(chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -25,6 +25,7 @@ from thresher.reference.shards import (
     write_shard,
 )
 from thresher.reference.upkeep import cache_root
+from thresher.strategies.ranks import DataRanks
 
 PAIRS = 50
 # about six blocks of four noise pairs
@@ -223,7 +224,7 @@ def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks
     reader, scored = look_up(tmp_path, pairs), 0
     for rank in range(num_ranks):
         reference = look_up(tmp_path, pairs)
-        reference.score_missing(made_up_logps, rank=rank, num_ranks=num_ranks, limits=SMALL)
+        reference.score_missing(made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL)
         scored += reference.num_scored
     assert scored == PAIRS
     assert reader.num_missing == PAIRS
@@ -241,7 +242,7 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
             code = 1
             try:
                 rank, num_ranks = (0, 1) if number % 2 else (number // 2, 4)
-                look_up(tmp_path, pairs).score_missing(made_up_logps, rank=rank, num_ranks=num_ranks, limits=SMALL)
+                look_up(tmp_path, pairs).score_missing(made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL)
                 code = 0
             finally:
                 os._exit(code)

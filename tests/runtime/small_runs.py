@@ -10,34 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from compared_runs import metric_log
 from thresher.assembly.inputs import RunInputs, open_inputs
 from thresher.assembly.objective import build_objective
 from thresher.assembly.reference import reference_mode
+from thresher.checkpoint.stored import StoredTensors
 from thresher.config import DPOConfig, parse_config
 from thresher.data.prepare import prepare
-
-VOCAB = 64
-# what depends on the clock or the process, and not on the numbers of a run
-NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+from tiny_llama import VOCAB, save_tiny_llama
 
 
 def save_small_model(directory: Path, seed: int) -> Path:
-    """Write a Llama of two layers with random weights, and a tokenizer whose words are w4 to w63."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    """Write a tiny Llama and a tokenizer whose words are w4 to w63."""
+    save_tiny_llama(directory, seed)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -56,14 +44,6 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
     rows = [{"prompt": words(4) + " ", "chosen": words(9), "rejected": words(9)} for _ in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested changes over nested values."""
-    return {**base} | {
-        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-        for key, value in changes.items()
-    }
 
 
 def make_base(directory: Path) -> dict[str, Any]:
@@ -105,15 +85,14 @@ def mode_of(config: DPOConfig) -> str:
     return reference_mode(config, build_objective(config))
 
 
-def metric_log(output: Path) -> list[dict[str, float]]:
-    """The records of a run without what cannot be repeated."""
-    records = [json.loads(line) for line in (output / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith(NOT_REPEATABLE)} for record in records]
-
-
 def last_weights(output: Path) -> dict[str, torch.Tensor]:
-    newest = max((output / "checkpoints").iterdir())
-    return load_file(newest / "weights.safetensors")
+    return stored(max((output / "checkpoints").iterdir()), "weights")
+
+
+def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
+    """Whole tensors, however many processes wrote them."""
+    with StoredTensors(checkpoint, stem) as tensors:
+        return {name: tensors.read(name) for name in tensors}
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:

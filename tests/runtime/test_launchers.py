@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from small_runs import assert_same_run
@@ -74,28 +74,40 @@ def test_the_script_of_an_example_makes_the_launchers_run(tiny, launched, tmp_pa
     assert_same_run(tmp_path, launched)
 
 
+class Head(NamedTuple):
+    """Where a cluster is found: by drivers, and by those who submit jobs."""
+
+    address: str
+    dashboard: str
+
+
 @pytest.fixture(scope="module")
-def dashboard() -> Iterator[str]:
+def head() -> Iterator[Head]:
     """A head on loopback with its dashboard, as `ray start` makes one; its token is that of the tests."""
     temp_dir = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it, and their paths may have 107 characters
-    dashboard_port, agent_port, client_port = free_ports(3)
-    command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--port=0", f"--temp-dir={temp_dir}"]
+    port, dashboard_port, agent_port, client_port = free_ports(4)
+    command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}", f"--temp-dir={temp_dir}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats"]
     command += [f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"]
     log = Path(temp_dir) / "head.log"
     with log.open("w") as stream:
-        head = subprocess.Popen(list(map(str, command)), env=environment(), stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(list(map(str, command)), env=environment(), stdout=stream, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 60
         while not accepts(dashboard_port):
-            assert head.poll() is None, log.read_text()
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield f"http://127.0.0.1:{dashboard_port}"
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
     finally:
-        head.terminate()  # a blocking head takes all that it started with it
-        head.wait(timeout=30)
+        process.terminate()  # a blocking head takes all that it started with it
+        process.wait(timeout=30)
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def dashboard(head) -> str:
+    return head.dashboard
 
 
 def free_ports(count: int) -> list[int]:
@@ -107,6 +119,38 @@ def free_ports(count: int) -> list[int]:
 def accepts(port: int) -> bool:
     with socket.socket() as knocking:
         return knocking.connect_ex(("127.0.0.1", port)) == 0
+
+
+def train(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return call(sys.executable, "-m", "thresher", "train", CONFIG, *arguments, **changes)
+
+
+def test_a_worker_ends_the_command_with_its_own_message_and_exit_code_2(tiny, head, tmp_path):
+    diverging = ["max_skipped_steps=1", "actor_train.training_args.learning_rate=1e30"]
+    done = train(*tiny, *diverging, f"output_dir={tmp_path}", f"ray_address={head.address}")
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.rpartition("error: ")[2]
+    assert message.startswith("the loss or gradient was not finite in 1 steps in a row, up to step 2; lower the learn")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def another_token(tmp_path) -> str:
+    path = tmp_path / "token"
+    path.write_text("0" * 64)
+    return str(path)
+
+
+def test_training_with_another_token_than_the_clusters_is_told(tiny, head, another_token, tmp_path):
+    output = tmp_path / "out"
+    done = train(*tiny, f"output_dir={output}", f"ray_address={head.address}", RAY_AUTH_TOKEN_PATH=another_token)
+    assert done.returncode == 2, done.stderr
+    assert re.search(
+        rf"error: the Ray cluster at {head.address} refuses us: .*incorrect; set RAY_AUTH_TOKEN_PATH to a file",
+        done.stderr,
+    )
+    assert "Traceback" not in done.stderr
+    assert not output.exists()
 
 
 def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -147,6 +191,18 @@ def test_the_exit_code_of_a_job_is_passed_on_with_the_way_to_its_log(tiny, dashb
     assert f"see its log with: RAY_AUTH_MODE=token ray job logs {job} --address {dashboard}" in done.stderr
 
 
+def test_a_job_that_nobody_waits_for_is_named_and_can_be_followed(tiny, dashboard, launched, tmp_path):
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", "--no-wait")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    assert f"submitted job {job}" in done.stderr
+    assert f"stop it with: RAY_AUTH_MODE=token ray job stop {job} --address {dashboard}" in done.stderr
+    assert not (tmp_path / "checkpoints").exists()  # it has hardly begun
+    followed = call("bash", "-c", re.search(r"follow it with: (.*)", done.stderr)[1])
+    assert followed.returncode == 0, followed.stderr
+    assert_same_run(tmp_path, launched)
+
+
 def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):
     command = [sys.executable, "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
     command += [f"--address={dashboard}"]
@@ -170,12 +226,21 @@ def without_variables(command: str) -> list[str]:
     return [word for word in shlex.split(command) if not word.startswith("RAY_")]
 
 
-def test_a_wrong_token_is_told(tiny, dashboard, tmp_path):
-    other = tmp_path / "token"
-    other.write_text("0" * 64)
-    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", RAY_AUTH_TOKEN_PATH=str(other))
+def test_submitting_with_another_token_than_the_clusters_is_told(tiny, dashboard, another_token, tmp_path):
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", RAY_AUTH_TOKEN_PATH=another_token)
     assert done.returncode == 2
     assert re.search(r"error: the Ray cluster at \S+ refuses us: .*; set RAY_AUTH_TOKEN_PATH to a file", done.stderr)
+
+
+def test_files_that_the_job_server_finds_too_large_are_told_with_a_way_out(tiny, dashboard, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "weights").write_bytes(os.urandom(101 << 20))  # Ray's job server takes 100 MiB
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", f"--working-dir={taken}")
+    assert done.returncode == 2
+    assert re.search(
+        r"error: .*did not take the job: .*104857600 exceeded; .*name them in its \.rayignore", done.stderr
+    )
 
 
 def test_a_dashboard_that_is_not_there_is_told(tiny, tmp_path):

@@ -13,6 +13,29 @@ import yaml
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+# of KubeRay's API reference (docs.ray.io, KubeRay 1.7.1; the fields are as old as 1.5.1), what the file uses
+KUBERAY_FIELDS: dict[str, dict[str, type]] = {
+    "RayJobSpec": {
+        "entrypoint": str,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": int,
+        "backoffLimit": int,
+        "rayClusterSpec": dict,
+    },
+    "RayClusterSpec": {"rayVersion": str, "authOptions": dict, "headGroupSpec": dict, "workerGroupSpecs": list},
+    "AuthOptions": {"mode": str},
+    "HeadGroupSpec": {"rayStartParams": dict, "template": dict},
+    "WorkerGroupSpec": {
+        "groupName": str,
+        "replicas": int,
+        "minReplicas": int,
+        "maxReplicas": int,
+        "rayStartParams": dict,
+        "template": dict,
+    },
+}
+
+
 @pytest.fixture
 def ray_job() -> dict[str, Any]:
     return yaml.safe_load((EXAMPLES / "kuberay" / "rayjob.yaml").read_text())
@@ -45,6 +68,23 @@ def test_the_cluster_of_the_ray_job_is_one_that_rays_autoscaler_reads(ray_job):
     assert kinds["headgroup"]["resources"] == {"CPU": 4, "GPU": 0, "memory": 16 * 2**30}
     assert kinds["gpu"]["resources"] == {"CPU": 32, "GPU": 8, "memory": 256 * 2**30}
     assert (kinds["gpu"]["min_workers"], kinds["gpu"]["max_workers"]) == (2, 2)
+
+
+def test_the_ray_job_has_the_fields_of_kuberays_reference(ray_job):
+    cluster = cluster_spec(ray_job)
+    sections = [
+        ("RayJobSpec", ray_job["spec"]),
+        ("RayClusterSpec", cluster),
+        ("AuthOptions", cluster["authOptions"]),
+        ("HeadGroupSpec", cluster["headGroupSpec"]),
+        *(("WorkerGroupSpec", group) for group in cluster["workerGroupSpecs"]),
+    ]
+    assert (ray_job["apiVersion"], ray_job["kind"]) == ("ray.io/v1", "RayJob")
+    for name, section in sections:
+        assert {key: type(value) for key, value in section.items()} == KUBERAY_FIELDS[name], name
+    for _, section in sections[3:]:  # the command line of `ray start`: a number would be refused
+        assert all(isinstance(value, str) for value in section["rayStartParams"].values())
+    assert re.fullmatch("[a-z]([-a-z0-9]{0,45}[a-z0-9])?", ray_job["metadata"]["name"])  # KubeRay's limit is 47
 
 
 def test_the_ray_job_asks_for_a_token_and_for_the_ray_that_is_pinned(ray_job):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from small_runs import assert_same_run, merge, metric_log, mode_of, open_small_inputs
+from small_runs import assert_same_run, mode_of, open_small_inputs, stored
 
+from compared_runs import merge, metric_log
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.loop import fit
@@ -101,11 +102,11 @@ def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
     assert metric_log(resumed) == [record for record in metric_log(whole) if record["step"] > 2]
     last = "checkpoints/step-00000004"
     for name in ("weights", "optimizer", "rng"):
-        ours, theirs = (load_file(output / last / f"{name}.safetensors") for output in (resumed, whole))
+        ours, theirs = (stored(output / last, name) for output in (resumed, whole))
         assert ours.keys() == theirs.keys()
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), f"{name}: {key}"
-    streams = load_file(whole / last / "rng.safetensors")
+    streams = stored(whole / last, "rng")
     assert not torch.equal(streams["torch"], streams["rank.1.torch"])
 
 
@@ -169,28 +170,36 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
     _, inputs, runtime, started = ahead
     import ray
 
+    from thresher.runtime.cluster import wait_for
+
     started.begin()
     records = started.trainable.run(inputs.plan.num_steps)
     next(records)
     ray.kill(runtime.policy.workers[1])
-    with pytest.raises(UserError, match=r"actor_train worker 1 of 2 died: .*resume_from_checkpoint=auto"):
+    with pytest.raises(UserError, match=r"actor_train worker 1 of 2 died: .*\w; .*resume_from_checkpoint=auto"):
         list(records)
     with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
-        runtime.policy.wait([(0, runtime.policy.workers[0].measure.remote())])  # the whole group was ended
+        wait_for(runtime.policy.submit("measure")[:1])  # the whole group was ended
+
+
+def cannot_be_loaded(*roles: str) -> dict[str, Any]:
+    """A mistake that only those see who load a model: it asks for kernels that are not installed."""
+    return {role: {"model_args": {"attn_implementation": "flash_attention_2"}} for role in roles}
 
 
 def test_a_mistake_that_only_workers_see_is_told_in_their_words(base, ray_here, tmp_path):
-    """The file of the reference is broken: its workers cannot load it."""
-    broken = tmp_path / "broken"
-    shutil.copytree(base["reference"]["model_args"]["model_name_or_path"], broken)
-    (broken / "model.safetensors").unlink()
-    values = merge(merge(base, TWO), {"reference": {"model_args": {"model_name_or_path": str(broken)}}})
     with pytest.raises(UserError) as caught:
-        run(values, tmp_path / "out")
+        run(merge(merge(base, TWO), cannot_be_loaded("reference")), tmp_path / "out")
     message = str(caught.value)
     assert "ray::" not in message
     assert "Traceback" not in message
-    assert str(broken) in message
+    assert message.startswith(f"no model can be loaded from {base['reference']['model_args']['model_name_or_path']}: ")
+
+
+def test_a_policy_that_cannot_be_loaded_is_told_before_the_reference_is_there(base, ray_here, tmp_path):
+    """Neither can be. The policy's workers are there first, and nobody waits for the reference's to say the same."""
+    with pytest.raises(UserError, match=f"no model can be loaded from {re.escape(base['pretrain'])}: "):
+        run(merge(merge(base, TWO), cannot_be_loaded("actor_train", "reference")), tmp_path / "out")
 
 
 def test_ray_that_a_run_starts_listens_on_loopback_only_and_asks_for_a_token(ray_here):

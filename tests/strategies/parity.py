@@ -1,11 +1,13 @@
-"""Three optimizer steps under any layout of ranks, and the same three steps by the oracle on one page."""
+"""Three optimizer steps under any layout of ranks, in one process of our own, and by the oracle on one page."""
 
 from __future__ import annotations
 
 import copy
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 HERE = Path(__file__).parent
 for neighbour in ("trainer", "models"):
@@ -26,18 +28,20 @@ from tiny_run import PairsInMemory  # noqa: E402
 
 from thresher.checkpoint.keeper import CheckpointKeeper  # noqa: E402
 from thresher.data.balance import CostModel  # noqa: E402
-from thresher.data.batch import Pair  # noqa: E402
+from thresher.data.batch import Pair, PairBatch  # noqa: E402
 from thresher.data.micro_batches import MicroBatching  # noqa: E402
 from thresher.data.plan import Plan  # noqa: E402
 from thresher.losses.objective import Objective  # noqa: E402
+from thresher.losses.pairs import SidesLogps  # noqa: E402
 from thresher.losses.registry import make_losses  # noqa: E402
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout  # noqa: E402
+from thresher.models.load import load_model  # noqa: E402
 from thresher.models.load_split import empty_model  # noqa: E402
 from thresher.reference.scorers import LiveReference  # noqa: E402
 from thresher.schedule import Schedule  # noqa: E402
 from thresher.strategies.native.infer import NativeInfer  # noqa: E402
-from thresher.strategies.native.mesh import AxisSizes, Mesh  # noqa: E402
-from thresher.strategies.native.placement import place_model  # noqa: E402
+from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh  # noqa: E402
+from thresher.strategies.native.placement import Placement, place_model  # noqa: E402
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings  # noqa: E402
 from thresher.trainer import DPOTrainer, Split, TrainerSettings  # noqa: E402
 
@@ -51,24 +55,63 @@ LAYOUTS: dict[str, Layout] = {
     "packed": PackedLayout(shares_prompt=False),
     "padded": PaddedLayout(pad_id=0),
 }
-KNOBS = {"sigmoid": {"beta": BETA}, "ipo": {"beta": BETA}, "simpo": {"beta": BETA, "gamma": GAMMA}, "orpo": {}}
+LOSSES_WITH_REFERENCE = ("sigmoid", "ipo", "aot")
+KNOBS = {
+    "sigmoid": {"beta": BETA},
+    "ipo": {"beta": BETA},
+    "simpo": {"beta": BETA, "gamma": GAMMA},
+    "orpo": {},
+    "aot": {"beta": BETA},
+}
+# what a log says of the clock and the machine
+_NOT_OF_THE_RUN = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 
 
 @dataclass(frozen=True)
 class Case:
+    """What is trained and how it is split.
+
+    also: what a case shows beside its axes, layout, loss and family, in the words of the table in the docs.
+    tokens_at_once: in the packed rows of all data ranks together, few enough for several micro-batches a step.
+    spoilt_pair: the reference says NaN of this one.
+    """
+
     sizes: AxisSizes
     layout: str = "shared"
     loss: str = "sigmoid"
     family: str = "llama"
     dtype: torch.dtype = torch.float32
-    settings: dict[str, Any] = field(default_factory=dict)
+    also: str = ""
+    pairs_per_step: int = PAIRS_PER_STEP
+    tokens_at_once: int = 100
+    max_grad_norm: float = 1.0
+    recomputes_activations: bool = False
+    spoilt_pair: int | None = None
+    pp_chunks: int = 1
+
+    def __str__(self) -> str:
+        """A name that `pytest -k` takes."""
+        parts = (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)
+        return "-".join(filter(None, parts)).replace(" ", "_")
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """metrics: what is logged of each step, less clocks and memory."""
+
     metrics: list[dict[str, float]]
     grad_norms: list[float]
     weights: dict[str, Tensor]
+    skipped_steps: int = 0
+
+
+def axes_text(sizes: AxisSizes) -> str:
+    """The axes that are more than one process wide, as in `dp_shard 2 x tp 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.all, strict=True) if size > 1) or "1 process"
 
 
 def save_model(directory: Path, family: str, seed: int) -> Path:
@@ -94,43 +137,99 @@ def made_up_pairs(count: int, seed: int = 0) -> list[Pair]:
 
 
 PAIRS = made_up_pairs(NUM_PAIRS)
-PLAN = Plan(NUM_PAIRS, seed=3, pairs_per_step=PAIRS_PER_STEP, num_steps=NUM_STEPS)
+
+
+@cache
+def mesh_of(sizes: AxisSizes) -> Mesh:
+    """The groups of a mesh, made once a process: those of a hundred cases would be thousands of threads."""
+    return Mesh.of(sizes, CPU)
 
 
 def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """Run on every rank; the weights are put together again."""
-    mesh = Mesh.of(case.sizes, CPU)
-    layout = LAYOUTS[case.layout]
-    models = []
-    for path in (policy_dir, reference_dir):
-        model = empty_model(str(path), dtype=torch.float32)
-        models.append((model, place_model(model, str(path), mesh, case.dtype, CPU)))
-    (model, placement), (frozen, frozen_placement) = models
-    frozen.requires_grad_(False)
-    optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
-    policy = NativeTrain(model, layout, case.dtype, optimizer, placement)
-    reference = NativeInfer(frozen, layout, case.dtype, frozen_placement.row_share)
-    trainer = make_trainer(
-        policy, LiveReference(reference.score, CPU) if case.loss in ("sigmoid", "ipo") else None, case
-    )
+    return _train(case, split_model(case, policy_dir), split_model(case, reference_dir))
+
+
+def train_alone(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
+    """The same by one process of our own engine."""
+    return _train(case, *((load_model(str(path)), Placement()) for path in (policy_dir, reference_dir)))
+
+
+def score_split(case: Case, model_dir: Path) -> tuple[int, int, list[list[float]]]:
+    """Score this rank's share of the pairs; give its number, the number of shares, and the logps of each batch."""
+    model, placement = split_model(case, model_dir)
+    share, num_shares = placement.ranks.rank, placement.ranks.size
+    return share, num_shares, _scores(case, model, placement, share, num_shares)
+
+
+def score_alone(case: Case, model_dir: Path, share: int, num_shares: int) -> list[list[float]]:
+    return _scores(case, load_model(str(model_dir)), Placement(), share, num_shares)
+
+
+def _scores(case: Case, model: PreTrainedModel, placement: Placement, share: int, num_shares: int) -> list[list[float]]:
+    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement)
+    pairs = PAIRS[share::num_shares]
+    batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
+    scored = [scorer.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
+    return [torch.cat([sides.chosen.values, sides.rejected.values]).tolist() for sides in scored]
+
+
+def leaves_rows_out(case: Case, model_dir: Path) -> bool:
+    """Say if the last layer of a split model computes the rows that count, and no others."""
+    model, placement = split_model(case, model_dir)
+    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement).pair_model.prunes_last_layer
+
+
+def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, Placement]:
+    model = empty_model(str(path), dtype=torch.float32)
+    return model, place_model(model, str(path), mesh_of(case.sizes), case.dtype, CPU, pp_chunks=case.pp_chunks)
+
+
+def _train(
+    case: Case, policy_parts: tuple[PreTrainedModel, Placement], reference_parts: tuple[PreTrainedModel, Placement]
+) -> Outcome:
+    policy = make_policy(case, *policy_parts)
+    frozen, placement = reference_parts
+    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement)
+    trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     metrics, norms = [], []
-    for _ in range(NUM_STEPS):
-        metrics.append({name: metric.mean for name, metric in trainer.training_step().items()})
+    for _, logged in trainer.run(NUM_STEPS):
+        metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_OF_THE_RUN)})
         norms.append(trainer.state.grad_norm)
-    return Outcome(metrics, norms, {name: whole(weight) for name, weight in policy.weights().items()})
+    weights = {name: whole(weight) for name, weight in policy.weights().items()}
+    return Outcome(metrics, norms, weights, trainer.state.skipped_steps)
 
 
-def make_trainer(policy: NativeTrain, reference: LiveReference | None, case: Case) -> DPOTrainer:
-    store = PairsInMemory(PAIRS)
-    packed = LAYOUTS[case.layout].needs_pair_attention
-    costs = CostModel(attention_per_key=0.01, shares_prompt=LAYOUTS[case.layout].shares_prompt)
+def make_policy(case: Case, model: PreTrainedModel, placement: Placement) -> NativeTrain:
+    if case.recomputes_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=case.max_grad_norm)
+    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, optimizer, placement)
+
+
+def micro_batching_of(case: Case) -> MicroBatching:
+    layout, num_ranks = LAYOUTS[case.layout], case.sizes.num_data_ranks
+    max_tokens, max_pairs = case.tokens_at_once // num_ranks, max(1, 4 // num_ranks)
+    limits = (max_tokens, None) if layout.needs_pair_attention else (None, max_pairs)
+    costs = CostModel(attention_per_key=0.01, shares_prompt=layout.shares_prompt)
+    return MicroBatching(PairsInMemory(PAIRS).lengths, costs, *limits)
+
+
+def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogps] | None, case: Case) -> DPOTrainer:
+    def score(batch: PairBatch) -> SidesLogps:
+        assert reference is not None
+        sides = reference(batch)
+        if case.spoilt_pair not in batch.pair_ids:
+            return sides
+        return replace(sides, chosen=replace(sides.chosen, values=sides.chosen.values * torch.nan))
+
     return DPOTrainer(
         strategy=policy,
         objective=objective_of(case.loss),
-        plan=PLAN,
-        micro_batching=MicroBatching(store.lengths, costs, 60 if packed else None, None if packed else 3),
+        plan=case.plan,
+        micro_batching=micro_batching_of(case),
         schedule=Schedule("constant", LEARNING_RATE, 0, NUM_STEPS),
-        train=Split(store, reference),
+        train=Split(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=4),
         checkpoints=CheckpointKeeper(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False, print),
@@ -147,7 +246,7 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_oracle(loss: str, policy_dir: Path, reference_dir: Path) -> Outcome:
+def train_oracle(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """examples/minimal_dpo.py on the same pairs of each step."""
     oracle = minimal_dpo()
     policy, reference = (
@@ -157,13 +256,14 @@ def train_oracle(loss: str, policy_dir: Path, reference_dir: Path) -> Outcome:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, eps=1e-5, weight_decay=0.0)
     metrics, norms = [], []
     for step in range(NUM_STEPS):
-        pairs = [PAIRS[i] for i in PLAN.pair_ids(step)]
+        pairs = [PAIRS[i] for i in case.plan.pair_ids(step)]
         lengths = [
             torch.tensor([len(getattr(pair, side)) for pair in pairs]) for side in ("chosen_ids", "rejected_ids")
         ]
         ids = [(pair.prompt_ids.tolist(), pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) for pair in pairs]
+        losses = _oracle_losses(case.loss, lengths, oracle.dpo_losses)
         measured = oracle.train_step(
-            policy, reference, optimizer, ids, beta=BETA, losses=_oracle_losses(loss, lengths, oracle.dpo_losses)
+            policy, reference, optimizer, ids, beta=BETA, max_grad_norm=case.max_grad_norm, losses=losses
         )
         norms.append(measured.pop("grad_norm"))
         metrics.append(measured)

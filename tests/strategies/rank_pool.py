@@ -13,10 +13,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _SECONDS_FOR_A_CASE = 300
+_SECONDS_AFTER_A_FAILURE = 20
 
 
 class RankPool:
@@ -38,16 +39,28 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_SECONDS_FOR_A_CASE):
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        while waiting:
+            # one that failed leaves the others waiting for it
+            ready = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else _SECONDS_FOR_A_CASE)
+            if not ready:
+                failures += [f"rank {rank}: no answer" for rank in waiting.values()]
                 self.close()
-                raise TimeoutError(f"rank {rank} did not answer within {_SECONDS_FOR_A_CASE} s")
-            answers.append(pipe.recv())
-        failures = [f"rank {rank}: {text}" for rank, (is_sound, text) in enumerate(answers) if not is_sound]
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                is_sound, answers[rank] = pipe.recv()
+                if not is_sound:
+                    failures.append(f"rank {rank}: {answers[rank]}")
         if failures:
             raise AssertionError("\n".join(failures))
-        return [value for _, value in answers]
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
         for process in self._processes:

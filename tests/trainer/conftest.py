@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_run import merge, save_tiny_llama
+
+from compared_runs import merge
+from tiny_llama import save_tiny_llama
 
 
 @pytest.fixture(scope="module")

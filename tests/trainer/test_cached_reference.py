@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_run import PairsInMemory, TinyRun, build_run, merge, noise_pairs, save_tiny_llama
+from tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from transformers import LlamaForCausalLM
 
+from compared_runs import merge
 from thresher.assembly import precompute
+from tiny_llama import save_tiny_llama
 
 PAIRS = 27
 PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}

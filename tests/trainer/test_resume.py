@@ -14,11 +14,12 @@ import yaml
 from real_pairs import polite_rows
 from safetensors.torch import load_file
 
+from compared_runs import merge, metric_log
+
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 # 40 pairs in steps of 8: an epoch has 5 steps, its borders are at 5 and 10; the run has 12 steps
 STEPS = 12
-NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 
 RUNS = {
     "all weights": {},
@@ -67,13 +68,6 @@ def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Pat
     return path
 
 
-def merge(base: dict, extra: dict) -> dict:
-    return base | {
-        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-        for key, value in extra.items()
-    }
-
-
 def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     script = Path(__file__).with_name("killed_run.py")
     return subprocess.run(
@@ -85,12 +79,6 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
         timeout=600,
         check=False,
     )
-
-
-def metric_log(output: Path) -> list[dict]:
-    lines = (output / "logs" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [{k: v for k, v in record.items() if not k.startswith(NOT_REPEATABLE)} for record in records]
 
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from thresher.assembly.engines import build_policy
 from thresher.assembly.inputs import RunInputs, build_plan
@@ -26,25 +23,9 @@ from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
 from thresher.trainer import DPOTrainer
+from tiny_llama import VOCAB
 
-VOCAB = 64
 LAYOUT = PackedLayout(shares_prompt=True)
-
-
-def save_tiny_llama(directory: Path, seed: int) -> Path:
-    """Write a Llama of two layers with random weights."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 class PairsInMemory:
@@ -105,14 +86,6 @@ class TinyRun:
         """Train to the end of the plan."""
         standing = Standing(self.trainer.state.step, self.trainer.last_evaluation)
         return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log)
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested changes over nested values."""
-    return {**base} | {
-        key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-        for key, value in changes.items()
-    }
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsInMemory | None = None) -> TinyRun:

@@ -27,6 +27,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         sequence_length=config.sequence_length,
         truncation=args.truncation,
         on_bad_row=args.on_bad_row,
+        special_tokens_in_text=args.special_tokens_in_text,
         chosen_key=config.chosen_key,
         rejected_key=config.rejected_key,
         prompt_key=config.prompt_key,

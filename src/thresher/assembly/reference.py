@@ -85,7 +85,10 @@ def build_reference_parts(
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return ReferenceParts(mode, live, live, digest, True, notes=notes)
-    reference = build_reference(config, inputs.layout, device=device)
+    # beside the policy and split as it is: a synced reference takes its weights from there
+    world = policy.ranks.everyone
+    role = config.actor_train if world.size > 1 else config.reference
+    reference = build_reference(config, inputs.layout, device=device, world=world, role=role)
     reference.check_logps(probe)
     live = LiveReference(reference.score, policy.device)
     synced = None

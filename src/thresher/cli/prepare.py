@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from thresher.data.prepare import PrepareReport, Progress
-    from thresher.data.settings import DataSettings, OnBadRow, Truncation
+    from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
 SECONDS_BETWEEN_LINES = 10.0
 # where a config holds what these options say; {role} is actor_train or validation
@@ -24,6 +24,7 @@ CONFIG_KEYS = {
     "sequence_length": "sequence_length",
     "truncation": "{role}.data_args.truncation",
     "on_bad_row": "{role}.data_args.on_bad_row",
+    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
     "chosen_key": "chosen_key",
     "rejected_key": "rejected_key",
     "prompt_key": "prompt_key",
@@ -52,6 +53,9 @@ def prepare(
     sequence_length: Annotated[int, typer.Option(help="Most tokens of prompt plus longer response.")] = 1024,
     truncation: Annotated[str, typer.Option(help="drop, prompt_start or response_end.")] = "drop",
     on_bad_row: Annotated[str, typer.Option(help="fail, skip or quarantine.")] = "fail",
+    special_tokens_in_text: Annotated[
+        str, typer.Option(help="Text of a row that spells a control token: text (keep it as text) or refuse.")
+    ] = "text",
     chosen_key: Annotated[str | None, typer.Option(help="Column of the chosen response.")] = None,
     rejected_key: Annotated[str | None, typer.Option(help="Column of the rejected response.")] = None,
     prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
@@ -84,6 +88,7 @@ def prepare(
             sequence_length=sequence_length,
             truncation=_as_truncation(truncation),
             on_bad_row=_as_on_bad_row(on_bad_row),
+            special_tokens_in_text=_as_special_tokens_in_text(special_tokens_in_text),
             chosen_key=chosen_key,
             rejected_key=rejected_key,
             prompt_key=prompt_key,
@@ -150,6 +155,10 @@ def _as_truncation(value: str) -> Truncation:
 
 
 def _as_on_bad_row(value: str) -> OnBadRow:
+    return value  # type: ignore[return-value]  # as above
+
+
+def _as_special_tokens_in_text(value: str) -> SpecialTokensInText:
     return value  # type: ignore[return-value]  # as above
 
 

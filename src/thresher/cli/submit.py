@@ -57,7 +57,7 @@ def submit(
 
 
 def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:
-    """Refuse what cannot work in a job: it runs in a copy that Ray deletes when the job is over."""
+    """Refuse what cannot work in a job: it runs in a copy that Ray deletes when it needs the room."""
     from thresher.errors import UserError
     from thresher.observe.redact import redact_text
 
@@ -77,6 +77,6 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
     for key, value in written.items():
         if value is not None and "://" not in value and not Path(value).is_absolute():
             raise UserError(
-                f"{key} is {value}, and a job runs in a directory that Ray deletes after it; give an absolute path "
-                "that all nodes share"
+                f"{key} is {value}, and a job runs in a directory of Ray's that may be deleted after it; give an "
+                "absolute path that all nodes share"
             )

@@ -210,7 +210,7 @@ class DPOConfig(LossConfig):
 
     @property
     def pairs_per_step(self) -> int:
-        return self.actor_train.training_args.pairs_per_step(self.actor_train.num_processes)
+        return self.actor_train.training_args.pairs_per_step(self.actor_train.num_data_ranks)
 
     @property
     def policy_path(self) -> str | None:

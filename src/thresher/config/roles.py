@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from thresher.config.devices import parse_device_mapping
 from thresher.config.section import Section
@@ -159,13 +159,16 @@ class DataArgs(Section):
     """`auto`: the tokenizer's chat template; `raw`: plain text; or the path of a Jinja file."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
     on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
+    special_tokens_in_text: Literal["text", "refuse"] = "text"
+    """What a row's text that spells a control token, such as `<|im_end|>`, is: plain text, or a bad row."""
     preprocessing_num_workers: PositiveInt = 1
 
     @model_validator(mode="after")
     def _one_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
-        if self.store and (turned := self.turned("template", "truncation", "on_bad_row", "preprocessing_num_workers")):
+        of_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
+        if self.store and (turned := self.turned(*of_files)):
             raise ValueError(f"{', '.join(turned)} has no effect on a store, which is prepared already; remove it")
         return self
 
@@ -181,13 +184,65 @@ STRATEGIES = (
 )
 
 
+class Axes(Section):
+    """How a model is split over the workers of its role. What these leave of the workers shards it (FSDP2)."""
+
+    tp_size: PositiveInt = 1
+    """Workers that split every matrix."""
+    pp_size: PositiveInt = 1
+    """Stages of a pipeline: workers that have some of the layers each."""
+    pp_chunks: PositiveInt = 1
+    """Runs of layers that one stage has; more than one interleaves them, for smaller gaps in the pipeline."""
+    cp_size: PositiveInt = 1
+    """Workers that split every packed row, for long sequences."""
+    dp_replicate: PositiveInt = 1
+    """Whole copies; the workers of one copy shard it. As many as workers: nothing is sharded."""
+    cpu_offload: bool = False
+    """Keep shards of weights, gradients and optimizer in host memory between their uses."""
+
+    @property
+    def workers_per_data_rank(self) -> int:
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @model_validator(mode="after")
+    def _chunks_need_a_pipeline(self) -> Axes:
+        if self.pp_chunks > 1 and self.pp_size == 1:
+            raise ValueError("pp_chunks has no effect without pp_size; set pp_size")
+        return self
+
+
 class StrategyArgs(Section):
     """Which engine runs the role."""
 
     strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
     """fsdp2_train for the policy and hf_infer for the reference when absent."""
-    strategy_config: dict[str, PositiveInt] = {}
-    """Sizes of the axes: tp_size, pp_size, cp_size, dp_replicate."""
+    strategy_config: dict[str, int | bool] = {}
+    """Settings of the engine. For fsdp2: tp_size, pp_size, pp_chunks, cp_size, dp_replicate (whole numbers, 1 when
+    absent) and cpu_offload; what they leave of the workers shards the model. See strategies.md."""
+
+    @model_validator(mode="after")
+    def _axes_are_known(self) -> StrategyArgs:
+        if not self._is_native:
+            return self
+        if unknown := sorted(self.strategy_config.keys() - Axes.model_fields.keys()):
+            raise ValueError(f"strategy_config has no key {', '.join(unknown)}; known: {', '.join(Axes.model_fields)}")
+        try:
+            Axes.model_validate(self.strategy_config)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, ("strategy_config", *problem["loc"])))
+            raise ValueError(f"{key}: {problem['msg'].removeprefix('Value error, ')}") from None
+        return self
+
+    @property
+    def axes(self) -> Axes:
+        """How the native engine splits a model; other engines have settings of their own."""
+        return Axes.model_validate(self.strategy_config) if self._is_native else Axes()
+
+    @property
+    def _is_native(self) -> bool:
+        name: str | None = self.strategy_name
+        return name is None or name.startswith(("fsdp2", "hf"))
 
 
 class RoleConfig(Section):
@@ -207,6 +262,11 @@ class RoleConfig(Section):
     @property
     def num_processes(self) -> int:
         return len(self.device_mapping or ()) or self.num_workers or 1
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Shares of a step: workers that split a model along other axes have one together."""
+        return max(1, self.num_processes // self.strategy_args.axes.workers_per_data_rank)
 
     @field_validator("device_mapping", mode="before")
     @classmethod

@@ -34,13 +34,26 @@ class CostModel:
         return prompt * (1 if self.shares_prompt else 2) + np.maximum(chosen - 1, 0) + np.maximum(rejected - 1, 0)
 
     def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
-        """Linear work plus attention over the rows that are seen."""
+        """Linear work plus attention over the rows that are seen.
+
+        Whole numbers in floats, exact whatever the order, so that most steps can go on in place.
+        """
         prompt, chosen, rejected = (lengths[:, i].astype(np.float64) for i in range(3))
-        whole_chosen, whole_rejected = prompt + chosen, prompt + rejected
-        keys = (whole_chosen**2 + whole_rejected**2) / 2
+        squares, other = prompt + chosen, prompt + rejected
+        squares *= squares
+        other *= other
+        squares += other
         if self.shares_prompt:
-            keys -= prompt**2 / 2
-        return self.tokens(lengths) + self.attention_per_key * keys
+            squares -= np.multiply(prompt, prompt, out=other)
+        else:
+            prompt *= 2
+        for side in (chosen, rejected):
+            side -= 1
+            prompt += np.maximum(side, 0, out=side)
+        # keys seen are half squares; `prompt` is now the pair's tokens
+        squares *= self.attention_per_key / 2
+        squares += prompt
+        return squares
 
 
 def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
@@ -58,7 +71,10 @@ def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[n
     cost_bits = 62 - rank_bits - load_bits
     parts = costs / max(costs.max(), 1e-300)
     order = _descending(parts)
-    units = (parts[order] * 2.0**cost_bits).astype(np.int64) << rank_bits
+    parts *= 2.0**cost_bits
+    # take: three times faster than indexing
+    units = parts.astype(np.int64).take(order)
+    units <<= rank_bits
     loads = np.arange(num_ranks)
     takers = np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), num_ranks):
@@ -66,7 +82,8 @@ def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[n
         dealt = units[start : start + num_ranks]
         takers[start : start + num_ranks] = loads[: len(dealt)]
         loads[: len(dealt)] += dealt
-    ranks[order] = takers & ((1 << rank_bits) - 1)
+    takers &= (1 << rank_bits) - 1
+    ranks[order] = takers.astype(np.int32)
     return ranks
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thresher.data.batch import Pair
+from thresher.data.control_tokens import ControlTokens
 from thresher.data.lint import Keys, to_keys
 from thresher.data.messages import has_content
 from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
-from thresher.data.readers import BadRowError, Block, parse_row
+from thresher.data.readers import Block
+from thresher.data.row_values import BadRowError, Unreadable, find_wrong, parse_row
 from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, to_preference_row
 from thresher.data.settings import DataSettings
 from thresher.data.template import RenderedRow, Template, render
@@ -36,9 +38,7 @@ class BadRow:
 
     @classmethod
     def of(cls, block: Block, index: int, error: BadRowError) -> BadRow:
-        content = block.contents[index]
-        raw = content.decode("utf-8", errors="replace").rstrip("\n") if isinstance(content, bytes) else content
-        return cls(block.file, block.unit, block.numbers[index], str(error), raw)
+        return cls(block.file, block.unit, block.numbers[index], str(error), _writable(block.contents[index]))
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class BlockWorker:
         self._settings = settings
         self._tokenizer = tokenizer
         self._template = template
-        self._to_tokens = PairTokenizer(tokenizer, template)
-        self._control_tokens = tuple(token for token in tokenizer.all_special_tokens if len(token) > 1)
+        self._control_tokens = ControlTokens(tokenizer, template)
+        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.stand_ins)
 
     def __call__(self, task: BlockTask) -> BlockResult:
         block = task.block
@@ -94,12 +94,12 @@ class BlockWorker:
         )
         rows, rendered = self._render(task, result)
         kept: list[Pair] = []
-        for row, tokenized in zip(rows, self._to_tokens(rendered), strict=True):
+        for row, text, tokenized in zip(rows, rendered, self._to_tokens(rendered), strict=True):
             pair = self._keep(row, tokenized, result)
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
-            if self._writes_control_tokens(row):
+            if text.has_stand_ins:
                 result.control_tokens.append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
@@ -119,12 +119,22 @@ class BlockWorker:
                 if not (has_content(row.chosen) and has_content(row.rejected)):
                     result.dropped["empty_response"] += 1
                     continue
-                texts.append(render(row, self._template, self._tokenizer))
+                texts.append(self._render_row(row))
             except BadRowError as error:
                 result.bad.append(BadRow.of(task.block, index, error))
                 continue
             rows.append(row)
         return rows, texts
+
+    def _render_row(self, row: PreferenceRow) -> RenderedRow:
+        spelled = self._control_tokens.find(row)
+        if spelled is None:
+            return render(row, self._template, self._tokenizer)
+        if self._settings.special_tokens_in_text == "refuse":
+            raise BadRowError(
+                f"the text spells the control token {spelled!r}; data_args.special_tokens_in_text=text takes it as text"
+            )
+        return self._control_tokens.render_as_text(row)
 
     def _keep(self, row: PreferenceRow, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
         """Return the pair to keep, or the cause for which it is dropped."""
@@ -154,9 +164,14 @@ class BlockWorker:
             row.margin,
         )
 
-    def _writes_control_tokens(self, row: PreferenceRow) -> bool:
-        messages = (*row.prompt, *row.chosen, *row.rejected)
-        return any(token in message["content"] for message in messages for token in self._control_tokens)
+
+def _writable(content: Any) -> Any:
+    """Return a row's content in a form that JSON can hold."""
+    if isinstance(content, bytes):
+        return content.decode("utf-8", errors="replace").rstrip("\n")
+    if not isinstance(content, Unreadable) and (wrong := find_wrong(content)) is not None:
+        content = Unreadable.of(wrong, content)
+    return content.content if isinstance(content, Unreadable) else content
 
 
 def _is_identical(pair: Pair) -> bool:

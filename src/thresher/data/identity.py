@@ -40,6 +40,7 @@ def settings_that_matter(settings: DataSettings) -> dict[str, Any]:
         "sequence_length": settings.sequence_length,
         "truncation": settings.truncation,
         "on_bad_row": settings.on_bad_row,
+        "special_tokens_in_text": settings.special_tokens_in_text,
         "column_names": dict(settings.column_names),
     }
 

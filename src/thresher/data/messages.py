@@ -6,13 +6,12 @@ and response.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError, decode_json, find_wrong, shown
 
 Message = dict[str, Any]
 
@@ -54,14 +53,14 @@ def _to_message(item: Any, column: str) -> Message:
         raise BadRowError(f"`{column}` must hold messages, got {_kind(item)}")
     theirs = item.get("role", item.get("from"))
     if not isinstance(theirs, str):
-        raise BadRowError(f"a message of `{column}` has no role; its keys are {', '.join(map(str, item))}")
+        raise BadRowError(f"a message of `{column}` has no role; its keys are {_keys(item)}")
     if theirs.lower() not in _ROLE_OF:
-        raise BadRowError(f"a message of `{column}` has the unknown role {theirs!r}")
+        raise BadRowError(f"a message of `{column}` has the unknown role {shown(theirs)}")
     content = item["content"] if "content" in item else item.get("value")
     # columns of Arrow files hold every key of every row; those without a value were never written
     extra = {key: value for key, value in item.items() if key not in _SPELLINGS and value is not None}
     if content is None and not extra:
-        raise BadRowError(f"a message of `{column}` has no content; its keys are {', '.join(map(str, item))}")
+        raise BadRowError(f"a message of `{column}` has no content; its keys are {_keys(item)}")
     return {"role": _ROLE_OF[theirs.lower()], "content": _to_text(content, column), **extra}
 
 
@@ -88,9 +87,11 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = decode_json(value)
         except ValueError as error:
             raise BadRowError(f"`tools` is text but not JSON: {error}") from error
+        if (wrong := find_wrong(value)) is not None:
+            raise BadRowError(f"`tools` cannot be read: {wrong}")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRowError(f"`tools` must be a list of objects, got {_kind(value)}")
     return value or None
@@ -163,6 +164,7 @@ def parse_transcript(text: str, column: str) -> Transcript:
         )
     labels = list(_TURN.finditer(text))
     messages: list[Message] = []
+    said: list[list[str]] = []
     starts: list[int] = []
     label_starts: list[int] = []
     for index, label in enumerate(labels):
@@ -170,12 +172,19 @@ def parse_transcript(text: str, column: str) -> Transcript:
         role = "user" if label[1] == "Human" else "assistant"
         content = text[label.end() : end].strip()
         if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content}"
+            said[-1].append(content)
             continue
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": ""})
+        said.append([content])
         starts.append(label.end())
         label_starts.append(label.start())
+    for message, parts in zip(messages, said, strict=True):
+        message["content"] = "\n\n".join(parts)
     return Transcript(text, messages, starts, label_starts)
+
+
+def _keys(item: Message) -> str:
+    return ", ".join(str(key)[:40] for key in list(item)[:40])
 
 
 def _kind(value: Any) -> str:

@@ -11,8 +11,8 @@ from thresher.data.balance import CostModel, bin_by_tokens, rank_shares
 from thresher.data.plan import PairIds
 from thresher.data.store import Lengths
 
-# costs are found for so many pairs at once: arrays that stay in the cache take two thirds of the time of whole steps
-_PAIRS_AT_ONCE = 32_768
+# costs are found for so many pairs at once: arrays that stay in the cache take half the time of whole steps
+_PAIRS_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,11 @@ class NoPairsError(UserError):
             f"{count} {cause} ({_mend_of(cause, report)})"
             for cause, count in sorted(causes.items(), key=lambda each: (-each[1], each[0]))
         ]
-        super().__init__(f"none of {report.rows_read} rows became a pair: {'; '.join(told)}")
+        names = [file.name for file in report.files]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        super().__init__(
+            f"none of {report.rows_read} rows became a pair: {'; '.join(told)}. Read: {', '.join(names[:3])}{more}"
+        )
         self.report = report
 
 
@@ -185,7 +189,9 @@ class _Quarantine:
                     "data_args.on_bad_row=skip to leave such rows out, or =quarantine to collect them in a file"
                 )
             if self._how == "quarantine":
-                self._stream.write((json.dumps(asdict(row), ensure_ascii=False, default=str) + "\n").encode())
+                # a file's name may hold what is no text
+                line = json.dumps(asdict(row), ensure_ascii=False, default=str) + "\n"
+                self._stream.write(line.encode("utf-8", errors="backslashreplace"))
 
     def sync(self) -> int:
         """Bring the file to the disk; return its size."""

@@ -19,17 +19,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from thresher.data.bounded_lines import lines_that_begin_within, take_block, text_lines
+from thresher.data.row_values import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_wrong, is_text
 from thresher.data.sources import SourceFile, load_hub_dataset, open_binary
 from thresher.errors import UserError
 
 ROWS_PER_BLOCK = 512
 BYTES_PER_SPAN = 4 << 20
 ROWS_PER_SPAN = 4096
-Row = dict[str, Any]
-
-
-class BadRowError(Exception):
-    """A row that cannot become a pair; its text is the reason."""
+# a block of lines ends early here, so that long lines do not add up
+BYTES_PER_BLOCK = MAX_ROW_BYTES
+# an array is read whole
+MAX_JSON_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,6 @@ class Block:
 
     def where(self, index: int) -> str:
         return f"{self.file}, {self.unit} {self.numbers[index]}"
-
-
-def parse_row(content: Any) -> Row:
-    """Turn a block's content into a row of columns, or raise `BadRowError`."""
-    if isinstance(content, bytes):
-        try:
-            content = json.loads(content)
-        except UnicodeDecodeError as error:
-            raise BadRowError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-        except ValueError as error:
-            raise BadRowError(f"not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadRowError(f"expected an object with columns, got {type(content).__name__}")
-    return content
 
 
 def split_source(source: SourceFile) -> list[Span]:
@@ -136,7 +123,8 @@ def read_blocks(source: SourceFile) -> Iterator[Block]:
 def _reading(source: SourceFile) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowInvalid, OSError, EOFError, csv.Error, UnicodeDecodeError) as error:
+    # ValueError: dates that Python has no year for, and text that is not UTF-8
+    except (pa.ArrowException, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise _unreadable(source, error) from error
 
 
@@ -162,36 +150,31 @@ def _read_json_lines(span: Span) -> Iterator[Block]:
             lines, start = _open_unpacked(source, stored), None
         else:
             # a few megabytes at once: object stores answer one request much sooner than many
-            content, start = _lines_that_begin_within(stored, span.start, span.stop)
+            content, start = lines_that_begin_within(stored, span.start, span.stop)
             lines = io.BytesIO(content)
         last_number = 0
-        while chunk := list(itertools.islice(lines, ROWS_PER_BLOCK)):
-            rows = [(number, line) for number, line in enumerate(chunk, start=last_number + 1) if line.strip()]
+        while chunk := take_block(lines, ROWS_PER_BLOCK, BYTES_PER_BLOCK):
+            rows = [
+                (number, line)
+                for number, line in enumerate(chunk, start=last_number + 1)
+                if isinstance(line, Unreadable) or line.strip()
+            ]
             last_number += len(chunk)
             numbers, contents = zip(*rows, strict=True) if rows else ((), ())
             done = stored.tell() if start is None else start + lines.tell()
             yield Block(source.name, "line", numbers, contents, last_number, done)
 
 
-def _lines_that_begin_within(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
-    """Return whole lines, and where the first begins."""
-    if start > 0:
-        # the line that holds the byte before `start` belongs to the span before
-        stored.seek(start - 1)
-        stored.readline()
-    begin = stored.tell()
-    if begin >= stop:
-        return b"", begin
-    content = stored.read(stop - begin)
-    return (content if content.endswith(b"\n") else content + stored.readline()), begin
-
-
 def _read_json(span: Span) -> Iterator[Block]:
     source = span.source
     with open_binary(source) as stored:
-        text = _open_unpacked(source, stored).read()
+        content = _open_unpacked(source, stored).read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise UserError(
+            f"{source.name!r} holds more than {MAX_JSON_BYTES >> 30} GiB; write one object a line, as .jsonl"
+        )
     try:
-        values = json.loads(text)
+        values = decode_json(content.decode(json.detect_encoding(content)))
     except ValueError as error:
         hint = "; if it holds one object a line, name it .jsonl" if "Extra data" in str(error) else ""
         raise UserError(f"{source.name!r} is not valid JSON: {error}{hint}") from error
@@ -201,19 +184,35 @@ def _read_json(span: Span) -> Iterator[Block]:
         values = lists[0] if len(values) == 1 and lists else [values]
     if not isinstance(values, list):
         raise UserError(f"{source.name!r} holds a {type(values).__name__}; expected a list of objects")
-    yield from _value_blocks(source, iter(values), len(values))
+    rows = (each if (wrong := find_wrong(each)) is None else Unreadable.of(wrong, each) for each in values)
+    yield from _value_blocks(source, rows, len(values))
 
 
 def _read_csv(span: Span) -> Iterator[Block]:
     source = span.source
-    csv.field_size_limit(1 << 30)
+    csv.field_size_limit(MAX_ROW_BYTES)
     with open_binary(source) as stored:
-        text = io.TextIOWrapper(_open_unpacked(source, stored), encoding="utf-8-sig", newline="")
+        # bytes that are not UTF-8 become what no text holds, so that the row is found to be bad, and no other
+        text = io.TextIOWrapper(
+            _open_unpacked(source, stored), encoding="utf-8-sig", errors="surrogateescape", newline=""
+        )
         separator = "\t" if ".tsv" in source.name.lower() else ","
-        reader = csv.DictReader(text, delimiter=separator, strict=True)
-        # a short line leaves None, a long one a None key: both are bad rows, found by the row's shape
-        for block in _value_blocks(source, iter(reader), None):
-            yield replace(block, bytes_done=stored.tell())
+        reader = csv.DictReader(text_lines(text), delimiter=separator, strict=True)
+        try:
+            _check_header(source, list(reader.fieldnames or ()))
+            # a short line leaves None, a long one a None key: both are bad rows
+            for block in _value_blocks(source, iter(reader), None):
+                yield replace(block, bytes_done=stored.tell())
+        except csv.Error as error:
+            where = f"{source.name}, line {reader.reader.line_num}"
+            raise UserError(f"{where}: no CSV: {error}; are quotes closed, and doubled within quotes?") from error
+
+
+def _check_header(source: SourceFile, names: list[str]) -> None:
+    if not all(map(is_text, names)):
+        raise UserError(f"{source.name!r} is not UTF-8; write it as UTF-8")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{source.name!r} has more than one column {', '.join(repeated)}; rename them")
 
 
 def _read_parquet(span: Span) -> Iterator[Block]:
@@ -251,7 +250,11 @@ def _rows_of(batches: Any) -> Iterator[Row]:
 def _read_saved_dataset(span: Span) -> Iterator[Block]:
     import datasets
 
-    yield from _read_dataset(span.source, datasets.load_from_disk(span.source.name))
+    try:
+        dataset = datasets.load_from_disk(span.source.name)
+    except Exception as error:  # what is wrong with its files may come out as anything
+        raise _unreadable(span.source, error) from error
+    yield from _read_dataset(span.source, dataset)
 
 
 def _read_hub_dataset(span: Span) -> Iterator[Block]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from thresher.data.messages import (
     Message,
     Segment,
@@ -20,8 +22,13 @@ from thresher.data.messages import (
     to_messages,
     to_tools,
 )
-from thresher.data.readers import BadRowError, Row
+from thresher.data.row_values import BadRowError, Row, shown
 from thresher.errors import UserError
+
+# each answer of a response is rendered with all that came before it
+MAX_MESSAGES = 1000
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
+_MAX_NAMES = 40
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,9 @@ def _history(value: Any) -> list[Message]:
         return []
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
         raise BadRowError("`history` must be a list of [question, answer]")
-    turns = [
-        [{"role": "user", "content": str(asked)}, {"role": "assistant", "content": str(said)}] for asked, said in value
-    ]
+    if not all(isinstance(text, str) for turn in value for text in turn):
+        raise BadRowError("`history` must hold texts")
+    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in value]
     return [message for turn in turns for message in turn]
 
 
@@ -87,7 +94,7 @@ def _read_prompt(row: Row) -> PreferenceRow:
         # whole conversations beside a prompt: the prompt is said again in them, or comes before them
         shared = split_shared_prefix(*sides)
         said = sides[0][:shared]
-        spoken = [message["content"] for message in said]
+        spoken = {message["content"] for message in said}
         before = [] if all(message["content"] in spoken for message in prompt) else prompt
         return _pair(row, before + said, sides[0][shared:], sides[1][shared:])
     return _pair(row, prompt, *sides)
@@ -166,7 +173,7 @@ def detect_shape(row: Row, column_names: Mapping[str, str], where: str) -> Shape
     """Name the shape of a file from its first row."""
     for ours, theirs in column_names.items():
         if theirs not in row:
-            nearest = difflib.get_close_matches(theirs, list(row), n=1)
+            nearest = difflib.get_close_matches(theirs, list(row)[:_MAX_NAMES], n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise UserError(
                 f"{where}: no column {theirs!r}, which {ours}_key names; the columns are {_names(row)}{hint}"
@@ -196,7 +203,7 @@ def _unknown_shape(row: Row, where: str) -> str:
         missing = " and ".join(keys)
     mends = []
     for key in keys:
-        nearest = difflib.get_close_matches(key, [str(name) for name in row], n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(key, [str(name) for name in row][:_MAX_NAMES], n=1, cutoff=0.5)
         mends.append(f"{key}_key={nearest[0] if nearest else 'COLUMN'}")
     known = "\n".join(f"  {shape.name}: {', '.join(shape.needs)}" for shape in SHAPES)
     return (
@@ -206,7 +213,8 @@ def _unknown_shape(row: Row, where: str) -> str:
 
 
 def _names(row: Row) -> str:
-    return ", ".join(str(name) for name in row) or "(none)"
+    more = f" and {len(row) - _MAX_NAMES} more" if len(row) > _MAX_NAMES else ""
+    return (", ".join(str(name)[:_MAX_NAMES] for name in list(row)[:_MAX_NAMES]) or "(none)") + more
 
 
 def rename(row: Row, column_names: Mapping[str, str]) -> Row:
@@ -228,6 +236,8 @@ def to_preference_row(row: Row, shape: Shape, column_names: Mapping[str, str]) -
     for name, side in (("chosen", read.chosen), ("rejected", read.rejected)):
         if not side:
             raise BadRowError(f"`{name}` holds no message")
+        if len(side) > MAX_MESSAGES:
+            raise BadRowError(f"`{name}` holds {len(side)} messages; at most {MAX_MESSAGES} are read")
         if side[0]["role"] != "assistant" or side[-1]["role"] != "assistant":
             raise BadRowError(f"`{name}` must begin and end with an assistant's turn, got {_roles(side)}")
     if not read.prompt:
@@ -245,7 +255,10 @@ def _pair(
     system = row.get("system")
     if system is not None and not isinstance(system, str):
         raise BadRowError(f"`system` must be text, got {type(system).__name__}")
-    if system and not (prompt and prompt[0]["role"] == "system"):
+    if system and prompt and prompt[0]["role"] == "system":
+        if prompt[0]["content"] != system:
+            raise BadRowError("`system` says other things than the system message of the prompt; keep one")
+    elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     weight, margin = _number(row, "weight", 1.0), _number(row, "margin", 0.0)
     if weight < 0:
@@ -279,7 +292,10 @@ def _number(row: Row, name: str, default: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise BadRowError(f"`{name}` must be a number, got {value!r}") from error
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise BadRowError(f"`{name}` must be a finite number, got {value!r}")
+        raise BadRowError(f"`{name}` must be a number, got {shown(value)}") from error
+    except OverflowError:
+        number = math.inf
+    # a store holds 32 bits: what is more would become infinite there
+    if isinstance(value, bool) or not abs(number) <= _LARGEST_NUMBER:
+        raise BadRowError(f"`{name}` must be a finite number, got {shown(value)}")
     return number

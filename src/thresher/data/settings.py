@@ -13,6 +13,7 @@ from thresher.errors import UserError
 
 Truncation = Literal["drop", "prompt_start", "response_end"]
 OnBadRow = Literal["fail", "skip", "quarantine"]
+SpecialTokensInText = Literal["text", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class DataSettings:
     template: `auto` (the tokenizer's chat template), `raw` (plain text) or the path of a Jinja file.
     template_arguments: extra variables of the chat template, such as `enable_thinking`.
     sequence_length: most tokens of prompt plus longer response; None sets no limit.
+    special_tokens_in_text: whether a row that spells a control token keeps it as text, or is a bad row.
     num_processes, shard_rows: never change the pairs, so they are no part of a store's identity.
     """
 
@@ -32,6 +34,7 @@ class DataSettings:
     sequence_length: int | None = 1024
     truncation: Truncation = "drop"
     on_bad_row: OnBadRow = "fail"
+    special_tokens_in_text: SpecialTokensInText = "text"
     chosen_key: str | None = None
     rejected_key: str | None = None
     prompt_key: str | None = None
@@ -46,6 +49,7 @@ class DataSettings:
             raise UserError(f"data_args.file_name must hold names of files, got {self.file_name!r}")
         _check_choice("truncation", self.truncation, get_args(Truncation))
         _check_choice("on_bad_row", self.on_bad_row, get_args(OnBadRow))
+        _check_choice("special_tokens_in_text", self.special_tokens_in_text, get_args(SpecialTokensInText))
         for name, value in (
             ("sequence_length", self.sequence_length),
             ("num_processes", self.num_processes),

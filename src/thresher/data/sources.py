@@ -56,7 +56,7 @@ def _resolve(name: str) -> list[SourceFile]:
     if name.startswith(_HUB) and not _suffixes(name)[0]:
         return [SourceFile(name, "hub_dataset")]
     filesystem, path = _filesystem(name)
-    if any(mark in path for mark in "*?["):
+    if any(mark in path for mark in "*?[") and not filesystem.exists(path):
         found = sorted(match for match in filesystem.glob(path) if not filesystem.isdir(match))
         if not found:
             raise UserError(f"no file matches {name!r}; {_nearest_mend(filesystem, path)}")
@@ -64,6 +64,7 @@ def _resolve(name: str) -> list[SourceFile]:
     if filesystem.isdir(path):
         return _resolve_directory(filesystem, path, name)
     if not filesystem.exists(path):
+        _refuse_broken_link(filesystem, path, name)
         raise UserError(f"{name!r} does not exist; {_nearest_mend(filesystem, path)}")
     return [_file(filesystem, path, name)]
 
@@ -88,10 +89,21 @@ def _file(filesystem: Any, path: str, name: str) -> SourceFile:
         raise UserError(
             f"{name!r}: cannot tell the format from {suffix or 'no suffix'}; known: {known} (+ .gz .bz2 .zst)"
         )
-    size = int(filesystem.size(path) or 0)
+    _refuse_broken_link(filesystem, path, name)
+    info = filesystem.info(path)
+    if info["type"] not in ("file", "link"):
+        # a pipe would keep its reader waiting, and could be read only once
+        raise UserError(f"{name!r} is no file but a pipe, a socket or a device; write its rows to a file")
+    size = int(info["size"] or 0)
     if size == 0:
         raise UserError(f"{name!r} is empty; remove it from data_args.file_name or write it again")
     return SourceFile(name, FORMAT_OF_SUFFIX[suffix], compression, size)
+
+
+def _refuse_broken_link(filesystem: Any, path: str, name: str) -> None:
+    link = Path(path)
+    if "file" in filesystem.protocol and link.is_symlink() and not link.exists():
+        raise UserError(f"{name!r} is a link to {str(link.readlink())!r}, where there is no file; mend the link")
 
 
 def _suffixes(path: str) -> tuple[str, str | None]:
@@ -133,7 +145,10 @@ def _nearest_mend(filesystem: Any, path: str) -> str:
 def open_binary(source: SourceFile) -> Any:
     """Open a source's stored bytes, not decompressed, for reading."""
     filesystem, path = _filesystem(source.name)
-    return filesystem.open(path, "rb")
+    try:
+        return filesystem.open(path, "rb")
+    except OSError as error:
+        raise UserError(f"{source.name!r} cannot be opened: {error}") from error
 
 
 def source_digest(source: SourceFile) -> str:

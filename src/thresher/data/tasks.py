@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thresher.data.blocks import BadRow, BlockTask
-from thresher.data.readers import BadRowError, Block, Span, parse_row, read_blocks, read_span, split_source
+from thresher.data.readers import Block, Span, read_blocks, read_span, split_source
+from thresher.data.row_values import BadRowError, parse_row
 from thresher.data.rows import SHAPE_OF_NAME, Shape, detect_shape, rename
 from thresher.data.settings import DataSettings
 from thresher.data.sources import SourceFile

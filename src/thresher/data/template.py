@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.messages import Message, Segment
-from thresher.data.readers import BadRowError
+from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow
 from thresher.errors import UserError
 
@@ -34,12 +34,16 @@ class SideText:
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """Texts of a row. `prompt` begins both sides; header_shortened tells that it is less than the generation prompt."""
+    """Texts of a row. `prompt` begins both sides; header_shortened tells that it is less than the generation prompt.
+
+    has_stand_ins: control tokens are written as stand-ins; what spells one is text (`control_tokens`).
+    """
 
     prompt: str
     chosen: SideText
     rejected: SideText
     header_shortened: bool = False
+    has_stand_ins: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def load_template(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapp
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, name: str) -> None:
     try:
-        _apply(tokenizer, template, [{"role": "user", "content": "?"}], None, header=True)
+        apply_template(tokenizer, template, [{"role": "user", "content": "?"}], None, header=True)
     except BadRowError as error:
         # a template may refuse this one conversation; only one that can't be parsed refuses all
         if type(error.__cause__).__name__ == "TemplateSyntaxError":
@@ -115,14 +119,15 @@ def _join_segments(prompt: str, segments: Sequence[Segment]) -> SideText:
 
 
 def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenizerBase) -> RenderedRow:
-    header = _apply(tokenizer, template, row.prompt, row.tools, header=True)
+    header = apply_template(tokenizer, template, row.prompt, row.tools, header=True)
     texts = [
-        _apply(tokenizer, template, row.prompt + side, row.tools, header=False) for side in (row.chosen, row.rejected)
+        apply_template(tokenizer, template, row.prompt + side, row.tools, header=False)
+        for side in (row.chosen, row.rejected)
     ]
     # some templates open a thought in the generation prompt that a finished answer doesn't have
     start = min(common_prefix_length(header, text) for text in texts)
     if start < len(header):
-        bare = _apply(tokenizer, template, row.prompt, row.tools, header=False)
+        bare = apply_template(tokenizer, template, row.prompt, row.tools, header=False)
         if start < len(bare.rstrip()):
             raise BadRowError("the chat template writes the prompt differently when an answer follows")
     sides = []
@@ -145,9 +150,9 @@ def _scored_spans(
         if message["role"] != "assistant":
             continue
         before = row.prompt + messages[:index]
-        header = _apply(tokenizer, template, before, row.tools, header=True)
-        bare = _apply(tokenizer, template, before, row.tools, header=False)
-        through = _apply(tokenizer, template, [*before, message], row.tools, header=False)
+        header = apply_template(tokenizer, template, before, row.tools, header=True)
+        bare = apply_template(tokenizer, template, before, row.tools, header=False)
+        through = apply_template(tokenizer, template, [*before, message], row.tools, header=False)
         begin = common_prefix_length(header, text) if index else start
         if begin < len(bare.rstrip()) or not text.startswith(through):
             raise BadRowError("the chat template writes a turn differently when more turns follow")
@@ -178,7 +183,7 @@ def eos_token(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.eos_token)
 
 
-def _apply(
+def apply_template(
     tokenizer: PreTrainedTokenizerBase,
     template: Template,
     messages: list[Message],
@@ -186,6 +191,7 @@ def _apply(
     *,
     header: bool,
 ) -> str:
+    """Render messages as text, or raise `BadRowError`."""
     try:
         text = tokenizer.apply_chat_template(
             messages,

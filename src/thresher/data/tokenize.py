@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.data.batch import Pair, TokenIds
+from thresher.data.stand_ins import StandIns
 from thresher.data.template import RenderedRow, SideText, Template, cut_after_eos, eos_token
 from thresher.errors import UserError
 
@@ -33,8 +34,9 @@ class TokenizedRow:
 class PairTokenizer:
     """Tokenise rendered rows; a chat template brings its own BOS, plain text gets the tokenizer's."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, stand_ins: StandIns) -> None:
         self._eos = eos_token(tokenizer)
+        self._stand_ins = stand_ins
         self._tokenizer: Any = tokenizer
         self.bos_id: int | None = tokenizer.bos_token_id
         self._eos_id = int(self._tokenizer.eos_token_id)
@@ -42,18 +44,32 @@ class PairTokenizer:
 
     def __call__(self, rows: Sequence[RenderedRow]) -> list[TokenizedRow]:
         """Tokenise rows together: one call of the tokenizer for all their texts."""
-        texts = [text for row in rows for text in (row.prompt, *self._side_texts(row))]
-        encoded = self._encode(texts)
-        return [self._split(row, *encoded[3 * index : 3 * index + 3]) for index, row in enumerate(rows)]
+        plain = iter(self._encode([text for row in rows if not row.has_stand_ins for text in self._texts(row)]))
+        disarmed = iter(
+            self._encode_stand_ins([text for row in rows if row.has_stand_ins for text in self._texts(row)])
+        )
+        result = []
+        for row in rows:
+            encoded = disarmed if row.has_stand_ins else plain
+            result.append(self._split(row, next(encoded), next(encoded), next(encoded)))
+        return result
 
-    def _side_texts(self, row: RenderedRow) -> tuple[str, str]:
-        return cut_after_eos(row.chosen.text, self._eos), cut_after_eos(row.rejected.text, self._eos)
+    def _texts(self, row: RenderedRow) -> tuple[str, str, str]:
+        return row.prompt, self._cut(row, row.chosen), self._cut(row, row.rejected)
+
+    def _cut(self, row: RenderedRow, side: SideText) -> str:
+        eos = self._stand_ins.of_token.get(self._eos, self._eos) if row.has_stand_ins else self._eos
+        return cut_after_eos(side.text, eos)
 
     def _encode(self, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
             return []
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(self._open(ids), dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def _encode_stand_ins(self, texts: Sequence[str]) -> list[TokenIds]:
+        encoded = self._stand_ins.encode(texts) if texts else []
+        return [np.asarray(self._open(ids), dtype=np.int32) for ids, _ in encoded]
 
     def _open(self, ids: list[int]) -> list[int]:
         """Put the tokenizer's opening tokens first, once."""
@@ -65,7 +81,7 @@ class PairTokenizer:
 
     def _split(self, row: RenderedRow, prompt: TokenIds, chosen: TokenIds, rejected: TokenIds) -> TokenizedRow:
         split = min(common_prefix(prompt, chosen), common_prefix(prompt, rejected))
-        masks = [self._mask(side, ids) for side, ids in ((row.chosen, chosen), (row.rejected, rejected))]
+        masks = [self._mask(row, side, ids) for side, ids in ((row.chosen, chosen), (row.rejected, rejected))]
         sides = [self._finish(ids, mask, split) for ids, mask in zip((chosen, rejected), masks, strict=True)]
         empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask in sides)
         pair = Pair(prompt[:split], sides[0][0], sides[1][0], sides[0][1], sides[1][1])
@@ -80,22 +96,27 @@ class PairTokenizer:
         response = np.append(ids[split:end], np.int32(self._eos_id)).astype(np.int32)
         return response, None if mask is None else np.append(mask[split:end], True)
 
-    def _mask(self, side: SideText, ids: TokenIds) -> npt.NDArray[np.bool_] | None:
+    def _mask(self, row: RenderedRow, side: SideText, ids: TokenIds) -> npt.NDArray[np.bool_] | None:
         if side.scored_spans is None:
             return None
         if not self._tokenizer.is_fast:
             raise UserError(
                 "responses of several turns need a fast tokenizer, which knows where its tokens stand in the text"
             )
-        text = cut_after_eos(side.text, self._eos)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        starts = np.asarray(self._starts(row, self._cut(row, side)), dtype=np.int64)
         scored = np.zeros(len(starts), dtype=np.bool_)
         for begin, end in side.scored_spans:
             scored |= (starts >= begin) & (starts < end)
         # opening tokens, or a second BOS that was dropped, stand before everything scored
         missing = len(ids) - len(scored)
         return scored[-missing:] if missing < 0 else np.concatenate([np.zeros(missing, dtype=np.bool_), scored])
+
+    def _starts(self, row: RenderedRow, text: str) -> list[int]:
+        if row.has_stand_ins:
+            ((_, starts),) = self._stand_ins.encode([text])
+            return starts
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [start for start, _ in encoded["offset_mapping"]]
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

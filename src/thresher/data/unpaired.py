@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from thresher.data.messages import to_messages
-from thresher.data.readers import BadRowError, Row
+from thresher.data.row_values import BadRowError, Row, shown
 from thresher.data.rows import Shape
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
@@ -63,5 +63,5 @@ def _split_answer(row: Row, shape: Shape) -> tuple[Any, Any]:
 def _read_label(value: Any) -> bool:
     label = _LABELS.get(str(value).strip().lower())
     if label is None:
-        raise BadRowError(f"`label` must be true or false, got {value!r}")
+        raise BadRowError(f"`label` must be true or false, got {shown(value)}")
     return label

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from thresher.errors import UserError
+from thresher.models.chunk import PassBy
 
 
 def compile_layers(backbone: nn.Module) -> None:
@@ -19,5 +20,7 @@ def compile_layers(backbone: nn.Module) -> None:
             "none under `layers`; leave torch_compile out"
         )
     for layer in layers:
+        if isinstance(layer, PassBy):
+            continue
         # dynamic: every micro-batch has another number of rows
         layer.compile(dynamic=True)

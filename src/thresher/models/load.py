@@ -24,6 +24,11 @@ from thresher.errors import UserError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NOT_LOADABLE = (OSError, ValueError, KeyError, ImportError)  # what transformers raises of a model that cannot be had
+
+
+def not_loadable(path: str, error: Exception) -> UserError:
+    return UserError(f"no model can be loaded from {path}: {_first_line(error)}")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -72,8 +77,8 @@ def load_model(
             use_safetensors=None if gguf else True,
             **gguf,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no model can be loaded from {path}: {_first_line(error)}") from error
+    except NOT_LOADABLE as error:
+        raise not_loadable(path, error) from error
     if gguf:
         model = _without_quantization(model, dtype)
     return made_repeatable(model)

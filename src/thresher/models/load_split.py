@@ -6,18 +6,17 @@ First the empty model (no memory), then the axes split its parameters, then each
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.load import load_family, made_repeatable
+from thresher.models.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable
 from thresher.models.split_tensors import local_part, own_part
 
 _INDEX = "model.safetensors.index.json"
@@ -34,10 +33,13 @@ def empty_model(
             "download the model, or convert it with `thresher export`, and give that directory"
         )
     family = load_family(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except NOT_LOADABLE as error:
+        raise not_loadable(path, error) from error
     model.tie_weights()
     return made_repeatable(model)
 
@@ -45,7 +47,7 @@ def empty_model(
 def fill_weights(model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Give every parameter memory on a device, and the numbers of the file to those that the file has.
 
-    Parameters of adapters stay for `start_adapters`.
+    Those of adapters get theirs from `start_adapters`.
     """
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # giving memory to a shared parameter made two of it
@@ -91,8 +93,3 @@ class WeightFiles:
         if file not in self._files:
             self._files[file] = safe_open(self._directory / file, framework="pt")
         return self._files[file]
-
-
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that LoRA adds, with their names."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from thresher.losses.pairs import ResponseLogps, SidesLogps
 from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
+from thresher.models.chunk import Chunk
 from thresher.models.head import Head, LogitTransform, VocabShare, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.lean import as_written, make_lean
@@ -55,7 +56,7 @@ class PairModel:
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype)
         register_pair_attention()
-        plain = _plain(causal_lm)
+        plain = plain_model(causal_lm)
         plain.set_attn_implementation(PAIR_ATTENTION)
         make_lean(plain.get_decoder())
         # which rows the last layer may leave out is known of whole rows only
@@ -64,7 +65,7 @@ class PairModel:
 
     @property
     def plain(self) -> PreTrainedModel:
-        return _plain(self.causal_lm)
+        return plain_model(self.causal_lm)
 
     @property
     def backbone(self) -> nn.Module:
@@ -81,13 +82,41 @@ class PairModel:
         return next(self.causal_lm.parameters()).device
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The precision of the weights, and of the hidden states that layers add to."""
+        return next(self.plain.parameters()).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.plain.config.get_text_config().hidden_size)
+
+    @property
     def max_positions(self) -> int | None:
         return max_positions(self.plain.config)
 
     def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> SidesLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
         # through the model's own call, not past it: engines hang on to it what they do before and after a forward
-        values, collision = self.plain(pair_request=partial(self._score, batch, with_log_collision))
+        return self.sides(batch, *self.plain(pair_request=partial(self._score, batch, with_log_collision)))
+
+    def compute_chunk(
+        self, chunk: Chunk, batch: ArrangedBatch, entering: Tensor | None, with_log_collision: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute some layers of a micro-batch: the hidden states after them or, after the last ones, what `sides`
+        takes. Those that enter are None for the first layers.
+        """
+        request = partial(self._compute_chunk, chunk, batch, entering, with_log_collision)
+        computed: tuple[Tensor, Tensor | None] = self.plain(pair_request=request)
+        return computed
+
+    def hidden_shape(self, batch: ArrangedBatch) -> tuple[int, int, int]:
+        """The shape of a micro-batch's hidden states in this process, before and after every layer but a pruned one."""
+        sequences, rows = self._filled_up(batch).model_inputs["input_ids"].shape
+        parts = 1 if self.row_share is None else self.row_share.size
+        return sequences, rows // parts, self.hidden_size
+
+    def sides(self, batch: ArrangedBatch, values: Tensor, collision: Tensor | None) -> SidesLogps:
+        """Take the logps of all scored tokens apart: those of chosen responses come first."""
         chosen_lengths, rejected_lengths = batch.chosen_lengths.to(self.device), batch.rejected_lengths.to(self.device)
         split = int(batch.chosen_lengths.sum())
         return SidesLogps(
@@ -96,9 +125,24 @@ class PairModel:
         )
 
     def _score(self, batch: ArrangedBatch, with_log_collision: bool) -> tuple[Tensor, Tensor | None]:
-        if self.row_share is not None:
-            batch = self.row_share.fill_up(batch)
-        rows, places = self._scored_states(batch)
+        batch = self._filled_up(batch)
+        return self._logps(batch, self._hidden_states(batch), with_log_collision)
+
+    def _compute_chunk(
+        self, chunk: Chunk, batch: ArrangedBatch, entering: Tensor | None, with_log_collision: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        batch = self._filled_up(batch)
+        with chunk.alone(self.backbone):
+            hidden = self._hidden_states(batch, entering)
+        if chunk.is_last:
+            return self._logps(batch, hidden, with_log_collision)
+        return hidden.to(self.stored_dtype).contiguous(), None
+
+    def _filled_up(self, batch: ArrangedBatch) -> ArrangedBatch:
+        return batch if self.row_share is None else self.row_share.fill_up(batch)
+
+    def _logps(self, batch: ArrangedBatch, hidden: Tensor, with_log_collision: bool) -> tuple[Tensor, Tensor | None]:
+        rows, places = self._scored_states(batch, hidden)
         targets = batch.targets.to(rows.device)
         head = self.head_for(rows)
         values = target_logps(head, rows, targets if places is None else targets[places])
@@ -108,24 +152,34 @@ class PairModel:
             collision = None if collision is None else self.row_share.join(collision, places, len(targets))
         return values, collision
 
-    def _scored_states(self, batch: ArrangedBatch) -> tuple[Tensor, Tensor | None]:
-        """The hidden states of scored rows, and which of them these are where another process has the rest."""
+    def _hidden_states(self, batch: ArrangedBatch, entering: Tensor | None = None) -> Tensor:
+        """What the decoder makes of a micro-batch, or of the hidden states that earlier layers made of it."""
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
         context: dict[str, object] = {}
         if batch.segments is not None:
             # segments reach our attention function through the keyword arguments that transformers hands down
             context["pair_visibility"] = Visibility(batch.segments, self.row_share)
-        scored = batch.scored_rows
-        if self.prunes_last_layer and batch.kept is not None and batch.scored_in_kept is not None and len(scored):
-            context["pair_kept"] = KeptRows(batch.kept.rows.to(device), batch.kept.visibility)
-            scored = batch.scored_in_kept
+        if (kept := self._kept(batch)) is not None:
+            context["pair_kept"] = KeptRows(kept.rows.to(device), kept.visibility)
         if self.row_share is not None:
             inputs = self.row_share.of_inputs(inputs)
+        if entering is not None:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = entering
         with self.precision(device):
-            hidden = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
+            hidden: Tensor = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
+        return hidden
+
+    def _kept(self, batch: ArrangedBatch) -> KeptRows | None:
+        """The rows that our last layer computes; None where it computes all."""
+        return batch.kept if self.prunes_last_layer and len(batch.scored_rows) else None
+
+    def _scored_states(self, batch: ArrangedBatch, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of scored rows, and which of them these are where another process has the rest."""
         states = hidden.reshape(-1, hidden.shape[-1])
-        scored = scored.to(device)
+        in_kept = None if self._kept(batch) is None else batch.scored_in_kept
+        scored = (batch.scored_rows if in_kept is None else in_kept).to(hidden.device)
         if self.row_share is None:
             return states.index_select(0, scored), None
         own, places = self.row_share.own_among(scored, len(states))
@@ -144,8 +198,7 @@ class PairModel:
         return Head(weight.to_local(), own_bias, compute_dtype, transform, share)
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        stored = self.head.weight.dtype
-        if self.compute_dtype == stored:
+        if self.compute_dtype == self.stored_dtype:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
@@ -163,7 +216,7 @@ def first_row(weight: DTensor) -> int:
 
 def logit_transform(model: nn.Module) -> LogitTransform:
     """Read from a model's config what its family does to logits."""
-    config = _plain(model).config.get_text_config()
+    config = plain_model(model).config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
         scale *= float(getattr(config, name, None) or 1.0)
@@ -175,7 +228,7 @@ def logit_transform(model: nn.Module) -> LogitTransform:
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its authors wrote it, for the length of a `with` block."""
-    plain = _plain(model)
+    plain = plain_model(model)
     before = plain.config._attn_implementation
     if before != PAIR_ATTENTION:
         yield
@@ -189,7 +242,7 @@ def own_forward(model: nn.Module) -> Iterator[None]:
         plain.set_attn_implementation(before)
 
 
-def _plain(model: nn.Module) -> PreTrainedModel:
+def plain_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (adapters live in its layers and stay active)."""
     unwrap = getattr(model, "get_base_model", None)
     return cast("PreTrainedModel", model if unwrap is None else unwrap())

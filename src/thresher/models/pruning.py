@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from thresher.models.attention.interface import pair_attention
 from thresher.models.attention.segments import KeptRows
@@ -20,7 +21,12 @@ _SAME_SHAPE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", 
 
 
 def has_llama_shape(layer: nn.Module) -> bool:
-    return type(layer).__name__ in _SAME_SHAPE
+    return _class_as_written(layer).__name__ in _SAME_SHAPE
+
+
+def _class_as_written(layer: nn.Module) -> type:
+    """The class that a family's authors wrote: FSDP2 gives a layer that it shards a subclass of it."""
+    return next(cls for cls in type(layer).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def prune_last_layer(backbone: nn.Module) -> bool:
@@ -48,7 +54,7 @@ def _pruned_forward(
     normed = layer.input_layernorm(hidden_states)
     query = _heads(attention, "q", normed.index_select(1, rows))
     key, value = _heads(attention, "k", normed), _heads(attention, "v", normed)
-    rotate = sys.modules[type(layer).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[_class_as_written(layer).__module__].apply_rotary_pos_emb
     cos, sin = rest["position_embeddings"]
     query = rotate(query, query, cos.index_select(1, rows), sin.index_select(1, rows))[0]
     key = rotate(key, key, cos, sin)[1]
@@ -68,7 +74,7 @@ def _pruned_forward(
 
 def _window(layer: Any) -> int | None:
     # only Mistral reads it from the config; others may carry the key and mean nothing by it
-    is_mistral = type(layer).__name__ == "MistralDecoderLayer"
+    is_mistral = _class_as_written(layer).__name__ == "MistralDecoderLayer"
     window: int | None = getattr(layer.self_attn.config if is_mistral else layer.self_attn, "sliding_window", None)
     return window
 

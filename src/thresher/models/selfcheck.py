@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from thresher.data.batch import PairBatch, scored_positions
 from thresher.errors import UserError
@@ -26,11 +27,10 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 @torch.no_grad()
 def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the model's own forward."""
-    # in the precision of the stored weights: bf16 would hide small mistakes
-    exact = replace(model, compute_dtype=model.head.weight.dtype)
+    exact = as_exact_as_stored(model)
     arranged = layout.arrange(batch)
     # uncompiled: the layers are watched, which would be compiled in for once
-    with _evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    with evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours, our_layers = _our_forward(exact, layout, arranged)
         theirs, their_layers = _own_forward(exact, batch)
     distance = (ours - theirs).abs().mean().item() if len(theirs) else 0.0
@@ -38,7 +38,7 @@ def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch
         mend = "use layout=padded" if layout.needs_pair_attention else "this family is not supported"
         raise UserError(
             f"log-probabilities of layout `{layout.name}` differ from the model's own forward by {distance:.2g} nats a "
-            f"token (model family `{_family(model)}`, {_parting(our_layers, their_layers)}); {mend}"
+            f"token (model family `{family_of(model)}`, {_parting(our_layers, their_layers)}); {mend}"
         )
 
 
@@ -51,8 +51,10 @@ def _our_forward(model: PairModel, layout: Layout, arranged: ArrangedBatch) -> t
         if not layout.needs_pair_attention:
             raise
         raise UserError(
-            f"layout `{layout.name}` does not work with model family `{_family(model)}` ({error}); use layout=padded"
+            f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"
         ) from error
+    if model.row_share is not None:
+        outputs = []  # of a part of the row
     layers = [output[_rows_in(arranged, len(output)).to(output.device)] for output in outputs]
     return torch.cat([sides.chosen.values, sides.rejected.values]), layers
 
@@ -70,7 +72,7 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     for prompt, response, mask in sides:
         rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
-        with own_forward(model.causal_lm), _layer_outputs(model.backbone) as outputs:
+        with own_forward(model.causal_lm), model.precision(model.device), _layer_outputs(model.backbone) as outputs:
             logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]
         logits = logits if len(logits) == len(rows) else logits[rows]
         logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))
@@ -78,8 +80,16 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     return torch.cat(logps), [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
 
+def as_exact_as_stored(model: PairModel) -> PairModel:
+    """The same model in the precision of its weights: bf16 would hide small mistakes.
+
+    Not where it is sharded: its layers come together in the precision of their products alone.
+    """
+    return model if isinstance(model.plain, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
+
+
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
@@ -113,5 +123,5 @@ def _parting(ours: list[Tensor], theirs: list[Tensor]) -> str:
     return "they part after the last layer"
 
 
-def _family(model: PairModel) -> str:
+def family_of(model: PairModel) -> str:
     return str(getattr(getattr(model.causal_lm, "config", None), "model_type", "unknown"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from thresher.data.store import HASH_BYTES, Hashes
 from thresher.losses.pairs import ResponseLogps, SidesLogps, no_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
+from thresher.strategies.ranks import DataRanks
 
 
 @dataclass(frozen=True)
@@ -91,32 +93,35 @@ class PrecomputedReference:
         self,
         score: Callable[[PairBatch], SidesLogps],
         *,
-        rank: int = 0,
-        num_ranks: int = 1,
+        ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Score every block of this rank's share that lacks a wanted pair, and look all pairs up again."""
-        for done, total in self.scoring(score, rank=rank, num_ranks=num_ranks, limits=limits):
+        for done, total in self.scoring(score, ranks=ranks, limits=limits):
             advance(done, total)
 
     def scoring(
         self,
         score: Callable[[PairBatch], SidesLogps],
         *,
-        rank: int = 0,
-        num_ranks: int = 1,
+        ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
         """Do the work of `score_missing`, yielding (blocks done, blocks of this rank) on the way."""
         started = time.perf_counter()
-        blocks = self._missing_blocks(rank, num_ranks)
+        blocks = self._missing_blocks(ranks)
+        num_missing_of_others = ranks.most(len(blocks)) - len(blocks)
         if blocks:
-            with self._cache.writer(limits) as writer:
+            with self._cache.writer(limits) if ranks.speaks else nullcontext() as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
                     yield done, len(blocks)
-            self._cache.trust(writer.written)
+            if writer is not None:
+                self._cache.trust(writer.written)
+        for _ in range(num_missing_of_others):  # to keep step
+            score(self._source.read(np.zeros(0, dtype=np.int64)))
+        if blocks:
             self.look_up()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
@@ -139,10 +144,10 @@ class PrecomputedReference:
         chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
         return SidesLogps(chosen, rejected)
 
-    def _missing_blocks(self, rank: int, num_ranks: int) -> list[int]:
+    def _missing_blocks(self, ranks: DataRanks) -> list[int]:
         # dealt out before what is there is left out: other ranks write meanwhile, and all must deal alike
-        is_missing = self._blocks_with(self._is_wanted & self._found.is_missing())
-        is_mine = np.arange(len(self._blocks)) % num_ranks == rank
+        is_missing = ranks.everyone.agree(self._blocks_with(self._is_wanted & self._found.is_missing()))
+        is_mine = np.arange(len(self._blocks)) % ranks.size == ranks.rank
         return [int(block) for block in self._blocks[is_mine & is_missing]]
 
     def _blocks_with(self, is_marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -150,11 +155,13 @@ class PrecomputedReference:
         starts = np.arange(len(self._blocks)) * self._pairs_per_block
         return np.logical_or.reduceat(is_marked, starts) if len(starts) else is_marked
 
-    def _score_block(self, block: int, score: Callable[[PairBatch], SidesLogps], writer: ShardWriter) -> None:
+    def _score_block(self, block: int, score: Callable[[PairBatch], SidesLogps], writer: ShardWriter | None) -> None:
         ids = _ids_of(np.array([block]), self._pairs_per_block, len(self._source))
         batch = self._source.read(ids)
         sides = score(batch)
         self.num_scored += len(batch)
+        if writer is None:
+            return
         chosen, rejected = (_split(side) for side in (sides.chosen, sides.rejected))
         is_missing = self._found.is_missing(self._positions(ids))
         for index in np.flatnonzero(is_missing).tolist():

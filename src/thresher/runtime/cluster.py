@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,7 +46,7 @@ class Cluster:
             for rank, place in enumerate(places)
         ]
         if worker_config.joins_process_group:
-            address = self.wait([(0, self.workers[0].host_meeting.remote())])[0]
+            address = Call(self, 0, self.workers[0].host_meeting.remote()).answer()
             self.call("join", address)
 
     def __len__(self) -> int:
@@ -54,52 +54,65 @@ class Cluster:
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker; return their answers by rank."""
-        return self.wait(self.submit(method, *arguments))
+        return wait_for(self.submit(method, *arguments))
 
-    def submit(self, method: str, *arguments: object) -> list[tuple[int, Any]]:
-        """Begin a call of every worker, to be awaited with `wait`."""
-        return [(rank, getattr(worker, method).remote(*arguments)) for rank, worker in enumerate(self.workers)]
-
-    def wait(self, calls: Sequence[tuple[int, Any]], on_done: Callable[[int], None] = lambda done: None) -> list[Any]:
-        """Wait for calls, given with the rank that runs each; on_done hears how many are finished."""
-        ranks = {ref: rank for rank, ref in calls}
-        pending = list(ranks)
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1)
-            for ref in ready:
-                self._get(ref, ranks[ref])
-            on_done(len(calls) - len(pending))
-        return [self._get(ref, rank) for rank, ref in calls]
+    def submit(self, method: str, *arguments: object) -> list[Call]:
+        """Begin a call of every worker, to be awaited with `wait_for`."""
+        return [Call(self, rank, getattr(each, method).remote(*arguments)) for rank, each in enumerate(self.workers)]
 
     def stream(self, method: str, others_method: str, *arguments: object) -> Iterator[Any]:
         """Yield what a generator method of rank 0 yields, while the other ranks run theirs."""
         first, *others = self.workers
         stream = getattr(first, method).options(num_returns="streaming").remote(*arguments)
-        ranks = {getattr(worker, others_method).remote(*arguments): rank for rank, worker in enumerate(others, start=1)}
-        pending = [stream, *ranks]
+        calls = [
+            Call(self, rank, getattr(worker, others_method).remote(*arguments))
+            for rank, worker in enumerate(others, start=1)
+        ]
+        running = {call.ref: call for call in calls}
+        pending = [stream, *running]
         while pending:
             (ready,), pending = ray.wait(pending, num_returns=1)
             if ready is not stream:
-                self._get(ready, ranks[ready])
+                running[ready].answer()
                 continue
             try:
                 record = next(stream)
             except StopIteration:
                 continue
             pending.append(stream)
-            yield self._get(record, 0)
+            yield Call(self, 0, record).answer()
 
     def close(self) -> None:
         """End every worker at once."""
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
-    def _get(self, ref: Any, rank: int) -> Any:
+
+@dataclass(frozen=True)
+class Call:
+    """Something that a worker was asked for."""
+
+    cluster: Cluster
+    rank: int
+    ref: Any
+
+    def answer(self) -> Any:
+        """Take the answer; a failure ends the worker's whole cluster."""
         try:
-            return ray.get(ref)
+            return ray.get(self.ref)
         except RayError as error:
-            self.close()
-            _fail(error, f"{self.name} worker {rank} of {len(self.workers)}")
+            self.cluster.close()
+            _fail(error, f"{self.cluster.name} worker {self.rank} of {len(self.cluster)}")
+
+
+def wait_for(calls: Sequence[Call]) -> list[Any]:
+    """Wait for calls, of one cluster or several; whichever fails first is told at once, whoever is still busy."""
+    running = {call.ref: call for call in calls}
+    pending = list(running)
+    while pending:
+        (ready,), pending = ray.wait(pending, num_returns=1)
+        running[ready].answer()
+    return [call.answer() for call in calls]
 
 
 class WorkerError(RuntimeError):
@@ -114,7 +127,7 @@ def _fail(error: RayError, worker: str) -> NoReturn:
     if isinstance(error, RayActorError):
         # of a worker that could not be made, the last line says why; of one that was lost, the first
         lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1 if "creation task" in lines[0] else 0].strip()
+        reason = lines[-1 if "creation task" in lines[0] else 0].strip().rstrip(".")
         raise UserError(
             f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and go on "
             "with resume_from_checkpoint=auto"

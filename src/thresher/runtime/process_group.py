@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from thresher.strategies.ranks import DataRanks
+from thresher.strategies.ranks import Group
 
 Address = tuple[str, int]
 # a peer that died is noticed by the driver at once; this is for one that hangs
@@ -31,7 +31,7 @@ def host_meeting(size: int) -> tuple[TCPStore, Address]:
     return store, (host, port)
 
 
-def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -> DataRanks:
+def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
     """Meet the other ranks; store is the one that this rank hosts, None on the others."""
     host, port = address
     interface = _interface_of(ray.util.get_node_ip_address())
@@ -47,7 +47,7 @@ def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -
         world_size=size,
         timeout=_PEER_TIMEOUT,
     )
-    return DataRanks(rank, size, dist.group.WORLD)
+    return Group(rank, size, dist.group.WORLD)
 
 
 def _interface_of(address: str) -> str | None:

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
+from thresher.assembly.axes import axis_sizes
 from thresher.assembly.inputs import RunInputs
 from thresher.assembly.objective import build_objective
 from thresher.assembly.precompute import Announce, Progress
 from thresher.assembly.reference import frozen_files_digest, reference_mode
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
+from thresher.errors import UserError
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
-from thresher.runtime.cluster import Cluster, WorkerConfig
+from thresher.runtime.cluster import Cluster, WorkerConfig, wait_for
 from thresher.runtime.placement import RoleDemand
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits
 from thresher.runtime.resources import ResourceManager
@@ -69,13 +71,14 @@ class RayRuntime:
         num_found, num_missing = _count_cached(config, inputs, weights, announce) if mode == "precompute" else (0, 0)
         workers: tuple[Any, ...] = ()
         if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
-            reference = self.reference or self._cluster("reference", ReferenceWorker, joins_process_group=False)
+            reference = self.reference or self._cluster(
+                "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_plain
+            )
             self.reference = reference
-            reference.call("load", config, inputs)
-            hidden_size = policy.wait(loading)[0]
-            reference.call("serve", hidden_size, len(policy))
+            hidden_size = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
+            reference.call("serve", hidden_size, config.actor_train.num_data_ranks)
             workers = tuple(reference.workers)
-        policy.wait(loading)
+        wait_for(loading)
         reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
         report = reports[0]
 
@@ -148,6 +151,11 @@ def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:
 def open_ray_runtime(config: DPOConfig) -> Iterator[RayRuntime]:
     """Connect, reserve what the roles ask for, and give it all back at the end."""
     mode = reference_mode(config, build_objective(config))
+    if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_plain:
+        raise UserError(
+            "a reference that works ahead has a whole copy in every worker; set reference.strategy_args.strategy_name "
+            "to hf_infer, or reference.mode to precompute"
+        )
     roles = [_demand("actor_train", config.actor_train)]
     if reference_has_workers(config, mode):
         roles.append(_demand("reference", config.reference))

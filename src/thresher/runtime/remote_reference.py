@@ -95,7 +95,7 @@ class ReferenceAhead:
         try:
             flat = ray.get(answer)
         except RayActorError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(
                 f"a reference worker died: {reason}; look for the cause (often memory) and go on with "
                 "resume_from_checkpoint=auto"

@@ -11,7 +11,8 @@ import socket
 from collections.abc import Iterator
 
 import ray
-from ray.exceptions import RayError
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stub lacks it
+from ray.exceptions import AuthenticationError, RayError
 
 from thresher.errors import UserError
 
@@ -28,6 +29,8 @@ def ray_session(address: str | None) -> Iterator[None]:
         else:
             _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        raise refusal(str(address), error) from None
     except (OSError, ValueError, RuntimeError, RayError) as error:
         where = f"the Ray cluster at {address}" if address else "Ray on this machine"
         raise UserError(
@@ -40,8 +43,17 @@ def ray_session(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+def refusal(cluster: str, error: AuthenticationError) -> UserError:
+    """Say that a cluster does not take our token."""
+    reason = error.message.splitlines()[0].strip()
+    return UserError(
+        f"the Ray cluster at {cluster} refuses us: {reason}; set RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+    )
+
+
 def _knock(address: str) -> None:
-    """Fail within seconds where nobody listens: Ray would go on trying for minutes."""
+    """Fail at once where nobody listens, or our token is refused: Ray would go on trying, for minutes and for 20 s."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
+        GcsClient(address=address)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,9 +25,14 @@ from ray.job_submission import JobSubmissionClient
 
 from thresher.errors import UserError
 from thresher.observe.redact import redact_text
+from thresher.runtime.session import refusal
 
 CONFIG_NAME = "thresher_job.yaml"
 SECONDS_TO_CONNECT = 10
+_SEND_LESS = (
+    "; files that a job needs are sent along, so leave large ones out of --working-dir or name them in its .rayignore, "
+    "and give their paths on a file system that all nodes share"
+)
 SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
@@ -91,18 +97,18 @@ class JobServer:
         try:
             yield
         except AuthenticationError as error:
-            reason = error.message.splitlines()[0].strip()
-            raise UserError(
-                f"the Ray cluster at {url} refuses us: {reason}; set RAY_AUTH_TOKEN_PATH to a file with the "
-                "cluster's token"
-            ) from None
+            raise refusal(url, error) from None
         except OSError as error:
             raise UserError(
                 f"no Ray job server answers at {url}: {redact_text(str(error).strip())}; give the URL of the head's "
                 "dashboard (port 8265 unless it was started with another), or forward that port to this machine"
             ) from None
         except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"the server at {url} did not take the job: {redact_text(str(error).strip())}") from None
+            reason = redact_text(str(error).strip().rstrip("."))
+            too_large = f"status code {HTTPStatus.REQUEST_ENTITY_TOO_LARGE}" in reason
+            raise UserError(
+                f"the server at {url} did not take the job: {reason}{_SEND_LESS if too_large else ''}"
+            ) from None
 
 
 def _knock(url: str) -> None:

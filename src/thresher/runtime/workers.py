@@ -32,7 +32,7 @@ from thresher.runtime.process_group import Address, host_meeting, join_group
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits, linked_reference, look_up_again
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.ranks import DataRanks
+from thresher.strategies.ranks import ALONE, Group
 from thresher.trainer import Record, evaluation_batches
 
 _SECONDS_BETWEEN_NEWS = 2.0
@@ -49,18 +49,14 @@ class RankReport:
     notes: tuple[str, ...]
 
 
-class ActorWorker:
-    """One rank of the policy: its trainer, built by the same functions as in one process, and called from afar."""
+class Worker:
+    """A process of a role. Those that compute together meet and join a group first."""
 
     def __init__(self, rank: int, size: int, threads: int, directory: str):
         start_process(threads, directory)
         self._rank, self._size = rank, size
         self._meeting: TCPStore | None = None
-        self._ranks = DataRanks()
-        self._config: DPOConfig
-        self._inputs: RunInputs
-        self._policy: NativeTrain
-        self._parts: RankParts
+        self._world = ALONE
 
     def host_meeting(self) -> Address:
         """Open the address at which all ranks meet."""
@@ -68,12 +64,23 @@ class ActorWorker:
         return address
 
     def join(self, address: Address) -> None:
-        self._ranks = join_group(self._rank, self._size, address, self._meeting)
+        self._world = join_group(self._rank, self._size, address, self._meeting)
+
+
+class ActorWorker(Worker):
+    """One process of the policy: its trainer, built by the same functions as in one process, and called from afar."""
+
+    def __init__(self, rank: int, size: int, threads: int, directory: str):
+        super().__init__(rank, size, threads, directory)
+        self._config: DPOConfig
+        self._inputs: RunInputs
+        self._policy: NativeTrain
+        self._parts: RankParts
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> int:
         """Load the policy and check it on real pairs; return its hidden size, which decides how steps are cut."""
         self._config, self._inputs = config, inputs
-        self._policy = build_policy(config, inputs.layout, device=own_device(), ranks=self._ranks)
+        self._policy = build_policy(config, inputs.layout, device=own_device(), world=self._world)
         check_policy(config, inputs, self._policy)
         return self._policy.hidden_size
 
@@ -114,12 +121,12 @@ class ActorWorker:
         return list(self._parts.trainer.spans)
 
 
-class ReferenceWorker:
-    """A copy of the frozen model that scores into the cache, or the shares of coming steps."""
+class ReferenceWorker(Worker):
+    """A copy of the frozen model, or a part of one, that scores into the cache, or the shares of coming steps."""
 
     def __init__(self, rank: int, size: int, threads: int, directory: str):
-        start_process(threads, directory)
-        self._rank, self._size = rank, size
+        super().__init__(rank, size, threads, directory)
+        self._recent: dict[tuple[int, int], FlatLogps] = {}
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS)
         self._config: DPOConfig
         self._inputs: RunInputs
@@ -130,7 +137,9 @@ class ReferenceWorker:
     def load(self, config: DPOConfig, inputs: RunInputs) -> None:
         """Load the reference and check it on real pairs."""
         self._config, self._inputs = config, inputs
-        self._reference = build_reference(config, inputs.layout, device=own_device())
+        # copies that join no group deal the blocks by their numbers alone
+        world = self._world if self._world.group is not None else Group(self._rank, self._size)
+        self._reference = build_reference(config, inputs.layout, device=own_device(), world=world)
         self._reference.check_logps(probe_pairs(inputs.train))
 
     def score_missing(self, weights: str) -> Iterator[tuple[str, int, int]]:
@@ -140,7 +149,7 @@ class ReferenceWorker:
         for what, split in (("training", train), ("held-out", validation)):
             if split is None:
                 continue
-            for done, total in split.scoring(self._reference.score, rank=self._rank, num_ranks=self._size):
+            for done, total in split.scoring(self._reference.score, ranks=self._reference.ranks):
                 if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
                     shown = time.monotonic()
                     yield what, done, total
@@ -153,13 +162,19 @@ class ReferenceWorker:
         config, inputs = self._config, self._inputs
         self._micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy_hidden_size)
         self._num_ranks = num_ranks
+        self._recent.clear()  # of another run, or of one that was cut otherwise
 
     def score_step(self, step: int, rank: int) -> FlatLogps:
-        """Score a rank's share of a step."""
+        """Score a rank's share of a step; several processes of one rank ask for the same."""
+        if (step, rank) in self._recent:
+            return self._recent[step, rank]
         started = time.time()
         batches = self._micro_batching.cut(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
         flat = flatten([self._score(self._inputs.train, ids) for ids in batches])
         self._spans.append(Span("reference", step, started, time.time()))
+        self._recent[step, rank] = flat
+        if len(self._recent) > self._num_ranks * self._config.reference.steps_ahead:
+            del self._recent[next(iter(self._recent))]
         return flat
 
     def score_held_out(self, batch: int, rank: int) -> FlatLogps:

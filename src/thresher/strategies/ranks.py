@@ -53,6 +53,14 @@ class Group:
         dist.gather_object(value, values, group_dst=0, group=self.group)
         return values
 
+    def agree(self, value: T) -> T:
+        """Give every process the first one's value; those that are not connected keep their own."""
+        if self.size == 1 or self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self.group)
+        return values[0]
+
     def share(self, value: T) -> list[T]:
         """Give every process the values of all, in the order of the ranks."""
         values = [value] * self.size
@@ -84,6 +92,9 @@ class Group:
         return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
 
 
+ALONE = Group()
+
+
 @dataclass(frozen=True)
 class DataRanks(Group):
     """`size` data-parallel ranks, each with a share of every step.
@@ -95,12 +106,14 @@ class DataRanks(Group):
     of_all: every process of the policy; None: the ranks.
     keeps_step: a forward of one rank needs all others, so that all make the same number of them.
     sums_gradients: gradients are left for us to sum, not done by the engine in its backward.
+    speaks: of the processes of one rank, we are the one that writes what they all know.
     """
 
     of_metrics: Group | None = None
     of_all: Group | None = None
     keeps_step: bool = False
     sums_gradients: bool = True
+    speaks: bool = True
 
     @property
     def tellers(self) -> Group:

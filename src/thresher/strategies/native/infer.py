@@ -11,19 +11,32 @@ from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
-from thresher.models.row_share import RowShare
 from thresher.models.selfcheck import check_against_own_forward
+from thresher.strategies.accumulate import Passes
 from thresher.strategies.native.passes import OneByOne
+from thresher.strategies.native.pipeline_check import check_stages
+from thresher.strategies.native.pipeline_passes import PipelinePasses
+from thresher.strategies.native.placement import Placement
 
 
 class NativeInfer:
     """A model that only scores."""
 
-    def __init__(self, model: nn.Module, layout: Layout, compute_dtype: torch.dtype, row_share: RowShare | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        compute_dtype: torch.dtype,
+        placement: Placement = Placement(),  # noqa: B008  # frozen
+    ):
         self.model = model
+        self.ranks = placement.ranks
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, row_share)
-        self.passes = OneByOne(self.pair_model, layout)
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, placement.row_share)
+        stage = placement.stage
+        self.passes: Passes = (
+            OneByOne(self.pair_model, layout) if stage is None else PipelinePasses(self.pair_model, layout, stage)
+        )
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
@@ -37,7 +50,10 @@ class NativeInfer:
 
     def check_logps(self, batch: PairBatch) -> None:
         """Compare our logps with those of the model's own forward; stop the run when they part."""
-        check_against_own_forward(self.pair_model, self._layout, batch)
+        if isinstance(self.passes, PipelinePasses):
+            check_stages(self.passes, batch)
+        else:
+            check_against_own_forward(self.pair_model, self._layout, batch)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}

@@ -79,6 +79,7 @@ class Mesh:
             of_all=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
             keeps_step=self.sizes.shards > 1,
             sums_gradients=self.sizes.shards == 1,
+            speaks=all(self.group(axis).rank == 0 for axis in ("pp", "cp", "tp")),
         )
 
     def group(self, axis: str) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thresher.models.split_tensors import local_part
@@ -24,7 +24,12 @@ class LocalParameters:
         self._placement = placement
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parts = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.names}
-        self._summed = [p for name, p in plain.named_parameters() if name in placement.seen_in_part and p in self.names]
+        trained = [(name, p) for name, p in plain.named_parameters() if p in self.names]
+        self._summed = [p for name, p in trained if name in placement.seen_in_part]
+        stage = placement.stage
+        self._shared = [] if stage is None else [p for name, p in trained if name in stage.shared]
+        # of what the first and the last stage of a pipeline share, the first adds it to a norm
+        self._counted_elsewhere: set[Tensor] = set(self._shared) if stage is not None and stage.is_last else set()
 
     @property
     def by_name(self) -> dict[str, nn.Parameter]:
@@ -33,6 +38,10 @@ class LocalParameters:
     @property
     def part_names(self) -> dict[nn.Parameter, str]:
         return {part: self.names[whole] for whole, part in self.parts.items()}
+
+    def counts(self, whole: Tensor) -> bool:
+        """Say if this process is the one, of all that hold this part of a parameter, that sums it up or saves it."""
+        return whole not in self._counted_elsewhere and self._placement.counts(whole)
 
     def sum_gradients(self) -> None:
         """Make every gradient that of the whole step, after the last backward, and hand it to the parts."""
@@ -44,15 +53,16 @@ class LocalParameters:
         if self._placement.tp.size > 1:
             gradients = [p.grad for p in self._summed if p.grad is not None]
             sum_in_buckets([local_part(gradient) for gradient in gradients], self._placement.tp)
+        if self._placement.stage is not None:
+            gradients = [p.grad for p in self._shared if p.grad is not None]
+            self._placement.stage.sum_shared([local_part(gradient) for gradient in gradients])
         for whole, part in self.parts.items():
             if part is not whole:
                 part.grad = None if whole.grad is None else local_part(whole.grad)
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients to a global norm of at most max_norm, if that is not 0; return what it was."""
-        counted = [
-            part.grad for whole, part in self.parts.items() if part.grad is not None and self._placement.counts(whole)
-        ]
+        counted = [part.grad for whole, part in self.parts.items() if part.grad is not None and self.counts(whole)]
         own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
         (square,), _ = self._placement.ranks.everyone.sum([own**2])
         norm = math.sqrt(square)

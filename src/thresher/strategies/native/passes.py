@@ -16,7 +16,7 @@ from thresher.strategies.strategy import TokenCounts
 
 _IDS = np.zeros(2, dtype=np.int32)
 # what a rank scores that has no pairs left while others, which need its part of the weights, have some
-_STAND_IN = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
+STAND_IN = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class OneByOne:
         return tokens
 
     def _score(self, batch: PairBatch, with_log_collision: bool) -> tuple[SidesLogps, TokenCounts]:
-        arranged = self.layout.arrange(batch if len(batch) else _STAND_IN)
+        arranged = self.layout.arrange(batch if len(batch) else STAND_IN)
         scored = self.model.score(arranged, with_log_collision=with_log_collision)
-        return (scored, count_tokens(arranged)) if len(batch) else (_none_of(scored), TokenCounts())
+        return (scored, count_tokens(arranged)) if len(batch) else (none_of(scored), TokenCounts())
 
 
 def count_tokens(arranged: ArrangedBatch) -> TokenCounts:
     return TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens, arranged.num_shared_tokens)
 
 
-def _none_of(sides: SidesLogps) -> SidesLogps:
+def none_of(sides: SidesLogps) -> SidesLogps:
     """No pairs, on the graph of some: their backward goes through the model and adds nothing."""
-    return SidesLogps(_none_of_side(sides.chosen), _none_of_side(sides.rejected))
+    return SidesLogps(__none_of_side(sides.chosen), __none_of_side(sides.rejected))
 
 
-def _none_of_side(side: ResponseLogps) -> ResponseLogps:
+def __none_of_side(side: ResponseLogps) -> ResponseLogps:
     collision = None if side.log_collision is None else side.log_collision[:0]
     return ResponseLogps(side.values[:0], side.lengths[:0], collision)

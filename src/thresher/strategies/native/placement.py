@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from thresher.models.load_split import fill_weights
 from thresher.models.row_share import RowShare
 from thresher.strategies.native.mesh import Mesh
+from thresher.strategies.native.pipeline import Stage, cut_model
 from thresher.strategies.native.sharding import shard_model
 from thresher.strategies.native.tensor import split_matrices
 from thresher.strategies.ranks import DataRanks, Group
@@ -25,7 +26,8 @@ _SPLITTING_AXES = ("dp_replicate", "shard", "tp")
 class Placement:
     """A process's place among those that train one model.
 
-    coordinates: our place along each axis that can split a parameter; empty for one process, and for whole copies.
+    coordinates: our place along each axis that can split a parameter; empty where every rank has a whole copy.
+    stage: our layers where the model is a pipeline.
     seen_in_part: parameters that every process along tp has whole, and whose gradients there are parts of a sum.
     """
 
@@ -34,13 +36,15 @@ class Placement:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     tp: Group = field(default_factory=Group)
     seen_in_part: frozenset[str] = frozenset()
+    stage: Stage | None = None
 
     def counts(self, parameter: Tensor) -> bool:
         """Say if this process is the one, of all with this part of a parameter, that adds it to a sum or writes it."""
         if not self.coordinates:
             return self.ranks.everyone.rank == 0
         split = split_axes(parameter)
-        return all(place == 0 for axis, place in self.coordinates.items() if axis not in split)
+        places = self.coordinates or {"dp_replicate": self.ranks.rank}
+        return all(place == 0 for axis, place in places.items() if axis not in split)
 
 
 def split_axes(parameter: Tensor) -> set[str]:
@@ -59,9 +63,11 @@ def place_model(
     device: torch.device,
     *,
     offload: bool = False,
+    pp_chunks: int = 1,
 ) -> Placement:
     """Split an empty model along every axis of a mesh, then fill what is ours; the order of axes is that of nesting."""
     sizes, devices = mesh.sizes, mesh.device_mesh
+    stage = cut_model(model, mesh.group("pp"), pp_chunks) if sizes.pp > 1 else None
     seen_in_part = split_matrices(model, devices["tp"]) if sizes.tp > 1 else frozenset()
     if sizes.shards > 1:
         axes = ("dp_replicate", "shard") if sizes.dp_replicate > 1 else "shard"
@@ -73,4 +79,5 @@ def place_model(
         coordinates={axis: mesh.group(axis).rank for axis in _SPLITTING_AXES},
         tp=mesh.group("tp"),
         seen_in_part=seen_in_part,
+        stage=stage,
     )

@@ -75,7 +75,7 @@ class PolicyFiles:
             load_optimizer_state(self._optimizer, self._parameters.part_names, state, wholes, elsewhere)
 
     def _parts(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> dict[str, Part]:
-        return parts_to_write(tensors, places, self._placement.counts)
+        return parts_to_write(tensors, places, self._parameters.counts)
 
     def _file_number(self, *, has_something: bool) -> FileNumber | None:
         """Number the files among the processes that have something to write: copies of a whole write nothing."""

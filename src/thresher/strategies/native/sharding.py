@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from thresher.errors import UserError
+from thresher.models.chunk import PassBy
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
@@ -37,6 +38,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.d
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False)
         in_layers["mp_policy"] = precision
     for layer in layers:
+        if isinstance(layer, PassBy):
+            continue  # another stage of a pipeline has it
         fully_shard(layer, **rest, **in_layers)
     if not model.config.get_text_config().tie_word_embeddings:
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):

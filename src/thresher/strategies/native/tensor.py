@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
 from thresher.errors import UserError
+from thresher.models.chunk import PassBy
 
 # transformers would sum these gradients over tp after every backward, and so count those of earlier micro-batches again
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
@@ -28,7 +29,8 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
             f"{model.config.model_type}; set tp_size to 1"
         )
     partial = {name for name, style in plan.items() if style == _PARTIAL_GRADIENT}
-    styles = {name: style for name, style in plan.items() if name not in partial}
+    elsewhere = {name for name, module in model.named_modules() if isinstance(module, PassBy)}
+    styles = {name: style for name, style in plan.items() if name not in partial | elsewhere}
     apply_tensor_parallelism(model, mesh, _with_adapters(model, styles))
     return frozenset(
         name

@@ -52,7 +52,7 @@ class NativeTrain:
     ):
         self.model = model
         self.ranks = placement.ranks
-        self._infer = NativeInfer(model, layout, compute_dtype, placement.row_share)
+        self._infer = NativeInfer(model, layout, compute_dtype, placement)
         self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
         self._parameters = LocalParameters(model, self._pair_model.plain, placement)
@@ -111,7 +111,7 @@ class NativeTrain:
 
     @property
     def hidden_size(self) -> int:
-        return self._pair_model.head.weight.shape[1]
+        return self._pair_model.hidden_size
 
     @property
     def max_positions(self) -> int | None:

@@ -1,0 +1,131 @@
+"""Which layouts of ranks are compared with the oracle, on what; the table in docs/strategies.md is made of these.
+
+Not the whole product: every mesh goes through every row layout with sigmoid, and through every loss in the shared
+layout; families go through one axis at a time. The axes know nothing of a loss, and a loss nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from parity import Case, axes_text
+
+from thresher.strategies.native.mesh import AxisSizes
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+_BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
+
+USUAL = ("shared", "sigmoid", "llama")
+LOSSES = ("sigmoid", "ipo", "simpo", "orpo")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
+MESHES = (
+    AxisSizes(dp_shard=2),
+    AxisSizes(dp_shard=4),
+    AxisSizes(dp_replicate=2),
+    AxisSizes(dp_replicate=4),
+    AxisSizes(tp=2),
+    AxisSizes(tp=4),
+    AxisSizes(cp=2),
+    AxisSizes(cp=4),
+    AxisSizes(dp_replicate=2, dp_shard=2),
+    AxisSizes(dp_shard=2, tp=2),
+    AxisSizes(dp_shard=2, cp=2),
+    AxisSizes(dp_replicate=2, tp=2),
+    AxisSizes(cp=2, tp=2),
+)
+SINGLE_AXES = (AxisSizes(dp_shard=2), AxisSizes(tp=2), AxisSizes(cp=2))
+
+
+def row_layouts(sizes: AxisSizes) -> Sequence[str]:
+    """Parts of a row are parts of a packed one."""
+    return ("shared", "packed") if sizes.cp > 1 else ("shared", "packed", "padded")
+
+
+MATRIX = [
+    *(Case(sizes, layout) for sizes in MESHES for layout in row_layouts(sizes)),
+    *(Case(sizes, loss=loss) for sizes in MESHES for loss in LOSSES[1:]),
+    *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
+    Case(AxisSizes(cp=4), family="mistral", also="fewer KV heads than cp"),
+    Case(AxisSizes(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),
+    Case(AxisSizes(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
+    Case(AxisSizes(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(AxisSizes(tp=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(AxisSizes(tp=2), max_grad_norm=0.01, also="hard clipping"),
+    Case(AxisSizes(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
+    Case(AxisSizes(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
+]
+INTERLEAVED = 2
+TWO_STAGES = AxisSizes(pp=2)
+PIPELINES = [
+    Case(TWO_STAGES),
+    Case(TWO_STAGES, pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, "packed", "ipo"),
+    Case(TWO_STAGES, "padded", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, "padded", "orpo"),
+    Case(TWO_STAGES, "shared", "simpo"),
+    Case(TWO_STAGES, family="qwen2"),
+    Case(TWO_STAGES, family="qwen2", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, family="qwen3"),
+    Case(TWO_STAGES, family="mistral"),
+    Case(TWO_STAGES, family="gemma2"),
+    Case(TWO_STAGES, "padded", family="gemma2"),
+    Case(TWO_STAGES, family="gemma3_text", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(AxisSizes(pp=4)),
+    Case(AxisSizes(pp=2, dp_shard=2)),
+    Case(AxisSizes(pp=2, dp_shard=2), "packed", pp_chunks=INTERLEAVED, also="interleaved"),
+    Case(AxisSizes(pp=2, tp=2)),
+    Case(AxisSizes(pp=2, dp_replicate=2), "padded"),
+    Case(AxisSizes(pp=2, cp=2)),
+    Case(AxisSizes(pp=4), "padded", family="qwen2"),
+    Case(AxisSizes(pp=2, dp_shard=2), family="qwen2"),
+    Case(AxisSizes(pp=2, tp=2), family="gemma2"),
+]
+# the oracle has no such thing: one process of our own engine is what these are compared with
+AGAINST_ONE_PROCESS = [
+    Case(AxisSizes(dp_shard=2), loss="aot", also="a loss that couples pairs"),
+    Case(AxisSizes(dp_shard=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
+    Case(AxisSizes(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
+]
+IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (AxisSizes(dp_shard=2), AxisSizes(tp=2))]
+ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16]
+
+
+def render_table(cases: Iterable[Case]) -> str:
+    """A row a mesh, as markdown."""
+    rows: dict[str, list[Case]] = {}
+    for case in cases:
+        rows.setdefault(axes_text(case.sizes), []).append(case)
+    lines = [
+        "| axes | rows, with sigmoid | losses, shared rows | families, sigmoid, shared rows | also |",
+        "|---|---|---|---|---|",
+    ]
+    for axes, of_mesh in rows.items():
+        cells: list[list[str]] = [[], [], [], []]
+        for case in of_mesh:
+            for column, text in _entries(case).items():
+                cells[column].append(text)
+        lines.append(f"| {axes} | " + " | ".join(", ".join(dict.fromkeys(cell)) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _entries(case: Case) -> dict[int, str]:
+    """What a case adds to which columns of its row: one that differs from the usual in two ways stands by itself."""
+    named = (case.layout, case.loss, case.family)
+    unusual = [column for column, (text, usual) in enumerate(zip(named, USUAL, strict=True)) if text != usual]
+    if not case.also and len(unusual) < 2:
+        return {column: named[column] for column in (unusual or range(3))}
+    texts = " + ".join(named[column] for column in unusual)
+    return {3: f"{case.also} ({texts})" if case.also and texts else case.also or texts}
+
+
+def table_in_docs() -> str:
+    return DOCS.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0].strip()
+
+
+def write_table(file: Path, cases: Iterable[Case]) -> None:
+    """Replace what stands between the marks of a page."""
+    head, _, rest = file.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    file.write_text(f"{head}{_BEGIN}\n{render_table(cases)}\n{_END}{tail}", encoding="utf-8")

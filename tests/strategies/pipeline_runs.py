@@ -1,0 +1,119 @@
+"""What a pipeline does on every rank of a pool, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from parity import (
+    CPU,
+    LAYOUTS,
+    LEARNING_RATE,
+    PAIRS,
+    Case,
+    objective_of,
+    whole,
+)
+from torch import Tensor
+
+from thresher.data.batch import PairBatch
+from thresher.errors import UserError
+from thresher.losses.pairs import SidesLogps
+from thresher.models.layouts import ArrangedBatch, PackedLayout
+from thresher.models.load import load_model
+from thresher.models.load_split import empty_model
+from thresher.strategies.native import pipeline_passes
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.mesh import AxisSizes, Mesh
+from thresher.strategies.native.placement import Placement, place_model
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.strategy import MicroBatch, TokenCounts
+
+OPTIMIZER = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    metrics: dict[str, float]
+    grad_norm: float
+    tokens: TokenCounts
+    weights: dict[str, Tensor]
+
+
+def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
+    """A policy on a mesh, or whole in this process."""
+    if mesh is None:
+        model, placement = load_model(str(path)), Placement()
+    else:
+        model = empty_model(str(path), dtype=torch.float32)
+        placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
+    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, placement)
+
+
+def weights_of(policy: NativeTrain) -> dict[str, Tensor]:
+    return {name: whole(weight) for name, weight in policy.weights().items()}
+
+
+def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) -> OneStep:
+    """A step of micro-batches that are named by their pairs, for each data rank."""
+    mesh = None if case.sizes == AxisSizes() else Mesh.of(case.sizes, CPU)
+    policy = policy_of(case, path, mesh)
+    micro_batches = [MicroBatch(batch_of(ids), None) for ids in shares[policy.ranks.rank]]
+    num_pairs = sum(len(ids) for share in shares for ids in share)
+    outcome = policy.train_step(
+        micro_batches, objective_of(case.loss), num_pairs_in_step=num_pairs, learning_rate=LEARNING_RATE
+    )
+    metrics = {name: metric.mean for name, metric in outcome.metrics.items()}
+    return OneStep(metrics, outcome.grad_norm, outcome.tokens, weights_of(policy))
+
+
+def most_received(case: Case, path: Path, num_micro_batches: int) -> int:
+    """Of how many micro-batches this stage has held hidden states from another one at the same time."""
+    held: list[int] = []
+    make_room = pipeline_passes._RaggedStage._make_room
+
+    def counting(stage, expected, number):
+        make_room(stage, expected, number)
+        buffers = [one.buffer for received in stage.args_recv_info.values() for one in received]
+        held.append(sum(buffer is not None and buffer.numel() > 0 for buffer in buffers))
+
+    pipeline_passes._RaggedStage._make_room = counting
+    try:
+        one_step(case, path, [[[number] for number in range(num_micro_batches)]])
+    finally:
+        pipeline_passes._RaggedStage._make_room = make_room
+    return max(held)
+
+
+def batch_of(ids: Sequence[int]) -> PairBatch:
+    return PairBatch(np.array(ids, dtype=np.int64), tuple(PAIRS[i] for i in ids))
+
+
+def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[SidesLogps]:
+    policy = policy_of(case, path, None if case.sizes == AxisSizes() else Mesh.of(case.sizes, CPU))
+    return [policy.score(batch_of(ids), with_log_collision=True) for ids in batches]
+
+
+def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
+    """What the check at start-up says of a layout, or of one whose positions are wrong."""
+    mesh = Mesh.of(case.sizes, CPU)
+    model = empty_model(str(path), dtype=torch.float32)
+    placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
+    layout = _Stretched(shares_prompt=True) if spoiled else LAYOUTS[case.layout]
+    try:
+        NativeInfer(model, layout, case.dtype, placement).check_logps(batch_of([0, 1, 2]))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+class _Stretched(PackedLayout):
+    """Every position twice as far from the next."""
+
+    def arrange(self, batch: PairBatch) -> ArrangedBatch:
+        arranged = super().arrange(batch)
+        arranged.model_inputs["position_ids"] *= 2
+        return arranged

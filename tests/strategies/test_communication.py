@@ -1,0 +1,115 @@
+"""Bytes that a step sends along each axis are those of the formulas in docs/strategies.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from communication import count_step
+from parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
+from transformers import AutoModelForCausalLM
+
+from thresher.strategies.native.mesh import AxisSizes
+
+pytestmark = pytest.mark.distributed
+
+BYTES = 4  # of a number in fp32
+MESHES = (
+    AxisSizes(dp_shard=2),
+    AxisSizes(dp_shard=4),
+    AxisSizes(dp_replicate=2),
+    AxisSizes(tp=2),
+    AxisSizes(tp=4),
+    AxisSizes(cp=2),
+    AxisSizes(cp=4),
+    AxisSizes(dp_replicate=2, dp_shard=2),
+    AxisSizes(dp_shard=2, tp=2),
+    AxisSizes(dp_shard=2, cp=2),
+    AxisSizes(cp=2, tp=2),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of a model: P, L, H, A and K of the docs."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a data rank has in a step: M, T, S and R of the docs."""
+
+    micro_batches: int
+    tokens: int
+    scored: int
+    last_layer_rows: int
+
+
+def shape_of(model_dir) -> Shape:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    config = model.config
+    return Shape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        queries=config.num_attention_heads * config.head_dim,
+        keys=config.num_key_value_heads * config.head_dim,
+    )
+
+
+def work_of(case: Case, data_rank: int) -> Work:
+    store = PairsInMemory(PAIRS)
+    cut = micro_batching_of(case).cut(case.plan.pair_ids(1), data_rank, case.sizes.num_data_ranks)
+    arranged = [LAYOUTS[case.layout].arrange(store.read(pair_ids)) for pair_ids in cut]
+    parts = case.sizes.cp
+    # rows are filled up to a multiple of their parts
+    tokens = sum(-(-batch.model_inputs["input_ids"].numel() // parts) * parts for batch in arranged)
+    # the last layer leaves rows out where a process has whole ones
+    kept = tokens if parts > 1 else sum(len(batch.kept.rows) for batch in arranged)
+    return Work(len(cut), tokens, sum(len(batch.scored_rows) for batch in arranged), kept)
+
+
+def formula(sizes: AxisSizes, shape: Shape, work: Work) -> dict[str, float]:
+    """As in docs/strategies.md, of one process."""
+    weights = shape.parameters / sizes.tp
+    tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
+    numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
+    if sizes.shards > 1:
+        numbers["all_gather"] += 2 * weights * work.micro_batches
+        numbers["reduce_scatter"] += weights * work.micro_batches
+    if sizes.dp_replicate > 1:
+        numbers["all_reduce"] += weights if sizes.shards == 1 else weights / sizes.shards * work.micro_batches
+    if sizes.cp > 1:
+        numbers["all_to_all"] += 4 * shape.layers * tokens * (shape.queries + shape.keys) / sizes.tp
+        numbers["all_reduce"] += work.scored
+    if sizes.tp > 1:
+        rows = 7 * (shape.layers - 1) * tokens + 2 * tokens + 5 * last + tokens + scored
+        numbers["all_reduce"] += shape.hidden * rows + 3 * scored
+    return {kind: BYTES * number for kind, number in numbers.items()}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=axes_text)
+def test_a_step_sends_what_the_formula_says(sizes, pool_of, model_dirs):
+    case = Case(sizes, loss="simpo")  # no reference: what is sent is the policy's
+    model_dir, _ = model_dirs("llama")
+    shape = shape_of(model_dir)
+
+    for process, counted in enumerate(pool_of(sizes.num_processes).run(count_step, case, model_dir)):
+        expected = formula(sizes, shape, work_of(case, process // (sizes.cp * sizes.tp)))
+        assert counted.keys() <= expected.keys()
+        # counts of pairs and tokens, metrics and norms are sent as well, a few hundred bytes a step
+        small = sum(expected.values()) / 100
+        for kind, number in expected.items():
+            assert counted.get(kind, 0) == pytest.approx(number, rel=0.02, abs=small)
+
+
+def test_all_ranks_have_as_many_micro_batches():
+    """Otherwise the formula would have to speak of stand-ins."""
+    for sizes in MESHES:
+        case = Case(sizes)
+        assert len({work_of(case, rank).micro_batches for rank in range(sizes.num_data_ranks)}) == 1

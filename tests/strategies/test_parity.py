@@ -1,0 +1,156 @@
+"""Every layout of ranks trains as the oracle on one page does, and logs what one process of ours logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from parity import Case, leaves_rows_out, micro_batching_of, score_alone, score_split, train_split
+from parity_cases import AGAINST_ONE_PROCESS, ALL_CASES, IN_BF16, MATRIX, MESHES, render_table, table_in_docs
+
+from thresher.strategies.native.mesh import AxisSizes
+
+distributed = pytest.mark.distributed
+EXACT, OF_WEIGHTS = 1e-5, 2e-5
+# two and a half times the last of its eight bits
+OF_BF16 = 0.01
+# rows of a padded batch are as long as its longest, and who shares a batch depends on the ranks
+OF_THE_CUT = {"tokens/padding"}
+
+
+def assert_agree(found: Mapping[str, float], expected: Mapping[str, float], tolerance: float = EXACT) -> None:
+    """Within a tolerance: relative to what is larger than 1, absolute to what is not."""
+    assert found.keys() >= expected.keys()
+    apart = {
+        name: (found[name], number)
+        for name, number in expected.items()
+        if not math.isclose(found[name], number, rel_tol=tolerance, abs_tol=tolerance)
+    }
+    assert not apart
+
+
+def assert_same_weights(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = OF_WEIGHTS
+) -> None:
+    assert found.keys() == expected.keys()
+    distances = {name: (found[name] - weight).abs().max().item() for name, weight in expected.items()}
+    assert max(distances.values()) < tolerance, distances
+
+
+def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((found[name] - weight).square().sum()) for name, weight in expected.items()))
+
+
+def run_split(case: Case, pool_of, model_dirs):
+    return pool_of(case.sizes.num_processes).run(train_split, case, *model_dirs(case.family))
+
+
+def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> None:
+    for outcome in outcomes:
+        assert len(outcome.metrics) == len(alone.metrics)
+        for logged, expected in zip(outcome.metrics, alone.metrics, strict=True):
+            assert logged.keys() == expected.keys()
+            assert_agree(logged, {name: expected[name] for name in expected.keys() - OF_THE_CUT}, tolerance)
+
+
+@distributed
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_three_steps_of_every_layout_of_ranks_are_those_of_the_oracle(
+    case, pool_of, model_dirs, oracle, one_process, agreed
+):
+    outcomes = run_split(case, pool_of, model_dirs)
+
+    expected = oracle(case)
+    # the oracle's rewards are those of DPO
+    names = expected.metrics[0].keys() if case.loss == "sigmoid" else {"loss"}
+    for outcome in outcomes:
+        for logged, of_oracle, norm in zip(outcome.metrics, expected.metrics, expected.grad_norms, strict=True):
+            assert_agree(logged, {name: of_oracle[name] for name in names} | {"grad_norm": norm})
+        assert_same_weights(outcome.weights, expected.weights)
+    if case.max_grad_norm < 1:
+        assert min(expected.grad_norms) > 50 * case.max_grad_norm
+    assert_logs_of_one_process(outcomes, one_process(case))
+    agreed(case)
+
+
+@distributed
+@pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
+def test_what_the_oracle_lacks_is_as_in_one_process(case, pool_of, model_dirs, one_process, agreed):
+    outcomes = run_split(case, pool_of, model_dirs)
+
+    alone = one_process(case)
+    assert alone.skipped_steps == (0 if case.spoilt_pair is None else 1)
+    for outcome in outcomes:
+        assert outcome.skipped_steps == alone.skipped_steps
+        assert_same_weights(outcome.weights, alone.weights)
+    if case.spoilt_pair is None:
+        assert_logs_of_one_process(outcomes, alone)
+    agreed(case)
+
+
+@distributed
+@pytest.mark.parametrize("case", IN_BF16, ids=str)
+def test_bf16_agrees_to_its_precision(case, pool_of, model_dirs, oracle, one_process, agreed):
+    outcomes = run_split(case, pool_of, model_dirs)
+
+    alone, exact = one_process(case), oracle(case)
+    # what rounding does to the weights of one process, it may do to those of several, in other places
+    by_rounding = distance(alone.weights, exact.weights)
+    assert by_rounding > 0
+    for outcome in outcomes:
+        assert distance(outcome.weights, exact.weights) < 1.5 * by_rounding
+        for logged, of_oracle, norm in zip(outcome.metrics, exact.metrics, exact.grad_norms, strict=True):
+            assert_agree(logged, {"loss": of_oracle["loss"], "grad_norm": norm}, tolerance=OF_BF16)
+    agreed(case)
+
+
+@distributed
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: str(Case(sizes)))
+def test_a_reference_that_is_split_scores_as_in_one_process(sizes, pool_of, model_dirs):
+    _, model_dir = model_dirs("llama")
+    case = Case(sizes)
+
+    for share, num_shares, found in pool_of(sizes.num_processes).run(score_split, case, model_dir):
+        expected = score_alone(case, model_dir, share, num_shares)
+        assert len(found) == len(expected)
+        for scores, of_one in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(scores), torch.tensor(of_one), rtol=EXACT, atol=EXACT)
+
+
+@distributed
+def test_savings_of_known_layers_outlive_sharding(pool_of, model_dirs):
+    # FSDP2 gives every layer a class of another name
+    assert all(pool_of(2).run(leaves_rows_out, Case(AxisSizes(dp_shard=2)), model_dirs("llama")[0]))
+
+
+def micro_batches_of_ranks(case: Case) -> list[list[int]]:
+    """How many micro-batches each data rank has in each step."""
+    cut = micro_batching_of(case).cut
+    num_ranks = case.sizes.num_data_ranks
+    steps = [case.plan.pair_ids(step) for step in range(case.plan.num_steps)]
+    return [[len(cut(pair_ids, rank, num_ranks)) for rank in range(num_ranks)] for pair_ids in steps]
+
+
+def test_steps_have_several_micro_batches():
+    # Gradients of parameters that every process along tp sees in part (q and k norms of Qwen 3) are summed once a step;
+    # transformers' own hook sums them after every backward, which is right for the first micro-batch of a step alone.
+    for case in ALL_CASES:
+        if case.also != "fewer pairs than ranks":
+            assert all(max(counts) > 1 for counts in micro_batches_of_ranks(case)), case
+
+
+def test_cases_are_what_they_say():
+    said = {case.also: micro_batches_of_ranks(case) for case in ALL_CASES}
+    assert all(case.sizes.num_processes > 1 for case in ALL_CASES)
+
+    assert any(len(set(counts)) > 1 for counts in said["ranks with different numbers of micro-batches"])
+    assert all(0 in counts for counts in said["fewer pairs than ranks"])
+    assert len(set(map(str, ALL_CASES))) == len(ALL_CASES)
+
+
+def test_the_table_in_the_docs_lists_what_is_tested():
+    assert table_in_docs() == render_table(ALL_CASES), (
+        "write it anew: scripts/test all tests/strategies --parity-table docs/strategies.md"
+    )
