@@ -32,4 +32,7 @@ class SyncedReference:
 
     def load(self, directory: Path) -> None:
         # the reference's own past is in the checkpoint, never the policy's weights
-        load_weights(directory, self.reference.weights(), stem=_STEM, mend="resume with the same reference settings")
+        own = self.reference.weights()
+        elsewhere = self.policy.ranks.everyone.elsewhere(own)
+        mend = "resume with the same reference settings"
+        load_weights(directory, own, stem=_STEM, mend=mend, elsewhere=elsewhere)

@@ -5,7 +5,7 @@ One process is the only rank of one. Nothing is sent then, and no other code can
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -67,6 +67,11 @@ class Group:
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def elsewhere(self, names: Iterable[str]) -> set[str]:
+        """Say which names other processes have that this one has not; all take part."""
+        own = set(names)
+        return {name for theirs in self.share(sorted(own)) for name in theirs} - own
 
     def apart(self) -> Group:
         """The same processes on a line of their own: messages of another thread must not mix with those of training."""

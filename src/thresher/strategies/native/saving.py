@@ -62,8 +62,7 @@ class PolicyFiles:
     def load(self, directory: Path) -> None:
         """Restore what any processes wrote, bitwise; all processes take part."""
         wholes = self._parameters.by_name
-        everywhere = {name for names in self._placement.ranks.everyone.share(list(wholes)) for name in names}
-        elsewhere = everywhere - wholes.keys()
+        elsewhere = self._placement.ranks.everyone.elsewhere(wholes)
         mend = "resume with the same pretrain, master_dtype and lora settings"
         load_weights(directory, wholes, mend=mend, elsewhere=elsewhere)
 
