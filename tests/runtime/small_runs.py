@@ -105,3 +105,10 @@ def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], atol=tolerance, rtol=0, msg=name)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(child) for file in children for child in file.read_text().split()]
+    return [pid, *(each for child in direct for each in descendants(child))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_same_run, mode_of, open_small_inputs, stored
+from small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
 
 from compared_runs import merge, metric_log
 from thresher.config import parse_config
@@ -212,12 +212,6 @@ def test_ray_that_a_run_starts_listens_on_loopback_only_and_asks_for_a_token(ray
 
 LOOPBACK_V6 = "00000000000000000000000001000000"
 LOOPBACK_V4_IN_V6 = "0000000000000000FFFF00000100007F"
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    direct = [int(child) for file in children for child in file.read_text().split()]
-    return [pid, *(each for child in direct for each in descendants(child))]
 
 
 def sockets_of(pid: int) -> set[str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import last_weights, merge, metric_log
+from small_runs import descendants, last_weights
 
+from compared_runs import merge, metric_log
 from thresher.config import parse_config
 from thresher.errors import StoppedError
 from thresher.pipeline import DPOPipeline
@@ -46,10 +47,9 @@ class Killer:
 
 
 def workers_named(name: str) -> list[int]:
-    """Processes of Ray actors of a class, below this process; Ray writes the class into the command line."""
-    from ray.util.state import list_actors
-
-    return [actor.pid for actor in list_actors(filters=[("class_name", "=", name), ("state", "=", "ALIVE")])]
+    """Processes of Ray actors of a class, below this one; Ray writes the class into the process's title."""
+    title = f"ray::{name}".encode()
+    return [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
 
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
