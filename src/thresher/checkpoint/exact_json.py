@@ -45,7 +45,10 @@ def load_json(path: Path) -> Any:
         return loads(path.read_bytes().decode("utf-8", errors="surrogatepass"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); resume from another one") from error
+    # beside what is no JSON: a number spelled by something else, or nesting without an end
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not the JSON it should be ({error}); resume from another checkpoint"
         ) from error

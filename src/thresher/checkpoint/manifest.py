@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from thresher.checkpoint.exact_json import Json, dumps, load_json, save_json
 from thresher.errors import CheckpointError
@@ -73,12 +74,30 @@ def read_manifest(directory: Path) -> Manifest:
             "resume with the version that wrote it"
         )
     digest = content.pop("sha256", None)
-    if digest != _digest_of(content):
+    try:
+        is_changed = digest != _digest_of(content)
+        manifest = None if is_changed else _parse(content)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a manifest ({error}); {_MEND}") from error
+    if manifest is None:
         raise CheckpointError(f"{path} was changed after it was written; {_MEND}")
+    return manifest
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {
         name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
     }
-    return Manifest(content["step"], files, content["metrics"], content["metadata"])
+    manifest = Manifest(content["step"], files, content["metrics"], content["metadata"])
+    sound = (
+        type(manifest.step) is int
+        and all(type(each.size) is int and type(each.sha256) is str for each in files.values())
+        and isinstance(manifest.metadata, dict)
+        and all(type(value) in (int, float) for value in manifest.metrics.values())
+    )
+    if not sound:
+        raise TypeError("a value of another type than was written")
+    return manifest
 
 
 def verify(directory: Path, *, digests: bool = True) -> Manifest:

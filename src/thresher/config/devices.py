@@ -30,7 +30,10 @@ def _from_text(text: str) -> list[int]:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"not a device list; {_EXAMPLES}") from None
-    return _ids(tree)
+    try:
+        return _ids(tree)
+    except RecursionError:
+        raise ValueError(f"a sum of too many lists; {_EXAMPLES}") from None
 
 
 def _ids(node: ast.expr) -> list[int]:

@@ -58,7 +58,10 @@ def _shown(value: object) -> str:
     # a section is no value that anybody typed on one line
     if isinstance(value, dict):
         return ""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of many thousand digits, lists without an end
+        text = f"a {type(value).__name__} that is too large to show"
     return f" (got {text if len(text) <= 100 else text[:97] + '...'})"
 
 

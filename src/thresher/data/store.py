@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,37 @@ class Shard:
     """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        self._path = path
+        with self._reading():
+            self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            if not self._reader.schema.equals(SCHEMA):
+                raise ValueError("it has other columns")
         self._batches: dict[int, _BatchView] = {}
 
     def pair(self, row: int) -> Pair:
         number, row = divmod(row, ROWS_PER_RECORD_BATCH)
         if number not in self._batches:
-            self._batches[number] = _BatchView(self._reader.get_batch(number))
+            with self._reading():
+                self._batches[number] = _BatchView(self._batch(number, every_offset=True))
         return self._batches[number].pair(row)
 
     def hashes(self, column: str) -> Hashes:
-        parts = [self._reader.get_batch(number).column(column) for number in range(self._reader.num_record_batches)]
-        return np.concatenate([_fixed_bytes(part) for part in parts])
+        with self._reading():
+            batches = [self._batch(number, every_offset=False) for number in range(self._reader.num_record_batches)]
+            return np.concatenate([_fixed_bytes(batch.column(column)) for batch in batches])
+
+    def _batch(self, number: int, *, every_offset: bool) -> Any:
+        batch = self._reader.get_batch(number)
+        # lengths that reach beyond the file would otherwise be read, and end the process
+        batch.validate(full=every_offset)
+        return batch
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError, TypeError, IndexError) as error:
+            raise UserError(f"{self._path} of the store is damaged ({error}); prepare the store again") from error
 
 
 def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
@@ -100,8 +120,8 @@ def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def _fixed_bytes(array: Any) -> Hashes:
-    buffer = np.frombuffer(array.buffers()[1], dtype=f"V{HASH_BYTES}")
-    return buffer[array.offset : array.offset + len(array)]
+    buffer = np.frombuffer(array.buffers()[1], dtype=f"V{HASH_BYTES}", count=array.offset + len(array))
+    return buffer[array.offset :]
 
 
 @dataclass(frozen=True)

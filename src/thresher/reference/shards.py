@@ -83,7 +83,12 @@ class Shard:
     """A shard mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+            raise ValueError("other columns than a shard has")
+        batch = reader.get_batch(0)
+        # lengths that reach beyond the file would otherwise be read, and end the process
+        batch.validate()
         keys = batch.column(0)
         self.keys: Hashes = np.frombuffer(keys.buffers()[1], dtype=f"V{HASH_BYTES}", count=len(keys))
         self._sides = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in (1, 2)]

@@ -91,7 +91,8 @@ def _describe(directory: Path) -> CachedReference:
     hints: dict[str, str] = {}
     last_used = directory.stat().st_mtime
     with contextlib.suppress(CheckpointError):
-        hints = load_json(directory / IDENTITY_NAME)
+        read = load_json(directory / IDENTITY_NAME)
+        hints = {key: str(value) for key, value in read.items()} if isinstance(read, dict) else {}
         last_used = (directory / IDENTITY_NAME).stat().st_mtime
     shards = list_shards(directory)
     return CachedReference(

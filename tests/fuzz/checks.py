@@ -1,0 +1,277 @@
+"""What must hold for any input of a reader: it answers, or ends in a documented error; nothing else, and nothing wrong.
+
+Each check takes one input and returns True where it was read, False where it ended in a documented error. Everything
+else that it raises is a defect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from thresher.checkpoint.exact_json import dumps, load_json
+from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from thresher.config.load import load_config, parse_config
+from thresher.data.batch import Pair
+from thresher.data.blocks import BadRow, BlockTask, BlockWorker
+from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
+from thresher.data.readers import Block
+from thresher.data.row_values import BadRowError, parse_row
+from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, detect_shape, to_preference_row
+from thresher.data.settings import DataSettings
+from thresher.data.store import SCHEMA, Shard
+from thresher.data.template import load_template
+from thresher.data.unpaired import Partners
+from thresher.errors import CheckpointError, UserError
+from thresher.reference.cache import ReferenceCache
+from thresher.reference.identity import ReferenceIdentity
+from thresher.reference.shards import ShardLimits, write_shard
+from thresher.reference.upkeep import list_references, verify_cache
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+
+
+def check_row(content: Any) -> bool:
+    """A line or value is a `PreferenceRow` of sound parts, a bad row that can be written down, or of no shape."""
+    block = Block("f.jsonl", "line", (1,), (content,), 1)
+    try:
+        row = parse_row(content)
+        shape = detect_shape(row, {}, block.where(0))
+        if shape.is_unpaired:
+            partners = Partners()
+            opposite = {**row, "label": str(row["label"]).strip().lower() not in ("true", "1")}
+            partners.join(row, shape)
+            joined = partners.join(opposite, shape)
+            if joined is None:
+                raise AssertionError("opposite labels of one prompt did not meet")
+            row, shape = joined, SHAPE_OF_NAME["prompt"]
+        read = to_preference_row(row, shape, {})
+    except BadRowError as error:
+        bad = BadRow.of(block, 0, error)
+        json.loads(json.dumps(asdict(bad), ensure_ascii=False, default=str).encode("utf-8", "backslashreplace"))
+        _check_message(bad.reason)
+        return False
+    except UserError as error:
+        _check_message(str(error))
+        return False
+    if not (math.isfinite(np.float32(read.weight)) and read.weight >= 0 and math.isfinite(np.float32(read.margin))):
+        raise AssertionError(f"weight {read.weight}, margin {read.margin}")
+    for message in (*read.prompt, *read.chosen, *read.rejected):
+        message["role"].encode()
+        message["content"].encode()
+    return True
+
+
+def _check_message(message: str) -> None:
+    message.encode("utf-8")
+    if len(message) > 6000:
+        raise AssertionError(f"a message of {len(message)} characters")
+
+
+class TemplateCheck:
+    """A row goes through a block's worker: every row is accounted for, and the control tokens are the template's."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = make_tokenizer()
+        self._tokenizer.chat_template = CHAT_TEMPLATE
+        template = load_template(self._tokenizer, "auto", {})
+        self._worker = BlockWorker(DataSettings("x", sequence_length=None), self._tokenizer, template)
+        self._start, self._end, self._bos = self._tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<s>"])
+
+    def __call__(self, columns: dict[str, Any]) -> bool:
+        result = self._worker(BlockTask(0, Block("f.jsonl", "line", (1,), (columns,), 1), "prompt", {}, 1))
+        pairs = result.pairs.to_pylist()
+        if len(pairs) + len(result.bad) + result.dropped.total() != 1:
+            raise AssertionError(f"one row became {len(pairs)} pairs, {result.bad}, {result.dropped}")
+        for pair in pairs:
+            self._check_tokens(to_preference_row(parse_row(columns), SHAPE_OF_NAME["prompt"], {}), pair)
+        return bool(pairs)
+
+    def _check_tokens(self, row: PreferenceRow, pair: dict[str, Any]) -> None:
+        for side, messages in (("chosen", row.chosen), ("rejected", row.rejected)):
+            ids = [*pair["prompt_ids"], *pair[f"{side}_ids"]]
+            turns = len(row.prompt) + len(messages) + bool(row.tools)
+            found = (ids.count(self._bos), ids.count(self._start), ids.count(self._end))
+            if found != (1, turns, turns):
+                raise AssertionError(
+                    f"{turns} turns have {found} of BOS, start and end: {self._tokenizer.decode(ids)!r}"
+                )
+            conversation = row.prompt + messages
+            text = self._tokenizer.apply_chat_template(conversation, tools=row.tools, tokenize=False)
+            if self._tokenizer.decode(ids) != text[: text.rindex("<|im_end|>")] + "<|im_end|>":
+                raise AssertionError(f"other text: {self._tokenizer.decode(ids)!r} for {text!r}")
+            mask = pair[f"{side}_mask"]
+            if (mask is None) != (len(messages) == 1) or (mask is not None and len(mask) != len(pair[f"{side}_ids"])):
+                raise AssertionError("a mask that does not fit")
+
+
+def check_config(values: Any) -> bool:
+    """Plain values are a config all of whose properties can be asked for, or a `UserError`."""
+    try:
+        config = parse_config(values)
+    except UserError as error:
+        _check_utf8_or_escaped(str(error))
+        return False
+    for name in (
+        "loss_weights",
+        "given_knobs",
+        "uses_ray",
+        "pairs_per_step",
+        "reference_path",
+        "trusts_reference_code",
+    ):
+        getattr(config, name)
+    return True
+
+
+def _check_utf8_or_escaped(message: str) -> None:
+    message.encode("utf-8", errors="backslashreplace")
+
+
+class ComposeCheck:
+    """Any bytes as YAML with any overrides are a config or a `UserError`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "c.yaml"
+
+    def __call__(self, yaml: bytes, overrides: list[str]) -> bool:
+        self._path.write_bytes(yaml)
+        try:
+            load_config(self._path, overrides)
+        except UserError:
+            return False
+        return True
+
+
+class ExactJsonCheck:
+    """Any bytes are a value that can be spelled again, or a `CheckpointError`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "state.json"
+
+    def __call__(self, content: bytes) -> bool:
+        self._path.write_bytes(content)
+        try:
+            load_json(self._path)
+        except CheckpointError:
+            return False
+        return True
+
+
+class ManifestCheck:
+    """Any bytes are the manifest that was written, or a `CheckpointError`: nobody gets another one past the digest."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "step"
+        self.directory.mkdir(exist_ok=True)
+        files = {"model.safetensors": FileRecord(10, "ab" * 32), "state/é.json": FileRecord(0, "cd" * 32)}
+        self.written = Manifest(7, files, {"eval/loss": 0.5, "nan": float("inf")}, {"seed": 1, "deep": [{"a": None}]})
+        write_manifest(self.directory, self.written)
+        self.content = (self.directory / "manifest.json").read_bytes()
+
+    def __call__(self, content: bytes) -> bool:
+        (self.directory / "manifest.json").write_bytes(content)
+        try:
+            read = read_manifest(self.directory)
+        except CheckpointError:
+            return False
+        if read != self.written:
+            raise AssertionError(f"another manifest: {read}")
+        return True
+
+    def signed(self, body: dict[str, Any]) -> bool:
+        """Check a manifest of any content whose digest is right, as a hostile writer would make it."""
+        from thresher.checkpoint.manifest import _digest_of
+
+        content = dumps({**body, "sha256": _digest_of(body)}).encode("utf-8", errors="surrogatepass")
+        (self.directory / "manifest.json").write_bytes(content)
+        try:
+            read = read_manifest(self.directory)
+        except CheckpointError:
+            return False
+        if not all(type(record.size) is int and type(record.sha256) is str for record in read.files.values()):
+            raise AssertionError(f"a manifest of other types: {read}")
+        return True
+
+
+class StoreCheck:
+    """A shard of any bytes gives pairs or a `UserError`; which pairs, `verify` tells."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "shard.arrow"
+        pair = Pair(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32))
+        pairs = [pair, replace(pair, chosen_mask=np.array([True, False, True, True]))] * 3
+        with pa.ipc.new_file(self._path, SCHEMA) as sink:
+            sink.write_batch(pairs_to_record_batch(pairs, [hash_pair(each) for each in pairs]))
+        self.content = self._path.read_bytes()
+
+    def __call__(self, content: bytes) -> bool:
+        # a new file each time: the old one is still mapped
+        self._path.unlink()
+        self._path.write_bytes(content)
+        try:
+            shard = Shard(self._path)
+            shard.hashes("hash")
+            for row in range(6):
+                shard.pair(row)
+        except UserError:
+            return False
+        return True
+
+
+class CacheCheck:
+    """A shard of any bytes gives the logps that were written, or none; never others, whatever its keys say."""
+
+    def __init__(self, directory: Path) -> None:
+        self._root = directory / "cache"
+        self._cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "made up")
+        self._cache.writer(ShardLimits())
+        draw = np.random.default_rng(0)
+        self._keys = [draw.bytes(16) for _ in range(6)]
+        self._logps = [[-draw.random(n + 1).astype(np.float32) for n in range(6)] for _ in range(2)]
+        shard = write_shard(self._cache.directory, self._keys, *self._logps)
+        self._name, self.content = shard.path.name, shard.path.read_bytes()
+        self._wanted = np.frombuffer(b"".join(self._keys), dtype="V16")
+
+    def __call__(self, content: bytes, *, signed: bool = False) -> bool:
+        for path in self._cache.directory.glob("*arrow*"):
+            path.unlink()
+        name = self._name
+        if signed:
+            import hashlib
+
+            name = f"{name.rsplit('-', 1)[0]}-{hashlib.sha256(content).hexdigest()}.arrow"
+        (self._cache.directory / name).write_bytes(content)
+        cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "made up")
+        list(verify_cache(self._root))
+        list_references(self._root)
+        found = cache.find(self._wanted)
+        missing = found.is_missing()
+        for position in np.flatnonzero(~missing).tolist():
+            try:
+                sides = found.logps(position)
+            except UserError:
+                return False
+            for side, told in enumerate(sides):
+                if not signed and not np.array_equal(told, self._logps[side][position]):
+                    raise AssertionError(f"other logps at {position}: {told}")
+        return not missing.any()
+
+    def identity(self, content: bytes) -> bool:
+        """Check the hints that a person is shown."""
+        (self._cache.directory / "identity.json").write_bytes(content)
+        (described,) = list_references(self._root)
+        return not described.model.startswith("unknown")
+
+
+def new_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="fuzz-"))

@@ -1,0 +1,134 @@
+"""Many random cases over every reader: `scripts/fuzz [CASES] [--seed N] [--target NAME]`.
+
+Prints a table: target, cases, seconds, how many were read, how many ended in a documented error, and crashes. A crash
+is printed with its seed: `scripts/fuzz 1 --target NAME --seed SEED` gives the same case again. Ends with 1 on a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import cases
+from checks import (
+    CacheCheck,
+    ComposeCheck,
+    ExactJsonCheck,
+    ManifestCheck,
+    StoreCheck,
+    TemplateCheck,
+    check_config,
+    check_row,
+    new_directory,
+)
+
+from thresher.checkpoint.exact_json import loads
+
+Target = Callable[[random.Random], bool]
+# parts of all cases; those that touch files or Hydra are dear
+SHARES = {
+    "row values": 20,
+    "row lines": 42,
+    "exact JSON": 14,
+    "config values": 12,
+    "manifests": 5,
+    "signed manifests": 2,
+    "templates": 3,
+    "cache shards": 1.2,
+    "signed cache shards": 0.5,
+    "cache identity": 0.2,
+    "store shards": 1,
+    "YAML and overrides": 0.1,
+}
+MOST_CRASHES_SHOWN = 5
+
+
+def make_targets(directory: Path) -> dict[str, Target]:
+    template, exact, manifest = TemplateCheck(), ExactJsonCheck(directory), ManifestCheck(directory)
+    cache, compose, store = CacheCheck(directory), ComposeCheck(directory), StoreCheck(directory)
+    lines = [json.dumps(row).encode() for row in cases.SOUND_ROWS]
+    yaml = json.dumps(cases.CONFIG, indent=1).encode()
+    body = {key: value for key, value in loads(manifest.content.decode()).items() if key != "sha256"}
+    hints = (cache._cache.directory / "identity.json").read_bytes()
+
+    def signed(draw: random.Random) -> bool:
+        changed = cases.mutate_value(draw, copy.deepcopy(body), lambda: cases.value(draw, 2))
+        try:
+            return manifest.signed(changed)
+        except (TypeError, ValueError, RecursionError) as error:
+            if "_digest_of" in (frame.name for frame in traceback.extract_tb(error.__traceback__)[:3]):
+                return False  # what cannot be spelled cannot be signed either
+            raise
+
+    def overridden(draw: random.Random) -> bool:
+        content = cases.mutate_bytes(draw, yaml, cases.YAML_WORDS) if draw.random() < 0.7 else yaml
+        return compose(content, [cases.override(draw) for _ in range(draw.randrange(3))])
+
+    def any_bytes(draw: random.Random, content: bytes, words: tuple[bytes, ...]) -> bytes:
+        return draw.randbytes(draw.randrange(40)) if draw.random() < 0.02 else cases.mutate_bytes(draw, content, words)
+
+    return {
+        "row values": lambda draw: check_row(cases.row(draw)),
+        "row lines": lambda draw: check_row(any_bytes(draw, draw.choice(lines), cases.JSON_WORDS)),
+        "exact JSON": lambda draw: exact(any_bytes(draw, manifest.content, cases.JSON_WORDS)),
+        "config values": lambda draw: check_config(cases.config(draw)),
+        "manifests": lambda draw: manifest(any_bytes(draw, manifest.content, cases.JSON_WORDS)),
+        "signed manifests": signed,
+        "templates": lambda draw: template(cases.chat_row(draw)),
+        "cache shards": lambda draw: cache(cases.mutate_bytes(draw, cache.content)),
+        "signed cache shards": lambda draw: cache(cases.mutate_bytes(draw, cache.content), signed=True),
+        "cache identity": lambda draw: cache.identity(any_bytes(draw, hints, cases.JSON_WORDS)),
+        "store shards": lambda draw: store(cases.mutate_bytes(draw, store.content)),
+        "YAML and overrides": overridden,
+    }
+
+
+def run(name: str, target: Target, count: int, first_seed: int) -> int:
+    read = told = crashes = 0
+    begin = time.perf_counter()
+    for number in range(count):
+        try:
+            if target(random.Random(first_seed + number)):
+                read += 1
+            else:
+                told += 1
+        except Exception:
+            crashes += 1
+            if crashes <= MOST_CRASHES_SHOWN:
+                print(f"{name}, seed {first_seed + number}:", file=sys.stderr)
+                traceback.print_exc(limit=-4)
+    seconds = time.perf_counter() - begin
+    print(f"| {name} | {count:,} | {seconds:.0f} | {read:,} | {told:,} | {crashes} |", flush=True)
+    return crashes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=int, nargs="?", default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", choices=SHARES)
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    directory = new_directory()
+    try:
+        targets = make_targets(directory)
+        names = [given.target] if given.target else list(SHARES)
+        whole = sum(SHARES[name] for name in names)
+        print("| target | cases | seconds | read | documented errors | crashes |\n|---|---|---|---|---|---|")
+        crashes = [run(name, targets[name], round(given.cases * SHARES[name] / whole), given.seed) for name in names]
+    finally:
+        shutil.rmtree(directory)
+    return int(any(crashes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What fuzzing found, each as the input that it found: an answer or a documented error, where a traceback was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import CONFIG
+from checks import CacheCheck, ExactJsonCheck, ManifestCheck, StoreCheck
+
+from thresher.checkpoint.exact_json import load_json, loads
+from thresher.config.load import parse_config
+from thresher.errors import CheckpointError, UserError
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"$float": []}', b'[{"$float": null}]', b'{"$float": 1%s}' % (b"0" * 400), b"[" * 100_000],
+    ids=["a list for a number", "null for a number", "a number beyond floats", "nested without an end"],
+)
+def test_json_that_spells_no_number_is_a_damaged_file(tmp_path: Path, content: bytes) -> None:
+    assert not ExactJsonCheck(tmp_path)(content)
+
+
+def test_a_directory_in_place_of_json_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_json(tmp_path)
+
+
+def test_a_manifest_with_the_word_for_numbers_among_other_keys_is_damaged(tmp_path: Path) -> None:
+    check = ManifestCheck(tmp_path)
+    assert not check(check.content.replace(b'"metadata": {', b'"metadata": {"$float": "1", '))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("files", None), ("files", {"a": "b"}), ("files", {"a": {"size": [], "sha256": "x"}}), ("step", "7")],
+)
+def test_a_signed_manifest_of_other_parts_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    check = ManifestCheck(tmp_path)
+    body = {name: each for name, each in loads(check.content.decode()).items() if name != "sha256"}
+    assert check.signed(body)
+    assert not check.signed({**body, key: value})
+    del body[key]
+    assert not check.signed(body)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"seed": 16**5000},
+        {"actor_train": {"device_mapping": "[0]" + "+[0]" * 1000}},
+        {"actor_train": {"device_mapping": "[0]" + "+[0]" * 20_000}},
+    ],
+    ids=["an integer too long to print", "a sum of 1,000 lists", "a sum of 20,000 lists"],
+)
+def test_a_config_value_without_measure_is_a_told_mistake(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="the configuration has mistakes"):
+        parse_config({**CONFIG, **values})
+
+
+def test_hints_of_the_cache_that_are_no_mapping_are_told(tmp_path: Path) -> None:
+    check = CacheCheck(tmp_path)
+    assert not check.identity(b"[1, 2]")
+    assert check.identity(b'{"model": 5}')
+
+
+@pytest.mark.parametrize("mask", [0x78, 0x80, 0xFF])
+def test_no_byte_of_a_shard_can_end_the_process(tmp_path: Path, mask: int) -> None:
+    """Lengths in the file that reached beyond it were followed: a segmentation fault in two places."""
+    for check in (CacheCheck(tmp_path), StoreCheck(tmp_path)):
+        sound = 0
+        for at in range(len(check.content)):
+            content = bytearray(check.content)
+            content[at] ^= mask
+            sound += check(bytes(content))
+        if isinstance(check, CacheCheck):
+            assert sound == 0  # every byte counts in the digest
