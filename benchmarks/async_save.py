@@ -35,7 +35,7 @@ from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.trainer import DPOTrainer, Split, TrainerSettings
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
-PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 8, 64
+PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
 KINDS = ("no save", "save at once", "save in the background")
 
 
@@ -110,7 +110,7 @@ def time_block(trainer: DPOTrainer, keeper: TimedKeeper, steps: int, timing: Tim
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=6, help="steps between two saves")
+    parser.add_argument("--steps", type=int, default=4, help="steps between two saves")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:

@@ -24,7 +24,7 @@ from thresher.data.plan import Plan
 from thresher.errors import UserError
 from thresher.models.load_split import empty_model
 from thresher.schedule import Schedule
-from thresher.strategies.native.mesh import AxisSizes, Mesh
+from thresher.strategies.native.mesh import AxisSizes
 from thresher.strategies.native.placement import Placement, place_model
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.trainer import DPOTrainer, Split, TrainerSettings
@@ -85,7 +85,7 @@ def build_policy(run: Run) -> NativeTrain:
         model = empty_model(str(run.model), dtype=torch.float32)
         if run.is_subset:
             freeze(model)
-        placement = place_model(model, str(run.model), Mesh.of(run.sizes, parity.CPU), torch.float32, parity.CPU)
+        placement = place_model(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
     if run.is_subset:
         freeze(model)
     optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)

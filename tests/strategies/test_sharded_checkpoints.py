@@ -9,7 +9,6 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from rank_pool import RankPool
 from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_runs import (
@@ -38,33 +37,19 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def pools():
-    made: dict[int, RankPool] = {}
-
-    def of(size: int) -> RankPool:
-        if size not in made:
-            made[size] = RankPool(size)
-        return made[size]
-
-    yield of
-    for pool in made.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return parity.save_model(tmp_path_factory.mktemp("model"), "llama", 0)
 
 
-def run_all(pools, run: Run) -> list[Result]:
-    return [train(run)] if run.sizes is None else pools(run.sizes.num_processes).run(train, run)
+def run_all(pool_of, run: Run) -> list[Result]:
+    return [train(run)] if run.sizes is None else pool_of(run.sizes.num_processes).run(train, run)
 
 
 @pytest.fixture(scope="module")
-def saved(pools, model, tmp_path_factory) -> tuple[Run, list[Result]]:
+def saved(pool_of, model, tmp_path_factory) -> tuple[Run, list[Result]]:
     """Four ranks, FSDP2 x TP, that save in the middle and at the end and never stop."""
     run = Run(model, tmp_path_factory.mktemp("saved"), SPLIT, saves_at=(SAVED_STEP, NUM_STEPS))
-    return run, run_all(pools, run)
+    return run, run_all(pool_of, run)
 
 
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -82,31 +67,36 @@ OTHERS = {
     "4 ranks, dp_shard": AxisSizes(dp_shard=4),
     "4 ranks, dp_replicate x dp_shard": AxisSizes(dp_replicate=2, dp_shard=2),
     "4 ranks, cp x tp": AxisSizes(cp=2, tp=2),
+    "2 ranks, pp": AxisSizes(pp=2),
+    "4 ranks, pp x dp_shard": AxisSizes(pp=2, dp_shard=2),
 }
 
 
 @pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
-def test_another_layout_goes_on_within_rounding(saved, pools, tmp_path, sizes):
+def test_another_layout_goes_on_within_rounding(saved, pool_of, tmp_path, sizes):
     run, whole = saved
-    resumed = run_all(pools, Run(run.model, tmp_path, sizes, start=run.root / STEP))
+    resumed = run_all(pool_of, Run(run.model, tmp_path, sizes, start=run.root / STEP))
     for result in resumed:
         assert result.losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
     assert len(set(whole[0].losses)) == NUM_STEPS
 
 
 @pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
-def test_what_another_layout_reads_and_writes_again_has_every_bit(saved, pools, tmp_path, sizes):
+def test_what_another_layout_reads_and_writes_again_has_every_bit(saved, pool_of, tmp_path, sizes):
     """Resumed, not trained: what is loaded is what was saved, put together by torch."""
     run, whole = saved
-    for result in run_all(pools, Run(run.model, tmp_path, sizes, start=run.root / LAST)):
-        assert_same_bits(result.weights, whole[0].weights)
-        assert_same_bits(result.moments, whole[0].moments)
+    results = run_all(pool_of, Run(run.model, tmp_path, sizes, start=run.root / LAST))
+    for result in results:
+        # a stage of a pipeline has some of the parameters
+        assert_same_bits(result.weights, {name: whole[0].weights[name] for name in result.weights})
+        assert_same_bits(result.moments, {name: whole[0].moments[name] for name in result.moments})
+    assert {name for result in results for name in result.moments} == whole[0].moments.keys()
 
 
-def test_the_same_ranks_go_on_bitwise(saved, pools, tmp_path):
+def test_the_same_ranks_go_on_bitwise(saved, pool_of, tmp_path):
     run, whole = saved
     again = replace(run, root=tmp_path, start=run.root / STEP, saves_at=(NUM_STEPS,))
-    for resumed, straight in zip(run_all(pools, again), whole, strict=True):
+    for resumed, straight in zip(run_all(pool_of, again), whole, strict=True):
         assert resumed.losses == straight.losses[SAVED_STEP:]
         assert_same_bits(resumed.weights, straight.weights)
         assert_same_bits(resumed.moments, straight.moments)
@@ -138,10 +128,10 @@ def test_one_process_reads_all_of_it_without_a_group(saved):
 
 
 @pytest.mark.real
-def test_the_export_of_four_ranks_has_their_weights(pools, stories_dir, tmp_path):
+def test_the_export_of_four_ranks_has_their_weights(pool_of, stories_dir, tmp_path):
     config = {"pretrain": str(stories_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
     run = Run(stories_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
-    weights = run_all(pools, run)[0].weights
+    weights = run_all(pool_of, run)[0].weights
     export_checkpoint(run.root / "step-00000001", tmp_path / "model")
     assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)
 
@@ -157,11 +147,11 @@ def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
                 assert torch.equal(stored.read(name, box), tensor[box]), (name, box)
 
 
-def test_copies_of_whole_groups_write_nothing(pools, model, tmp_path):
+def test_copies_of_whole_groups_write_nothing(pool_of, model, tmp_path):
     """HSDP: of two groups of shards, each whole, one writes."""
     sizes = AxisSizes(dp_replicate=2, dp_shard=2)
     run = Run(model, tmp_path, sizes, until=1, saves_at=(1,))
-    results = run_all(pools, run)
+    results = run_all(pool_of, run)
     checkpoint = tmp_path / "step-00000001"
     files = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     assert files == [
@@ -173,26 +163,37 @@ def test_copies_of_whole_groups_write_nothing(pools, model, tmp_path):
     assert_same_bits(load_tensors(checkpoint, "optimizer"), results[0].moments)
 
 
-def test_whole_copies_write_the_files_of_one_process(pools, model, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_stages_of_a_pipeline_write_what_they_have(pool_of, tmp_path, family):
+    """Of qwen2 the first and the last stage both have the embedding."""
+    model = parity.save_model(tmp_path / "model", family, 0)
+    run = Run(model, tmp_path / "run", AxisSizes(pp=2, tp=2), saves_at=(SAVED_STEP,))
+    stages = run_all(pool_of, run)
+    for sizes in (None, AxisSizes(pp=2, dp_shard=2), AxisSizes(dp_shard=2)):
+        resumed = run_all(pool_of, replace(run, sizes=sizes, start=run.root / STEP, saves_at=()))
+        assert resumed[0].losses == pytest.approx(stages[0].losses[SAVED_STEP:], abs=TOLERANCE)
+
+
+def test_whole_copies_write_the_files_of_one_process(pool_of, model, tmp_path):
     copies = Run(model, tmp_path / "copies", AxisSizes(dp_replicate=2), until=1, saves_at=(1,))
     alone = replace(copies, root=tmp_path / "alone", sizes=None)
-    run_all(pools, copies)
-    run_all(pools, alone)
+    run_all(pool_of, copies)
+    run_all(pool_of, alone)
     ours, theirs = ({path.name for path in (tmp_path / who / "step-00000001").iterdir()} for who in ("copies", "alone"))
     assert ours == theirs
     assert "weights.safetensors" in ours
 
 
-def test_a_few_trainable_parameters_of_many(pools, model, tmp_path):
+def test_a_few_trainable_parameters_of_many(pool_of, model, tmp_path):
     run = Run(model, tmp_path / "a", SPLIT, saves_at=(SAVED_STEP,), is_subset=True)
-    whole = run_all(pools, run)
+    whole = run_all(pool_of, run)
     assert 0 < len(whole[0].weights) < 12
     for sizes in (SPLIT, AxisSizes(dp_shard=2), None):
-        resumed = run_all(pools, replace(run, sizes=sizes, start=run.root / STEP, root=tmp_path / "b", saves_at=()))
+        resumed = run_all(pool_of, replace(run, sizes=sizes, start=run.root / STEP, root=tmp_path / "b", saves_at=()))
         assert resumed[0].losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
 
-def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pools, model, tmp_path):
+def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pool_of, model, tmp_path):
     run, _ = saved
     alone = Run(model, tmp_path, saves_at=(1,), until=1)
     train(alone)
@@ -200,10 +201,10 @@ def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pools, model, t
     assert ours == theirs
 
 
-def test_a_checkpoint_of_other_weights_is_refused_by_every_rank(saved, pools, tmp_path):
+def test_a_checkpoint_of_other_weights_is_refused_by_every_rank(saved, pool_of, tmp_path):
     run, _ = saved
     with pytest.raises(AssertionError) as caught:
-        run_all(pools, Run(run.model, tmp_path, SPLIT, start=run.root / STEP, is_subset=True))
+        run_all(pool_of, Run(run.model, tmp_path, SPLIT, start=run.root / STEP, is_subset=True))
     assert str(caught.value).count("was made for another model: 31 weights differ") == 4
 
 
@@ -232,11 +233,11 @@ def test_a_missing_part_is_named(saved, tmp_path, rank):
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
-    saved, pools, model, tmp_path, in_background
+    saved, pool_of, model, tmp_path, in_background
 ):
     shutil.copytree(saved[0].root / STEP, tmp_path / STEP)
     run = Run(model, tmp_path, SPLIT, settings={"async_save": in_background})
-    told = pools(4).run(save_with_a_rank_that_cannot_write, run)
+    told = pool_of(4).run(save_with_a_rank_that_cannot_write, run)
     assert len(set(told)) == 1
     assert told[0].startswith("CheckpointError: could not save the checkpoint of step 0")
     assert "No space left on device; free some space" in told[0]
@@ -245,10 +246,10 @@ def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
 
 
 @pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
-def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pools, model, tmp_path, sizes):
+def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pool_of, model, tmp_path, sizes):
     at_once = Run(model, tmp_path / "at once", sizes, saves_at=(2, 3, NUM_STEPS))
     behind = replace(at_once, root=tmp_path / "behind", settings={"async_save": True})
-    ours, theirs = run_all(pools, behind), run_all(pools, at_once)
+    ours, theirs = run_all(pool_of, behind), run_all(pool_of, at_once)
     assert ours[0].losses == theirs[0].losses
     for step in at_once.saves_at:
         name = f"step-{step:08d}"
@@ -256,11 +257,13 @@ def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pools, model, tm
 
 
 @pytest.mark.parametrize("sizes", [AxisSizes(dp_shard=2), None], ids=["2 ranks", "1 process"])
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(pools, model, tmp_path, sizes):
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(
+    pool_of, model, tmp_path, sizes
+):
     slow = Run(model, tmp_path / "slow", sizes, settings={"async_save": True})
     plain = Run(model, tmp_path / "plain", sizes, until=SAVED_STEP + 2, saves_at=(SAVED_STEP,))
-    answers = [train_during_a_slow_save(slow)] if sizes is None else pools(2).run(train_during_a_slow_save, slow)
-    straight = run_all(pools, plain)[0]
+    answers = [train_during_a_slow_save(slow)] if sizes is None else pool_of(2).run(train_during_a_slow_save, slow)
+    straight = run_all(pool_of, plain)[0]
     for losses, published in answers:
         assert losses == straight.losses
         assert published == [[], [STEP]]

@@ -76,10 +76,11 @@ def load_optimizer_state(
 
 def join_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Put together what `optimizer_state` says, apart from tensors, in processes that have different parameters."""
-    groups = [
-        {key: [each for group in same for each in group[key]] for key in ("names", "shapes")}
-        for same in zip(*(each["groups"] for each in values), strict=True)
-    ]
+    groups = []
+    for same in zip(*(each["groups"] for each in values), strict=True):
+        # two processes may have the same parameter
+        shapes = {name: shape for group in same for name, shape in zip(group["names"], group["shapes"], strict=True)}
+        groups.append({"names": list(shapes), "shapes": list(shapes.values())})
     joined = {name: own for each in values for name, own in each["values"].items()}
     return {"type": values[0]["type"], "groups": groups, "values": joined}
 

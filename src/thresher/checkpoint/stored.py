@@ -112,7 +112,7 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
                 raise CheckpointError(
                     f"{self._directory / file} has a part of {name} that fits no other; resume from another checkpoint"
                 )
-            whole.pieces[offset] = (shape, file)
+            whole.pieces[offset] = (shape, file)  # what two processes share may be in both files
 
     @contextlib.contextmanager
     def _readable_errors(self, file: str) -> Iterator[None]:

@@ -40,8 +40,6 @@ class Placement:
 
     def counts(self, parameter: Tensor) -> bool:
         """Say if this process is the one, of all with this part of a parameter, that adds it to a sum or writes it."""
-        if not self.coordinates:
-            return self.ranks.everyone.rank == 0
         split = split_axes(parameter)
         places = self.coordinates or {"dp_replicate": self.ranks.rank}
         return all(place == 0 for axis, place in places.items() if axis not in split)

@@ -44,7 +44,7 @@ class PolicyFiles:
         if copies is not None:
             parts = {stem: _copied(stem, own, copies) for stem, own in parts.items()}
         # of all processes that have the same parameters, one tells what there is to tell of them
-        told = everyone.gather(state.values if self._placement.counts(torch.zeros(())) else None)
+        told = everyone.gather(state.values if self._parameters.counts(torch.zeros(())) else None)
         values = None if told is None else join_values([each for each in told if each is not None])
         number = self._file_number(has_something=any(parts.values()))
 
