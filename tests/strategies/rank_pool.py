@@ -76,7 +76,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, path: list[str]) -
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
+    # a store that opens its own socket would listen on every interface
+    hosting = {"master_listen_fd": socket.create_server(("127.0.0.1", port)).detach()} if rank == 0 else {}
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60), **hosting)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS_FOR_A_CASE)
     )
