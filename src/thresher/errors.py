@@ -3,9 +3,17 @@
 The command line prints a `UserError` as one message and exits with code 2; every other exception is a defect of ours.
 """
 
+from thresher.redact import redact_text
+
 
 class UserError(Exception):
-    """A mistake in the input, the configuration or the environment, with its mend in the text."""
+    """A mistake in the input, the configuration or the environment, with its mend in the text.
+
+    Secrets are masked where it is made: a message is printed, logged, and sent from process to process.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(redact_text(message))
 
 
 class CheckpointError(UserError):
@@ -18,6 +26,9 @@ class LostError(UserError):
 
 class WorkerError(RuntimeError):
     """Something unforeseen in a worker, a defect of ours or a peer that went away; the text holds its traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(redact_text(message))
 
 
 class StoppedError(Exception):

@@ -19,12 +19,22 @@ from thresher.models.load import DTYPES, load_model, load_tokenizer, set_pad_tok
 from thresher.models.lora import merged
 
 
-def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str | None = None) -> None:
-    """Load the run's model, put the checkpoint's weights in, merge and save."""
+def export_checkpoint(
+    checkpoint: Path, output: Path, *, dtype: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Load the run's model, put the checkpoint's weights in, merge and save.
+
+    trust_remote_code: a checkpoint may come from anybody, so it is no word in it that lets a model's code run.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty directory; name a new one")
     verify(checkpoint)
     path, args = model_of(checkpoint)
+    if args.trust_remote_code and not trust_remote_code:
+        raise UserError(
+            f"the run of {checkpoint} ran Python code that comes with the model {path}; pass --trust-remote-code if "
+            "you trust that model"
+        )
     model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
     module = attach_adapters(model, args)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -36,6 +46,8 @@ def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str | None = Non
     plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, path)
     # written aside and renamed: a directory that is there is whole
     staging = output.with_name(f".{output.name}.partial")
+    if staging.is_symlink():
+        raise UserError(f"{staging} is a link, and nothing is exported through one; remove it")
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
     plain.save_pretrained(staging)

@@ -12,7 +12,7 @@ from thresher.assembly.reference import ReferenceParts
 from thresher.assembly.run import build_checkpoints, build_micro_batching, config_changes, trainer_settings
 from thresher.config import DPOConfig
 from thresher.loop import Standing
-from thresher.observe.redact import redact
+from thresher.redact import redact
 from thresher.reference.invariant import check_step_zero
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import DPOTrainer, Split

@@ -156,7 +156,7 @@ def recover(root: Path) -> list[str]:
         if _staging_in_use(root, target.name):
             continue
         if target.exists():
-            shutil.rmtree(path)
+            remove_tree(path)
         else:
             path.rename(target)
             done.append(f"moved {target.name} back: a save of the same step was cut off")
@@ -167,11 +167,11 @@ def recover(root: Path) -> list[str]:
             path.unlink(missing_ok=True)
     for path in sorted(root.glob(f"{_STAGING}*")):
         if path.is_dir() and not _is_locked(_lock_path(path)):
-            shutil.rmtree(path)
+            remove_tree(path)
             _lock_path(path).unlink(missing_ok=True)
             done.append(f"removed {path.name}: its save was cut off")
     for path in sorted(root.glob(f"{_DELETED}*")):
-        shutil.rmtree(path)
+        remove_tree(path)
     sync_directory(root)
     return done
 
@@ -181,7 +181,15 @@ def delete(path: Path) -> None:
     hidden = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(6)}")
     path.rename(hidden)
     sync_directory(path.parent)
-    shutil.rmtree(hidden)
+    remove_tree(hidden)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all that is in it; of a link only the link, and nothing where it leads."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -198,7 +206,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _move_in(source: Path, target: Path) -> None:
-    if not target.exists():
+    if not os.path.lexists(target):
         source.rename(target)
         return
     aside = target.with_name(f"{_REPLACED}{target.name}-{secrets.token_hex(6)}")
@@ -209,11 +217,11 @@ def _move_in(source: Path, target: Path) -> None:
         aside.rename(target)
         raise
     sync_directory(target.parent)
-    shutil.rmtree(aside)
+    remove_tree(aside)
 
 
 def _is_same_checkpoint(new: Path, old: Path) -> bool:
-    if not old.exists():
+    if not old.exists() or old.is_symlink():
         return False
     try:
         verify(old)

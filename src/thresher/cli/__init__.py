@@ -47,6 +47,14 @@ def main() -> None:
     except StoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(stopped.exit_code)
+    except Exception:
+        # a defect of ours, shown whole but for secrets: the libraries below quote URLs as they are
+        import traceback
+
+        from thresher.redact import redact_text
+
+        sys.stderr.write(redact_text(traceback.format_exc()))
+        sys.exit(1)
 
 
 def _escaped(text: str) -> str:

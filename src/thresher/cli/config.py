@@ -19,7 +19,7 @@ def show(
     import yaml
 
     from thresher.config import load_config
-    from thresher.observe.redact import redact
+    from thresher.redact import redact
 
     values = redact(load_config(path, overrides or []).model_dump(mode="json"))
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)

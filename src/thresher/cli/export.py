@@ -13,6 +13,9 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; the run's own precision when absent.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Take the best checkpoint of the run, not the newest.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the run's model brings.")
+    ] = False,
 ) -> None:
     """Write a directory that transformers loads on its own, LoRA merged."""
     from thresher.assembly.export import export_checkpoint
@@ -36,5 +39,5 @@ def export(
         checkpoint = best_checkpoint(root, config["metric_for_best"], higher_is_better=config["greater_is_better"])
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
-    export_checkpoint(checkpoint, output, dtype=dtype)
+    export_checkpoint(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code)
     announce(f"exported {checkpoint} to {output}")

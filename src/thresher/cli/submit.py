@@ -59,7 +59,7 @@ def submit(
 def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:
     """Refuse what cannot work in a job: it runs in a copy that Ray deletes when it needs the room."""
     from thresher.errors import UserError
-    from thresher.observe.redact import redact_text
+    from thresher.redact import redact_text
 
     if not address.startswith(("http://", "https://")):
         raise UserError(

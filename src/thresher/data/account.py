@@ -140,7 +140,7 @@ class Account:
     def _file_reports(self, digests: Sequence[str]) -> list[FileReport]:
         return [
             FileReport(
-                each.source.name, digest, each.shape.name if each.shape else "unreadable", rows, each.unused_columns
+                each.source.shown, digest, each.shape.name if each.shape else "unreadable", rows, each.unused_columns
             )
             for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
         ]

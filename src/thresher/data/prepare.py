@@ -204,7 +204,9 @@ class _Quarantine:
         if self._how == "quarantine":
             target = output.with_name(f"{output.name}.quarantine.jsonl")
             if self.sync():
-                shutil.copyfile(self._path, target)
+                # renamed, not written to: a link of that name would lead the rows elsewhere
+                shutil.copyfile(self._path, copied := self._path.with_suffix(".copy"))
+                copied.replace(target)
             else:
                 target.unlink(missing_ok=True)
 

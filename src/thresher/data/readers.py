@@ -20,9 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from thresher.data.bounded_lines import lines_that_begin_within, take_block, text_lines
+from thresher.data.plain_types import with_plain_types
 from thresher.data.row_values import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_wrong, is_text
 from thresher.data.sources import SourceFile, load_hub_dataset, open_binary
 from thresher.errors import UserError
+from thresher.file_names import lies_within
 
 ROWS_PER_BLOCK = 512
 BYTES_PER_SPAN = 4 << 20
@@ -162,7 +164,7 @@ def _read_json_lines(span: Span) -> Iterator[Block]:
             last_number += len(chunk)
             numbers, contents = zip(*rows, strict=True) if rows else ((), ())
             done = stored.tell() if start is None else start + lines.tell()
-            yield Block(source.name, "line", numbers, contents, last_number, done)
+            yield Block(source.shown, "line", numbers, contents, last_number, done)
 
 
 def _read_json(span: Span) -> Iterator[Block]:
@@ -221,8 +223,7 @@ def _read_parquet(span: Span) -> Iterator[Block]:
         groups = range(span.start, file.metadata.num_row_groups if span.stop is None else span.stop)
         before = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
         batches = file.iter_batches(ROWS_PER_BLOCK, row_groups=list(groups))
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from _value_blocks(span.source, rows, file.metadata.num_rows, before)
+        yield from _value_blocks(span.source, _rows_of(batches), file.metadata.num_rows, before)
 
 
 def _read_arrow(span: Span) -> Iterator[Block]:
@@ -241,7 +242,8 @@ def _read_arrow(span: Span) -> Iterator[Block]:
 
 
 def _rows_of(batches: Any) -> Iterator[Row]:
-    for batch in batches:
+    for typed in batches:
+        batch = with_plain_types(typed)
         # slices bound the memory of Python rows where one record batch holds millions
         for start in range(0, batch.num_rows, ROWS_PER_BLOCK):
             yield from batch.slice(start, ROWS_PER_BLOCK).to_pylist()
@@ -251,10 +253,18 @@ def _read_saved_dataset(span: Span) -> Iterator[Block]:
     import datasets
 
     try:
+        _check_data_files(span.source)
         dataset = datasets.load_from_disk(span.source.name)
     except Exception as error:  # what is wrong with its files may come out as anything
         raise _unreadable(span.source, error) from error
     yield from _read_dataset(span.source, dataset)
+
+
+def _check_data_files(source: SourceFile) -> None:
+    with open_binary(replace(source, name=f"{source.name}/state.json")) as stream:
+        named = [each["filename"] for each in json.load(stream)["_data_files"]]
+    if outside := [name for name in named if not lies_within(name)]:
+        raise ValueError(f"its state.json names {outside[0]!r}, which is no file of it")
 
 
 def _read_hub_dataset(span: Span) -> Iterator[Block]:
@@ -271,4 +281,4 @@ def _value_blocks(source: SourceFile, rows: Iterator[Any], total: int | None, be
         numbers = tuple(range(done + 1, done + len(chunk) + 1))
         done += len(chunk)
         bytes_done = source.size * (before + done) // total if total else 0
-        yield Block(source.name, "row", numbers, chunk, done, bytes_done)
+        yield Block(source.shown, "row", numbers, chunk, done, bytes_done)

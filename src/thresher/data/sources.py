@@ -15,6 +15,7 @@ from typing import Any, Literal
 import fsspec
 
 from thresher.errors import UserError
+from thresher.redact import redact_text
 
 Format = Literal["json", "jsonl", "csv", "parquet", "arrow", "saved_dataset", "hub_dataset"]
 
@@ -41,6 +42,11 @@ class SourceFile:
     format: Format
     compression: str | None = None
     size: int = 0
+
+    @property
+    def shown(self) -> str:
+        """The name for messages and reports: a URL may carry a login or a signature."""
+        return redact_text(self.name)
 
     @property
     def is_local(self) -> bool:
@@ -107,6 +113,8 @@ def _refuse_broken_link(filesystem: Any, path: str, name: str) -> None:
 
 
 def _suffixes(path: str) -> tuple[str, str | None]:
+    # a signed URL goes on behind the name
+    path = path.partition("?")[0] if "://" in path else path
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compression = COMPRESSION_OF_SUFFIX.get(suffixes[-1]) if suffixes else None
     if compression:

@@ -87,6 +87,9 @@ class Staging:
 
     def _take(self) -> int:
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        if self.directory.is_symlink():
+            # whatever lies where it leads would be cleared away
+            raise UserError(f"{self.directory} is a link, and pairs are not prepared through one; remove it")
         while True:
             self.directory.mkdir(exist_ok=True)
             try:
@@ -120,7 +123,7 @@ class Staging:
 
 
 def _remove(entry: Path) -> None:
-    if entry.is_dir():
+    if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry)
     else:
         entry.unlink()

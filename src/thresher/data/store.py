@@ -22,6 +22,7 @@ import pyarrow as pa
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.open_shards import OpenShards
 from thresher.errors import UserError
+from thresher.file_names import lies_within
 
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
@@ -133,6 +134,12 @@ class StoreFile:
     sha256: str
     num_pairs: int = 0
 
+    def __post_init__(self) -> None:
+        if not lies_within(self.name):
+            raise UserError(
+                f"the store's manifest names {self.name!r}, which is no file of it; prepare the store again"
+            )
+
 
 class PairStore:
     """Read pairs by number from a prepared directory."""
@@ -238,6 +245,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
+        if version == FORMAT_VERSION:
+            _files(manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
     if version != FORMAT_VERSION:

@@ -5,6 +5,7 @@ Decides: no code from model repositories unless trusted, no pickled weights, eve
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from thresher.errors import UserError
+from thresher.file_names import lies_within
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -142,12 +144,30 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
                 f"model directory {path} has no config.json; give a Hugging Face model directory, or the path of a "
                 "`.gguf` file"
             )
+        _check_weight_index(location)
         return str(location), {}
     if not _HUB_ID.fullmatch(path):
         raise UserError(
             f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
         )
     return path, {}
+
+
+def _check_weight_index(directory: Path) -> None:
+    for index in directory.glob("*.index.json"):
+        weight_files(index)
+
+
+def weight_files(index: Path) -> dict[str, str]:
+    """Read which file has which tensor; an index that leads out of its directory is refused."""
+    try:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(file_of.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is no index of weights ({error}); copy or download the model again") from error
+    if outside := [name for name in names if not lies_within(name)]:
+        raise UserError(f"{index} names {outside[0]!r}, which is no file of the model; do not use this model")
+    return dict(file_of)
 
 
 def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

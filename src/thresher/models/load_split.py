@@ -5,7 +5,6 @@ First the empty model (no memory), then the axes split its parameters, then each
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable
+from thresher.models.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable, weight_files
 from thresher.models.split_tensors import local_part, own_part
 
 _INDEX = "model.safetensors.index.json"
@@ -63,9 +62,10 @@ class WeightFiles:
     def __init__(self, directory: Path):
         self._directory = directory
         self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str]
         index = directory / _INDEX
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._file_of = weight_files(index)
         elif (directory / _WHOLE).is_file():
             self._file_of = dict.fromkeys(self._open(_WHOLE).keys(), _WHOLE)
         else:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from thresher.errors import UserError
-from thresher.observe.redact import redact, redact_text
+from thresher.redact import redact, redact_text
 
 Status = Literal["finished", "failed", "interrupted"]
 
@@ -59,6 +59,9 @@ class Trackers:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Start all; a mistake that a person can mend stops the run here, before any work is done."""
         run.run_dir.mkdir(parents=True, exist_ok=True)
+        if links := sorted(path for path in run.run_dir.iterdir() if path.is_symlink()):
+            # a log that is gone on with may come from elsewhere, and would be written to where it leads
+            raise UserError(f"{links[0]} is a link; logs are plain files, so remove it, or set another logging_dir")
         # Redacted here whatever the caller did: no tracker may ever see a secret.
         run = replace(run, config=redact(run.config))
         for tracker in self._required:

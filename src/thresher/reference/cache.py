@@ -23,6 +23,7 @@ from thresher.checkpoint.exact_json import Json, save_json
 from thresher.data.open_shards import OpenShards
 from thresher.data.store import Hashes
 from thresher.errors import UserError
+from thresher.redact import redact_text
 from thresher.reference.identity import SCORING_VERSION, ReferenceIdentity
 from thresher.reference.key_index import KeyIndex, Positions
 from thresher.reference.shards import (
@@ -113,7 +114,11 @@ class ReferenceCache:
 
     def _write_identity(self) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        hints: dict[str, Json] = {"model": self._model, "created": created, "scoring_version": SCORING_VERSION}
+        hints: dict[str, Json] = {
+            "model": redact_text(self._model),
+            "created": created,
+            "scoring_version": SCORING_VERSION,
+        }
         aside = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
         save_json(aside, hints | asdict(self._identity))
         aside.rename(self.directory / IDENTITY_NAME)

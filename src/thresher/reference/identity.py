@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from thresher.errors import UserError
+from thresher.models.load import weight_files
 
 # raise it when the same weights and tokens begin to get other logps: an older cache is then left alone
 SCORING_VERSION = 1
@@ -101,7 +102,7 @@ def _weight_files(path: str) -> Iterator[Path]:
             f"{path} has no weights in safetensors files, or they cannot be fetched; convert it with transformers' "
             "save_pretrained, or download it"
         )
-    for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+    for name in sorted(set(weight_files(index).values())):
         shard = _find(path, name)
         if shard is None:
             raise UserError(f"{path} lacks {name}, which its index names; copy or download the model again")

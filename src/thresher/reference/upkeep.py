@@ -60,6 +60,8 @@ def leftovers(root: Path) -> list[Path]:
     old = time.time() - _SECONDS_OF_A_WRITE
     found = [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
     for directory in _directories(root):
+        if directory.is_symlink():
+            continue  # what lies where it leads is not ours to clear away
         found += sorted(directory.glob(f"*{DAMAGED}"))
         found += [path for path in sorted(directory.glob(f"{PARTIAL}*")) if _last_written(path) < old]
     return found
@@ -73,7 +75,7 @@ def _last_written(path: Path) -> float:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete directories and files of the cache; a run that still reads one of them is told to start again."""
+    """Delete directories and files of the cache, of a link only the link; a run that still reads one is told so."""
     for path in paths:
         if path.is_dir():
             delete(path)

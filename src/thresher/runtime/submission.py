@@ -24,7 +24,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from thresher.errors import UserError
-from thresher.observe.redact import redact_text
+from thresher.redact import redact_text
 from thresher.runtime.session import refusal
 
 CONFIG_NAME = "thresher_job.yaml"

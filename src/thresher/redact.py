@@ -1,4 +1,4 @@
-"""Configurations without their secrets.
+"""Configurations and texts without their secrets; everything that is written or printed goes through here.
 
 Decides by key (`hf_token`, `api_key`, `password`) and by what is surely a credential wherever it stands: a
 login in a URL, a signed URL, a token with a well-known prefix. Words of this field that only look like

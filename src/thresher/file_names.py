@@ -1,0 +1,11 @@
+"""Names of files that a file gives: an index of weights, a manifest. Whoever wrote it decides them, so they are checked."""
+
+from pathlib import PurePosixPath, PureWindowsPath
+
+
+def lies_within(name: object) -> bool:
+    """Say whether a name leads to a file below the directory that it is relative to, and nowhere else."""
+    if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).is_absolute():
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.name != ""
