@@ -1,4 +1,4 @@
-"""Names of files that a file gives: an index of weights, a manifest. Whoever wrote it decides them, so they are checked."""
+"""Names of files that stand in a file, an index of weights or a manifest: whoever wrote it chose them."""
 
 from pathlib import PurePosixPath, PureWindowsPath
 

@@ -1,4 +1,4 @@
-"""Coverage-guided cases by atheris: `scripts/fuzz --guided TARGET RUNS`, on the five readers of what comes from elsewhere.
+"""Coverage-guided cases by atheris, on five readers of what comes from elsewhere: `scripts/fuzz --guided TARGET RUNS`.
 
 atheris mutates bytes and keeps those that reach new code of ours; where a reader takes values, the bytes are the
 choices of `cases`. It is no requirement: `pip install thresher[fuzz]`, or a directory with it on PYTHONPATH. It ends
@@ -40,7 +40,7 @@ class Chosen(random.Random):
     def getrandbits(self, count: int, /) -> int:
         return int(self._given.ConsumeUInt((count + 7) // 8)) & ((1 << count) - 1)
 
-    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:  # noqa: ARG002
         # Python draws again until a number fits, which an input that has ended would do for ever
         low, high = (0, start) if stop is None else (start, stop)
         return int(self._given.ConsumeIntInRange(low, high - 1))

@@ -188,5 +188,6 @@ def load_hub_dataset(name: str) -> Any:
     split, _, config = rest.partition(":")
     try:
         return datasets.load_dataset(repo, config or None, split=split or "train")
-    except (OSError, ValueError) as error:
+    # RuntimeError: a data set that is a script, which is never run
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {name!r} from the hub: {error}; write hf://OWNER/NAME:SPLIT") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -91,5 +91,10 @@ class WeightFiles:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            self._files[file] = safe_open(self._directory / file, framework="pt")
+            try:
+                self._files[file] = safe_open(self._directory / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{self._directory / file} is not a readable safetensors file ({error}); copy the model again"
+                ) from error
         return self._files[file]
