@@ -6,7 +6,7 @@ secrets (`max_tokens`, `pad_token`) stay.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,11 @@ _TOKENIZER_WORD = re.compile(
 )
 _WHOSE_TOKENS = re.compile(r"api|auth|access|hub|hf|refresh|bearer")
 # Up to the last @ of the authority; a password with an unescaped slash in it is taken as well, a port is not.
-_AUTHORITY = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S*)@")
+# One slash is what a path makes of two.
+_AUTHORITY = re.compile(r"(:/{1,2})(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S*)@")
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]+)")
+# `api_key=...` on a command line or in a library's message
+_ASSIGNED = re.compile(r"(?<![\w?&])([\w.-]+)=([^\s&'\"]+)")
 _KNOWN_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|wandb_v1_\w{16,}|A[KS]IA[0-9A-Z]{16})|(?<=Bearer )\S+"
@@ -43,9 +46,22 @@ def _clean(value: Any) -> Any:
 
 def redact_text(text: str) -> str:
     """Mask logins, signatures and well-known tokens in a text."""
-    text = _AUTHORITY.sub(f"{MASK}@", text)
+    text = _AUTHORITY.sub(rf"\1{MASK}@", text)
     text = _QUERY.sub(lambda m: f"{m[1]}={MASK}" if _is_secret_parameter(m[1]) else m[0], text)
+    text = _ASSIGNED.sub(lambda m: f"{m[1]}={MASK}" if _is_secret(_last_part(m[1]), "") else m[0], text)
     return _KNOWN_TOKEN.sub(MASK, text)
+
+
+def redact_overrides(text: str, overrides: Sequence[str]) -> str:
+    """Mask what `key=value` gives to a secret key, wherever it stands in a text: a parser quotes parts of it."""
+    for key, _, value in (override.partition("=") for override in overrides):
+        if value and _is_secret(_last_part(key), ""):
+            text = text.replace(value, MASK)
+    return redact_text(text)
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _mask_all(value: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.observe import redact, redact_text
+from thresher.redact import redact, redact_text
 
 CANARY = "c4n4ry-Value"
 

@@ -1,56 +1,19 @@
-"""A small finished run to attack, the command line in this process, and a pickle that leaves a trace when it is read."""
+"""A small finished run to attack, the command line in this process, and a pickle that leaves a trace."""
 
 from __future__ import annotations
 
-import io
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
+from attacks import Canary, CommandLine, Ended, Run, sign, unsafe_load, values_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 from small_runs import make_base
-
-from compared_runs import merge
-
-
-class Leave:
-    """Make a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return open, (self.path, "w")
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A file that must not come to be; `pickled` and `saved` make it when they are unpickled."""
-
-    path: Path
-
-    @property
-    def pickled(self) -> bytes:
-        return pickle.dumps(Leave(self.path))
-
-    @property
-    def saved(self) -> bytes:
-        """The same as torch.save writes it."""
-        stream = io.BytesIO()
-        torch.save({"weight": Leave(self.path)}, stream)
-        return stream.getvalue()
-
-    @property
-    def sings(self) -> bool:
-        return self.path.exists()
 
 
 @pytest.fixture
@@ -63,21 +26,6 @@ def canary(tmp_path: Path) -> Iterator[Canary]:
         canary.path.unlink()
     yield canary
     assert not canary.sings
-
-
-def unsafe_load(content: bytes) -> None:
-    torch.load(io.BytesIO(content), weights_only=False)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended, and all that it printed."""
-
-    code: int
-    text: str
-
-
-CommandLine = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -102,67 +50,6 @@ def thresher(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> Com
     return run
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of two steps with all that it left: checkpoints, prepared pairs, logs and the reference cache."""
-
-    directory: Path
-    values: dict[str, Any]
-
-    @property
-    def output(self) -> Path:
-        return self.directory / "output"
-
-    @property
-    def cache(self) -> Path:
-        return self.directory / "cache"
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "policy"
-
-    @property
-    def rows(self) -> Path:
-        return self.directory / "train.jsonl"
-
-    @property
-    def checkpoint(self) -> Path:
-        return max((self.output / "checkpoints").iterdir())
-
-    @property
-    def store(self) -> Path:
-        return next(path for path in (self.output / "data").iterdir() if path.is_dir())
-
-    def config(self, **changes: Any) -> Path:
-        """Write the config of a run like this one, with some values changed."""
-        path = self.directory / "config.yaml"
-        path.write_text(yaml.safe_dump(merge(self.values, changes)))
-        return path
-
-
-def _values(directory: Path) -> dict[str, Any]:
-    data = {"file_name": str(directory / "train.jsonl"), "template": "raw"}
-    return merge(
-        {
-            "pretrain": str(directory / "policy"),
-            "output_dir": str(directory / "output"),
-            "max_steps": 2,
-            "save_steps": 1,
-            "sequence_length": 64,
-            "track_with": [],
-            "async_save": False,
-        },
-        {
-            "actor_train": {
-                "model_args": {"dtype": "fp32"},
-                "data_args": data,
-                "training_args": {"learning_rate": 0.01, "per_device_train_batch_size": 4},
-            },
-            "reference": {"mode": "precompute", "cache_dir": str(directory / "cache")},
-        },
-    )
-
-
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     from thresher.config import parse_config
@@ -170,7 +57,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     directory = tmp_path_factory.mktemp("finished")
     make_base(directory)
-    run = Run(directory, _values(directory))
+    run = Run(directory, values_of(directory))
     DPOPipeline(parse_config(run.values)).run()
     return run
 
@@ -184,12 +71,4 @@ def attacked(finished_run: Run, tmp_path: Path) -> Run:
         config = checkpoint / "config.json"
         config.write_text(config.read_text().replace(str(finished_run.directory), str(directory)))
         sign(checkpoint)
-    return Run(directory, _values(directory))
-
-
-def sign(checkpoint: Path) -> None:
-    """Write the manifest that a checkpoint's files deserve, as a hostile writer would: digests are no signatures."""
-    from thresher.checkpoint.manifest import Manifest, list_files, record_files, write_manifest
-
-    step = int(checkpoint.name.removeprefix("step-"))
-    write_manifest(checkpoint, Manifest(step, record_files(checkpoint, list_files(checkpoint))))
+    return Run(directory, values_of(directory))

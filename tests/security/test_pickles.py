@@ -1,4 +1,4 @@
-"""Nothing is unpickled, wherever a pickle is put: checkpoints, models, adapters, tokenizers, caches, stores, data sets."""
+"""Nothing is unpickled wherever a pickle lies: checkpoints, models, adapters, tokenizers, caches, stores, data sets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from conftest import Canary, CommandLine, Run, sign
+from attacks import Canary, CommandLine, Run, sign
 
 CHECKPOINT_FILES = (
     *("weights.safetensors", "optimizer.safetensors", "rng.safetensors", "optimizer.json", "rng.json"),

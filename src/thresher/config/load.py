@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from thresher.config.dpo import DPOConfig
 from thresher.config.section import readable_errors
 from thresher.errors import UserError
+from thresher.redact import redact_overrides
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
@@ -45,7 +46,7 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(f"config {path} cannot be read: {str(error).strip()}") from None
+        raise UserError(f"config {path} cannot be read: {redact_overrides(str(error).strip(), overrides)}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds a {type(values).__name__}; it must be a mapping of keys")
     return {str(key): value for key, value in values.items()}

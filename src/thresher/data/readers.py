@@ -128,6 +128,10 @@ def _reading(source: SourceFile) -> Iterator[None]:
     # ValueError: dates that Python has no year for, and text that is not UTF-8
     except (pa.ArrowException, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise _unreadable(source, error) from error
+    except Exception as error:  # what a library for a remote place raises may be anything
+        if source.is_local or isinstance(error, UserError):
+            raise
+        raise _unreadable(source, error) from error
 
 
 def _unreadable(source: SourceFile, error: Exception) -> UserError:

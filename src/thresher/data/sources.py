@@ -61,6 +61,17 @@ def resolve_sources(file_names: Sequence[str]) -> list[SourceFile]:
 def _resolve(name: str) -> list[SourceFile]:
     if name.startswith(_HUB) and not _suffixes(name)[0]:
         return [SourceFile(name, "hub_dataset")]
+    try:
+        return _look_up(name)
+    except UserError:
+        raise
+    except Exception as error:  # what a library for a remote place raises may be anything
+        if "://" not in name:
+            raise
+        raise UserError(f"{name!r} cannot be reached: {error}; check the URL, the network and your login") from error
+
+
+def _look_up(name: str) -> list[SourceFile]:
     filesystem, path = _filesystem(name)
     if any(mark in path for mark in "*?[") and not filesystem.exists(path):
         found = sorted(match for match in filesystem.glob(path) if not filesystem.isdir(match))
