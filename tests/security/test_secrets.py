@@ -88,7 +88,8 @@ def canaries_in(content: bytes) -> list[str]:
     return [canary for canary in CANARIES if canary.encode() in content]
 
 
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed])])
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.distributed)])
 def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, runtime: str) -> None:
     """A run in a process of its own, with every tracker; its home and Ray's session lie where they can be searched."""
     home, written, session = tmp_path / "home", tmp_path / "written", Path(tempfile.mkdtemp(prefix="ray-"))

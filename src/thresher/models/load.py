@@ -30,7 +30,7 @@ NOT_LOADABLE = (OSError, ValueError, KeyError, ImportError)  # what transformers
 
 
 def not_loadable(path: str, error: Exception) -> UserError:
-    return UserError(f"no model can be loaded from {path}: {_first_line(error)}")
+    return UserError(f"no model can be loaded from {path}: {_reason(error)}")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -41,7 +41,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             directory, trust_remote_code=trust_remote_code, **gguf
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
+        raise UserError(f"no tokenizer can be loaded from {path}: {_reason(error)}") from error
     return tokenizer
 
 
@@ -51,7 +51,7 @@ def load_family(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no model config can be loaded from {path}: {_first_line(error)}") from error
+        raise UserError(f"no model config can be loaded from {path}: {_reason(error)}") from error
     return config
 
 
@@ -182,5 +182,10 @@ def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrai
     return plain
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings Python code of its own, which is not run; read that code, and if you trust it, set "
+            "model_args.trust_remote_code: true under actor_train (under reference, for a model of its own)"
+        )
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

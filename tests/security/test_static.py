@@ -1,0 +1,81 @@
+"""No call in the package can unpickle or run text: read from its syntax trees, whatever the tests reach."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import thresher
+
+PACKAGE = Path(thresher.__file__).parent
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pd.read_pickle"}
+UNSAFE_YAML = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    """Name what can run code that a file holds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            from_module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            modules = {from_module, *(alias.name for alias in node.names)}
+            yield from (f"imports {name}" for name in modules if name.partition(".")[0] in FORBIDDEN_MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = name_of(node.func)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if called in FORBIDDEN_CALLS | UNSAFE_YAML or called.endswith(".read_pickle"):
+            yield f"calls {called}"
+        weights_only = given.get("weights_only")
+        if called == "torch.load" and not (isinstance(weights_only, ast.Constant) and weights_only.value is True):
+            yield "calls torch.load without weights_only=True"
+        pickles = given.get("allow_pickle")
+        if pickles is not None and not (isinstance(pickles, ast.Constant) and pickles.value is False):
+            yield f"calls {called} with allow_pickle"
+        shell = given.get("shell")
+        if shell is not None and not (isinstance(shell, ast.Constant) and shell.value is False):
+            yield f"calls {called} with a shell"
+        trust = given.get("trust_remote_code")
+        if isinstance(trust, ast.Constant) and trust.value is True:
+            yield f"calls {called} with trust_remote_code=True"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_of_the_package_can_run_what_it_reads(path: Path) -> None:
+    assert list(faults(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from joblib import load",
+        "import cloudpickle as cp",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "np.load(path, allow_pickle=True)",
+        "pandas.read_pickle(path)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "eval(text)",
+        "exec(text)",
+        "subprocess.run(text, shell=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(source: str) -> None:
+    assert list(faults(ast.parse(source)))
+
+
+def test_what_is_safe_is_not_found() -> None:
+    safe = "torch.load(path, weights_only=True); yaml.safe_load(text); np.load(path, allow_pickle=False); model.eval()"
+    assert list(faults(ast.parse(safe))) == []
