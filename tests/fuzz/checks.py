@@ -23,11 +23,13 @@ from thresher.config.load import load_config, parse_config
 from thresher.data.batch import Pair
 from thresher.data.blocks import BadRow, BlockTask, BlockWorker
 from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
+from thresher.data.prepare import prepare
 from thresher.data.readers import Block
+from thresher.data.report import report_of
 from thresher.data.row_values import BadRowError, parse_row
 from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, detect_shape, to_preference_row
 from thresher.data.settings import DataSettings
-from thresher.data.store import SCHEMA, Shard
+from thresher.data.store import SCHEMA, PairStore, Shard
 from thresher.data.template import load_template
 from thresher.data.unpaired import Partners
 from thresher.errors import CheckpointError, UserError
@@ -223,6 +225,32 @@ class StoreCheck:
             shard.hashes("hash")
             for row in range(6):
                 shard.pair(row)
+        except UserError:
+            return False
+        return True
+
+
+class StoreManifestCheck:
+    """A manifest of any bytes gives a store whose parts can all be asked for, or a `UserError`."""
+
+    def __init__(self, directory: Path) -> None:
+        rows = directory / "rows.jsonl"
+        rows.write_text("".join(f'{{"prompt": "{n}", "chosen": "yes", "rejected": "no"}}\n' for n in range(3)))
+        self._path = directory / "store"
+        prepare(DataSettings(str(rows), template="raw"), make_tokenizer(), self._path)
+        self.content = (self._path / "manifest.json").read_bytes()
+
+    def __call__(self, content: bytes) -> bool:
+        (self._path / "manifest.json").write_bytes(content)
+        try:
+            store = PairStore.open(self._path)
+            for name in ("digest", "identity", "longest_pair", "columns_in_use", "scored_lengths"):
+                getattr(store, name)
+            report_of(store)
+            for number in range(len(store)):
+                store.pair(number)
+            list(store.hashes())
+            store.verify()
         except UserError:
             return False
         return True

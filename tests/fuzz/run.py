@@ -25,6 +25,7 @@ from checks import (
     ExactJsonCheck,
     ManifestCheck,
     StoreCheck,
+    StoreManifestCheck,
     TemplateCheck,
     check_config,
     check_row,
@@ -36,18 +37,19 @@ from thresher.checkpoint.exact_json import loads
 Target = Callable[[random.Random], bool]
 # parts of all cases; those that touch files or Hydra are dear
 SHARES = {
-    "row values": 20,
-    "row lines": 42,
-    "exact JSON": 14,
-    "config values": 12,
-    "manifests": 5,
-    "signed manifests": 2,
-    "templates": 3,
-    "cache shards": 1.2,
-    "signed cache shards": 0.5,
-    "cache identity": 0.2,
-    "store shards": 1,
-    "YAML and overrides": 0.1,
+    "row values": 18,
+    "row lines": 26,
+    "exact JSON": 10,
+    "config values": 14,
+    "manifests": 8,
+    "signed manifests": 4,
+    "templates": 7,
+    "cache shards": 4,
+    "signed cache shards": 2,
+    "cache identity": 1,
+    "store shards": 4,
+    "store manifests": 1.7,
+    "YAML and overrides": 0.3,
 }
 MOST_CRASHES_SHOWN = 5
 
@@ -55,6 +57,8 @@ MOST_CRASHES_SHOWN = 5
 def make_targets(directory: Path) -> dict[str, Target]:
     template, exact, manifest = TemplateCheck(), ExactJsonCheck(directory), ManifestCheck(directory)
     cache, compose, store = CacheCheck(directory), ComposeCheck(directory), StoreCheck(directory)
+    store_manifest = StoreManifestCheck(directory)
+    told = json.loads(store_manifest.content)
     lines = [json.dumps(row).encode() for row in cases.SOUND_ROWS]
     yaml = json.dumps(cases.CONFIG, indent=1).encode()
     body = {key: value for key, value in loads(manifest.content.decode()).items() if key != "sha256"}
@@ -68,6 +72,12 @@ def make_targets(directory: Path) -> dict[str, Target]:
             if "_digest_of" in (frame.name for frame in traceback.extract_tb(error.__traceback__)[:3]):
                 return False  # what cannot be spelled cannot be signed either
             raise
+
+    def store_told(draw: random.Random) -> bool:
+        if draw.random() < 0.3:
+            return store_manifest(any_bytes(draw, store_manifest.content, cases.JSON_WORDS))
+        changed = cases.mutate_value(draw, copy.deepcopy(told), lambda: cases.value(draw, 2))
+        return store_manifest(json.dumps(changed).encode())
 
     def overridden(draw: random.Random) -> bool:
         content = cases.mutate_bytes(draw, yaml, cases.YAML_WORDS) if draw.random() < 0.7 else yaml
@@ -88,6 +98,7 @@ def make_targets(directory: Path) -> dict[str, Target]:
         "signed cache shards": lambda draw: cache(cases.mutate_bytes(draw, cache.content), signed=True),
         "cache identity": lambda draw: cache.identity(any_bytes(draw, hints, cases.JSON_WORDS)),
         "store shards": lambda draw: store(cases.mutate_bytes(draw, store.content)),
+        "store manifests": store_told,
         "YAML and overrides": overridden,
     }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import CONFIG
-from checks import CacheCheck, ExactJsonCheck, ManifestCheck, StoreCheck
+from checks import CacheCheck, ExactJsonCheck, ManifestCheck, StoreCheck, StoreManifestCheck
 
 from thresher.checkpoint.exact_json import load_json, loads
 from thresher.config.load import parse_config
@@ -77,3 +78,30 @@ def test_no_byte_of_a_shard_can_end_the_process(tmp_path: Path, mask: int) -> No
             sound += check(bytes(content))
         if isinstance(check, CacheCheck):
             assert sound == 0  # every byte counts in the digest
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("shards", value) for value in (None, [], [{"name": "lengths.bin"}])),
+        *(("indexes", [5]), ("report", {}), ("longest_pair", "7"), ("columns_in_use", [[]]), ("content_digest", 5)),
+    ],
+)
+def test_a_manifest_of_a_store_with_other_parts_is_told(tmp_path: Path, key: str, value: Any) -> None:
+    check = StoreManifestCheck(tmp_path)
+    assert check(check.content)
+    told = json.loads(check.content)
+    assert not check(json.dumps({**told, key: value}).encode())
+    del told[key]
+    assert not check(json.dumps(told).encode())
+
+
+def test_a_shard_with_fewer_pairs_than_the_manifest_says_is_told(tmp_path: Path) -> None:
+    check = StoreManifestCheck(tmp_path)
+    told = json.loads(check.content)
+    told["shards"][0]["num_pairs"] += 1
+    for each in told["indexes"]:
+        each["size"] += 12
+        with (tmp_path / "store" / each["name"]).open("ab") as file:
+            file.write(bytes(12))
+    assert not check(json.dumps(told).encode())

@@ -91,7 +91,7 @@ def _open_store(
     """Open a prepared store, preparing it first where none fits the data, tokenizer and settings."""
     if args.store:
         store = PairStore.open(args.store)
-        if store.manifest["tokenizer_digest"] != tokenizer_digest(tokenizer):
+        if store.tokenizer_digest != tokenizer_digest(tokenizer):
             raise UserError(
                 f"the store {args.store} was prepared with another tokenizer than the policy's; prepare it again with "
                 f"--model {config.policy_path}"

@@ -48,13 +48,13 @@ def inspect(
 def _print_summary(store: PairStore) -> None:
     from thresher.cli.prepare import print_report
     from thresher.cli.terminal import announce
-    from thresher.data.report import PrepareReport
+    from thresher.data.report import report_of
 
     manifest = store.manifest
     announce(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
     announce(f"content {store.digest[:16]}, identity {store.identity[:16]}")
-    announce(f"tokenizer {manifest['tokenizer_digest'][:16]}, template {manifest['template']}")
-    print_report(PrepareReport.from_json(manifest["report"]))
+    announce(f"tokenizer {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
+    print_report(report_of(store))
 
 
 def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None:
@@ -65,7 +65,7 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
     from thresher.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    if tokenizer_digest(tokenizer) != store.manifest["tokenizer_digest"]:
+    if tokenizer_digest(tokenizer) != store.tokenizer_digest:
         raise UserError(
             f"{store.path} was made with another tokenizer than that of {model}; name the one it was made with"
         )

@@ -176,7 +176,8 @@ def run_prepare(
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
     from thresher.cli.terminal import announce
     from thresher.data.lint import find_leaks
-    from thresher.data.prepare import PrepareReport, store_identity
+    from thresher.data.prepare import store_identity
+    from thresher.data.report import report_of
     from thresher.data.store import PairStore
     from thresher.models.load import load_tokenizer
 
@@ -186,7 +187,7 @@ def run_prepare(
     if (output / "manifest.json").is_file() and not overwrite:
         store = PairStore.open(output, expected_identity=store_identity(settings, tokenizer))
         announce(f"{output} holds these pairs already")
-        report = PrepareReport.from_json(store.manifest["report"])
+        report = report_of(store)
     else:
         report = build_with_progress(settings, tokenizer, output, overwrite=overwrite, ray=ray)
     print_report(report)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thresher.data.lint import Finding, LengthBias
+from thresher.data.store import PairStore
+from thresher.errors import UserError
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
@@ -68,3 +70,11 @@ class PrepareReport:
             "percentiles": {name: tuple(each) for name, each in values["percentiles"].items()},
         }
         return cls(**fields)
+
+
+def report_of(store: PairStore) -> PrepareReport:
+    """Read what became of the rows that a store was made from."""
+    try:
+        return PrepareReport.from_json(store.manifest["report"])
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise UserError(f"the report of the store {store.path} is damaged ({error}); prepare it again") from error

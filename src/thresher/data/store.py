@@ -94,7 +94,10 @@ class Shard:
         if number not in self._batches:
             with self._reading():
                 self._batches[number] = _BatchView(self._batch(number, every_offset=True))
-        return self._batches[number].pair(row)
+        try:
+            return self._batches[number].pair(row)
+        except IndexError:
+            raise UserError(f"{self._path} of the store has fewer pairs than it should; prepare it again") from None
 
     def hashes(self, column: str) -> Hashes:
         with self._reading():
@@ -190,6 +193,11 @@ class PairStore:
         return str(self.manifest["identity"])
 
     @property
+    def tokenizer_digest(self) -> str:
+        """Digest of the tokenizer that made the tokens."""
+        return str(self.manifest.get("tokenizer_digest", "unknown"))
+
+    @property
     def longest_pair(self) -> int:
         """Tokens of the longest prompt plus response."""
         return int(self.manifest["longest_pair"])
@@ -246,12 +254,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
         if version == FORMAT_VERSION:
-            _files(manifest)
-    except (ValueError, KeyError, TypeError) as error:
+            _check_fields(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has store format {version}, this thresher reads {FORMAT_VERSION}; prepare it again")
     return manifest
+
+
+def _check_fields(manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest that tells other things than were written: it may come from anybody."""
+    files = _files(manifest)
+    for each in files:
+        if not (type(each.size) is type(each.num_pairs) is int and min(each.size, each.num_pairs) >= 0):
+            raise ValueError(f"{each.name} has no size")
+    num_pairs = sum(each.num_pairs for each in files)
+    sizes = {each.name: each.size for each in files}
+    for name, width in (("lengths.bin", 3), ("scored.bin", 2)):
+        if sizes.get(name, 0 if name == "scored.bin" else None) not in (num_pairs * width * LENGTH_DTYPE.itemsize, 0):
+            raise ValueError(f"{name} is not of {num_pairs} pairs")
+    texts = [manifest["content_digest"], manifest["identity"], *manifest["columns_in_use"]]
+    texts += [each.sha256 for each in files]
+    if num_pairs == 0 or type(manifest["longest_pair"]) is not int or not all(type(each) is str for each in texts):
+        raise ValueError("a value of another type than was written")
 
 
 def _files(manifest: Mapping[str, Any]) -> list[StoreFile]:
