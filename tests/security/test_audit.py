@@ -1,0 +1,175 @@
+"""The audit of the pinned packages finds what it should, and follows the OSV schema in what is affected."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import audit
+
+
+def advisory(*events: dict[str, str], name: str = "Some.Package", **changes: Any) -> dict[str, Any]:
+    ranges = [{"type": "ECOSYSTEM", "events": list(events)}] if events else []
+    affected = {"package": {"ecosystem": "PyPI", "name": name}, "ranges": ranges}
+    return {"id": "X-1", "summary": "bad", "affected": [affected | changes.pop("affected", {})], **changes}
+
+
+def found(record: dict[str, Any], version: str = "2.5") -> list[str]:
+    return audit.check_advisories(audit.Pins({"some-package": Version(version)}, ()), [record])
+
+
+FROM_2_TO_3 = ({"introduced": "2.0"}, {"fixed": "3.0"})
+
+
+def test_a_version_within_a_range_is_found_with_its_fix() -> None:
+    assert found(advisory(*FROM_2_TO_3)) == ["some-package 2.5: X-1: bad; fixed in 3.0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        *(("1.9", False), ("2.0rc1", False), ("2.0", True), ("2.0.post1", True), ("2.5", True)),
+        *(("3.0rc1", True), ("3.0", False), ("4", False)),
+    ],
+)
+def test_the_first_version_is_affected_and_the_fixed_one_is_not(version: str, expected: bool) -> None:
+    assert bool(found(advisory(*FROM_2_TO_3), version)) == expected
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([{"introduced": "0"}], True),
+        ([{"introduced": "0"}, {"last_affected": "2.5"}], True),
+        ([{"introduced": "0"}, {"last_affected": "2.4"}], False),
+        ([{"fixed": "3.0"}, {"introduced": "2.0"}], True),  # in any order
+        ([{"introduced": "0"}, {"fixed": "1.0"}, {"introduced": "2.0"}, {"fixed": "2.6"}], True),
+        ([{"introduced": "0"}, {"fixed": "1.0"}, {"introduced": "2.6"}], False),
+        ([{"introduced": "0"}, {"limit": "2.0"}], False),
+        ([{"introduced": "0"}, {"limit": "3.0"}], True),
+        ([{"introduced": "0"}, {"limit": "*"}], True),
+        ([], False),
+    ],
+)
+def test_ranges_are_read_as_the_schema_says(events: list[dict[str, str]], expected: bool) -> None:
+    assert bool(found(advisory(*events))) == expected
+
+
+def test_a_listed_version_is_found_however_it_is_spelled() -> None:
+    assert found(advisory(affected={"versions": ["2.5.0", "not a version"]}))
+    assert not found(advisory(affected={"versions": ["2.4", "not a version"]}))
+
+
+def test_commits_are_no_versions() -> None:
+    git = {"type": "GIT", "repo": "r", "events": [{"introduced": "0"}, {"fixed": "abcdef"}]}
+    assert not found(advisory(affected={"ranges": [git]}))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        advisory(*FROM_2_TO_3, withdrawn="2026-01-01T00:00:00Z"),
+        advisory(*FROM_2_TO_3, name="another"),
+        advisory(*FROM_2_TO_3, affected={"package": {"ecosystem": "npm", "name": "some-package"}}),
+    ],
+    ids=["withdrawn", "another package", "another ecosystem"],
+)
+def test_what_does_not_concern_us_is_left_out(record: dict[str, Any]) -> None:
+    assert found(record) == []
+
+
+def test_an_advisory_can_be_ignored_by_any_of_its_names() -> None:
+    pins = audit.Pins({"some-package": Version("2.5")}, ())
+    record = advisory(*FROM_2_TO_3, aliases=["Y-2"])
+    assert audit.check_advisories(pins, [record], ["Z"])
+    assert not audit.check_advisories(pins, [record], ["Y-2"])
+
+
+def test_what_is_not_understood_is_not_passed_over() -> None:
+    with pytest.raises(audit.UnreadableError, match="X-1 on some-package cannot be read"):
+        found(advisory({"introduced": "2.x"}))
+
+
+def test_records_are_found_in_files_directories_and_archives(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "one.json").write_text(json.dumps({"id": "A"}))
+    (tmp_path / "deep" / "many.json").write_text(json.dumps([{"id": "B"}, {"id": "C"}]))
+    (tmp_path / "answer.json").write_text(json.dumps({"vulns": [{"id": "D"}]}))
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("E.json", json.dumps({"id": "E"}))
+    records = audit.read_advisories([tmp_path, tmp_path / "all.zip"])
+    assert sorted(each["id"] for each in records) == ["A", "B", "C", "D", "E"]
+    (tmp_path / "one.json").write_text('{"no": "id"}')
+    with pytest.raises(audit.UnreadableError, match="holds no OSV records"):
+        list(audit.read_advisories([tmp_path / "one.json"]))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        *(("a>=1", "pins no exact"), ("a", "pins no exact"), ("a==1.*", "pins no exact"), ("a @ file:///a", "pins no")),
+        *(
+            ("a===1", "pins no exact"),
+            ("a==1.0-rc1", "another spelling of 1.0rc1"),
+            ("A_b==1\na-B==2", "pinned before"),
+        ),
+    ],
+)
+def test_a_line_that_pins_nothing_exactly_is_told(line: str, fault: str) -> None:
+    assert fault in audit.read_pins(line).faults[0]
+
+
+def test_comments_and_blank_lines_pin_nothing() -> None:
+    pins = audit.read_pins("# why\n\nA_b==1.0  # because\n")
+    assert (dict(pins.versions), pins.faults) == ({"a-b": Version("1.0")}, [])
+
+
+def test_requirements_without_a_pin_and_pins_without_a_requirement_are_told() -> None:
+    pins = audit.Pins({"packaging": Version("1.0"), "orphan": Version("1")}, ())
+    told = audit.check_requirements(pins, [Requirement("packaging>=20"), Requirement("rich")])
+    assert "packaging is pinned to 1.0, and thresher asks for >=20" in told
+    assert "rich, which thresher asks for, is not pinned" in told
+    assert "markdown-it-py, which rich asks for, is not pinned" in told
+    assert "orphan is pinned, and nothing asks for it" in told
+
+
+def test_what_is_installed_is_compared_with_the_pins() -> None:
+    pins = audit.Pins({"pytest": Version("0.1"), "no-such-package": Version("1")}, ())
+    told = audit.check_installed(pins)
+    assert told[0].startswith("pytest is pinned to 0.1, and ")
+    assert told[1] == "no-such-package is pinned to 1 and not installed"
+
+
+def test_our_own_constraints_are_sound() -> None:
+    """Against the rules alone; what is installed here may be newer than a pin that CI will install."""
+    pins = audit.read_pins((ROOT / "constraints.txt").read_text())
+    assert pins.faults == []
+    assert len(pins.versions) > 100
+
+
+def run_audit(*arguments: object) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "scripts" / "audit.py"), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_script_ends_with_1_on_an_advisory_that_hits(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(advisory({"introduced": "0"}, name="Torch", id="X-2026")))
+    code, printed = run_audit(path)
+    assert code == 1
+    assert "torch 2.13.0: X-2026: bad; no fixed version is named" in printed
+    assert "X-2026" not in run_audit(path, "--ignore", "X-2026")[1]
+    path.write_text("{")
+    assert run_audit(path)[0] == 2
+    assert run_audit(tmp_path / "gone.json")[0] == 2

@@ -1,0 +1,78 @@
+"""Who listens during a run on Ray that it starts itself: counted process by process, on loopback alone.
+
+What one such run showed stands in SECURITY.md; the numbers may change with Ray, the addresses may not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from attacks import Run
+from small_runs import descendants
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def listening() -> dict[str, str]:
+    """Address and port by socket of all that listens on this machine."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+
+
+def kind_of(pid: int) -> str:
+    """Name a process: Ray's servers by their program, workers by what they do, ours as the driver."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
+    text = " ".join(words)
+    if text.startswith("ray::"):
+        return "worker" if "Worker" in text else "idle worker"
+    for server in ("gcs_server", "raylet", "dashboard_agent", "runtime_env/agent", "log_monitor", "dashboard"):
+        if any(server in word for word in words[:6]):
+            return server
+    return "driver" if "thresher" in text else "other"
+
+
+def listeners_of(pid: int, open_sockets: dict[str, str]) -> set[tuple[str, int, str]]:
+    """(kind, pid, address:port) of all that a process and those below it listen on."""
+    found = set()
+    for each in descendants(pid):
+        try:
+            links = {str(link.readlink()) for link in Path(f"/proc/{each}/fd").iterdir()}
+            kind = kind_of(each)
+        except OSError:  # it has just ended
+            continue
+        found |= {(kind, each, open_sockets[link]) for link in links & open_sockets.keys()}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_on_two_workers_listens_on_loopback_alone(finished_run: Run, tmp_path: Path) -> None:
+    session = tempfile.mkdtemp(prefix="ray-")
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    environment |= {"RAY_TMPDIR": session, "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    config = finished_run.config(
+        output_dir=str(tmp_path / "output"), runtime="ray", max_steps=20, actor_train={"num_workers": 2}
+    )
+    command = [sys.executable, "-m", "thresher", "train", str(config)]
+    seen: set[tuple[str, int, str]] = set()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        while run.poll() is None:
+            seen |= listeners_of(run.pid, listening())
+            time.sleep(0.3)
+        printed = run.stdout.read().decode() if run.stdout else ""
+    assert run.returncode == 0, printed
+    counts = Counter(kind for kind, _, _ in seen)
+    print(dict(counts), len({pid for _, pid, _ in seen}))
+    assert {"raylet", "gcs_server", "worker"} <= counts.keys()
+    assert {address.partition(":")[0] for _, _, address in seen} <= LOOPBACK, counts
