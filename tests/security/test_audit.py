@@ -15,7 +15,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import audit
+import audit  # noqa: E402
 
 
 def advisory(*events: dict[str, str], name: str = "Some.Package", **changes: Any) -> dict[str, Any]:

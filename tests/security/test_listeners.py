@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ def kind_of(pid: int) -> str:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
     text = " ".join(words)
     if text.startswith("ray::"):
-        return "worker" if "Worker" in text else "idle worker"
+        return words[0].removeprefix("ray::").partition(".")[0].partition(":")[0]
     for server in ("gcs_server", "raylet", "dashboard_agent", "runtime_env/agent", "log_monitor", "dashboard"):
         if any(server in word for word in words[:6]):
             return server
@@ -54,15 +55,18 @@ def listeners_of(pid: int, open_sockets: dict[str, str]) -> set[tuple[str, int, 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_on_two_workers_listens_on_loopback_alone(finished_run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_run_listens_on_loopback_alone_or_nowhere(finished_run: Run, tmp_path: Path, runtime: str) -> None:
+    """On two workers of Ray that it started, or in one process."""
     session = tempfile.mkdtemp(prefix="ray-")
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
     environment |= {"RAY_TMPDIR": session, "RAY_AUTH_TOKEN_PATH": str(token)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    on_ray = {"runtime": "ray", "actor_train": {"num_workers": 2}}
     config = finished_run.config(
-        output_dir=str(tmp_path / "output"), runtime="ray", max_steps=20, actor_train={"num_workers": 2}
+        output_dir=str(tmp_path / "output"), max_steps=20, **(on_ray if runtime == "ray" else {})
     )
     command = [sys.executable, "-m", "thresher", "train", str(config)]
     seen: set[tuple[str, int, str]] = set()
@@ -71,8 +75,13 @@ def test_a_run_on_two_workers_listens_on_loopback_alone(finished_run: Run, tmp_p
             seen |= listeners_of(run.pid, listening())
             time.sleep(0.3)
         printed = run.stdout.read().decode() if run.stdout else ""
+    shutil.rmtree(session)
     assert run.returncode == 0, printed
-    counts = Counter(kind for kind, _, _ in seen)
-    print(dict(counts), len({pid for _, pid, _ in seen}))
-    assert {"raylet", "gcs_server", "worker"} <= counts.keys()
+    counts = Counter((kind, pid) for kind, pid, _ in seen)
+    for (kind, _), count in sorted(counts.items()):
+        print(f"{kind}: {count}")
+    if runtime == "local":
+        assert seen == set()
+        return
+    assert {"driver", "raylet", "gcs_server", "ActorWorker"} <= {kind for kind, _ in counts}
     assert {address.partition(":")[0] for _, _, address in seen} <= LOOPBACK, counts
