@@ -1,4 +1,4 @@
-"""Configurations and texts without their secrets; everything that is written or printed goes through here.
+"""Configurations and texts that can be shown: without secrets, and without what a terminal would obey.
 
 Decides by key (`hf_token`, `api_key`, `password`) and by what is surely a credential wherever it stands: a
 login in a URL, a signed URL, a token with a well-known prefix. Words of this field that only look like
@@ -21,10 +21,11 @@ _TOKENIZER_WORD = re.compile(
 _WHOSE_TOKENS = re.compile(r"api|auth|access|hub|hf|refresh|bearer")
 # Up to the last @ of the authority; a password with an unescaped slash in it is taken as well, a port is not.
 # One slash is what a path makes of two.
-_AUTHORITY = re.compile(r"(:/{1,2})(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S*)@")
+_AUTHORITY = re.compile(r"(:/{1,2})(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S{0,500})@")
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]+)")
 # `api_key=...` on a command line or in a library's message
-_ASSIGNED = re.compile(r"(?<![\w?&])([\w.-]+)=([^\s&'\"]+)")
+_ASSIGNED = re.compile(r"(?<![\w?&.-])([\w.-]{1,200})=([^\s&'\"]+)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _KNOWN_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|wandb_v1_\w{16,}|A[KS]IA[0-9A-Z]{16})|(?<=Bearer )\S+"
@@ -50,6 +51,11 @@ def redact_text(text: str) -> str:
     text = _QUERY.sub(lambda m: f"{m[1]}={MASK}" if _is_secret_parameter(m[1]) else m[0], text)
     text = _ASSIGNED.sub(lambda m: f"{m[1]}={MASK}" if _is_secret(_last_part(m[1]), "") else m[0], text)
     return _KNOWN_TOKEN.sub(MASK, text)
+
+
+def printable(text: str) -> str:
+    """Spell out control characters, which a terminal would obey: rows and names of files may hold any."""
+    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def redact_overrides(text: str, overrides: Sequence[str]) -> str:

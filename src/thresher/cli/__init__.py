@@ -51,13 +51,15 @@ def main() -> None:
         # a defect of ours, shown whole but for secrets: the libraries below quote URLs as they are
         import traceback
 
-        from thresher.redact import redact_text
+        from thresher.redact import printable, redact_text
 
-        sys.stderr.write(redact_text(traceback.format_exc()))
+        sys.stderr.write(printable(redact_text(traceback.format_exc())))
         sys.exit(1)
 
 
 def _escaped(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    from thresher.redact import printable
+
+    return escape(printable(text))

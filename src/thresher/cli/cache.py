@@ -23,8 +23,10 @@ def list_cache(cache_dir: CacheDir = None) -> None:
     from rich import filesize
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from thresher.cli.terminal import announce
+    from thresher.redact import printable
     from thresher.reference.upkeep import cache_root, list_references
 
     root = cache_root(cache_dir)
@@ -41,7 +43,11 @@ def list_cache(cache_dir: CacheDir = None) -> None:
     for each in references:
         size = filesize.decimal(each.num_bytes)
         table.add_row(
-            each.identity[:12], each.model, each.dtype, f"{each.num_pairs:,}", f"{each.num_shards:,}", size, _age(each)
+            *(Text(printable(text)) for text in (each.identity[:12], each.model, each.dtype)),
+            f"{each.num_pairs:,}",
+            f"{each.num_shards:,}",
+            size,
+            _age(each),
         )
     Console().print(table)
 

@@ -36,7 +36,11 @@ def export(
         raise UserError(f"{source} is one checkpoint, so there is no best among several; give the run's output_dir")
     if best:
         config = load_json(checkpoint / "config.json")
-        checkpoint = best_checkpoint(root, config["metric_for_best"], higher_is_better=config["greater_is_better"])
+        try:
+            metric, greater = str(config["metric_for_best"]), bool(config["greater_is_better"])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"the config in {checkpoint} does not say which is the best; leave --best out") from error
+        checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
     export_checkpoint(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -266,23 +266,25 @@ def _progress_lines(announce: Callable[[str], None]) -> Callable[[Progress], Non
 def print_report(report: PrepareReport) -> None:
     """Print what became of every row, how long the pairs are, and what to look at."""
     from rich.table import Table
+    from rich.text import Text
 
-    from thresher.cli.terminal import console
+    from thresher.cli.terminal import announce, console
     from thresher.data.report import PERCENTILES
+    from thresher.redact import printable
 
     table = Table("", "count", title="prepared", title_justify="left")
     table.columns[1].justify = "right"
     for name, count in _count_rows(report):
-        table.add_row(name, f"{count:,}")
+        table.add_row(Text(printable(name)), f"{count:,}")  # a store may come from anybody, and its report with it
     console.print(table)
     if report.percentiles:
         names = ["shortest" if p == 0 else "longest" if p == 100 else f"{p} %" for p in PERCENTILES]
         lengths = Table("tokens", *names, title="lengths", title_justify="left")
         for name, values in report.percentiles.items():
-            lengths.add_row(name, *(f"{value:,}" for value in values))
+            lengths.add_row(Text(printable(name)), *(f"{value:,}" for value in values))
         console.print(lengths)
     for line in _note_lines(report):
-        console.print(line, markup=False, soft_wrap=True)
+        announce(line)
 
 
 def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:

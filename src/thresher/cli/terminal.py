@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from thresher.redact import redact_text
+from thresher.redact import printable, redact_text
 
 console = Console(stderr=True, highlight=False)
 
@@ -21,7 +21,7 @@ def quiet_libraries() -> None:
 
 
 def announce(line: str) -> None:
-    console.print(redact_text(line), markup=False, soft_wrap=True)
+    console.print(printable(redact_text(line)), markup=False, soft_wrap=True)
 
 
 def progress_lines(announce: Callable[[str], None], every_seconds: float = 5.0) -> Callable[[str, int, int], None]:

@@ -1,0 +1,58 @@
+"""What rows, names of files, stores and caches hold is shown as text: no terminal obeys it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attacks import CommandLine, Run
+
+from thresher.redact import printable
+
+TITLE = "\x1b]0;mine\x07"
+CLEAR = "\x1b[2J\x9b31m"
+
+
+def is_harmless(text: str) -> bool:
+    return not any(ord(character) < 32 and character not in "\n\t" for character in text) and "\x9b" not in text
+
+
+@pytest.mark.parametrize("text", [TITLE, CLEAR, "\r", "\b\b", "\x7f", "\x00"])
+def test_control_characters_are_spelled_out(text: str) -> None:
+    assert is_harmless(printable(f"a{text}b"))
+    assert printable("a\tb\nc é \U0001f600") == "a\tb\nc é \U0001f600"
+
+
+def test_rows_and_names_of_files_do_not_reach_the_terminal_as_they_are(
+    attacked: Run, thresher: CommandLine, tmp_path: Path
+) -> None:
+    sound = {"prompt": "w4 ", "chosen": "w5", "rejected": "w6", f"{TITLE}column": 1}
+    bad = {"prompt": [{"role": f"{TITLE}judge", "content": "x"}], "chosen": CLEAR, "rejected": "a"}
+    path = tmp_path / f"{CLEAR}rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (sound, bad)))
+    for how in ("fail", "skip"):
+        options = ("--on-bad-row", how, "--template", "raw", "--model", attacked.model)
+        ended = thresher("prepare", path, *options, "--output", tmp_path / "store")
+        assert "rows.jsonl" in ended.text
+        assert is_harmless(ended.text)
+
+
+def test_stores_and_caches_do_not_reach_the_terminal_as_they_are(attacked: Run, thresher: CommandLine) -> None:
+    manifest = attacked.store / "manifest.json"
+    values = json.loads(manifest.read_text())
+    values["report"]["files"][0]["name"] = f"{TITLE}file"
+    values["report"]["bad_reasons"] = {f"[red]{CLEAR}reason": 1}
+    values["report"]["truncated"] = {f"[red]{CLEAR}kind": 1}
+    values["template"] = TITLE
+    manifest.write_text(json.dumps(values))
+    shown = thresher("inspect", attacked.store)
+    assert shown.code == 0
+    assert is_harmless(shown.text)
+    assert "[red]" in shown.text  # as text, not as a colour
+    (reference,) = attacked.cache.iterdir()
+    (reference / "identity.json").write_text(json.dumps({"model": f"[red]{TITLE}m", "dtype": CLEAR}))
+    listed = thresher("cache", "ls", "--cache-dir", attacked.cache)
+    assert listed.code == 0
+    assert is_harmless(listed.text)
+    assert "[red]" in listed.text
