@@ -110,6 +110,16 @@ def test_a_checkpoint_cannot_give_its_model_the_trust_of_who_exports_it(
     canary.path.unlink()
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_a_model_cannot_ask_for_kernels_to_be_fetched(attacked: Run, thresher: CommandLine, key: str) -> None:
+    config = attacked.model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: "somebody/kernel"}))
+    shutil.rmtree(attacked.output)
+    ended = thresher("train", attacked.config())
+    assert ended.code == 2
+    assert "somebody/kernel, which would be fetched and run" in ended.text
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -52,6 +52,7 @@ def load_family(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"no model config can be loaded from {path}: {_reason(error)}") from error
+    _refuse_kernels(config, path)
     return config
 
 
@@ -70,6 +71,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model with every dropout off."""
     directory, gguf = _location(path)
+    if not gguf:
+        load_family(path, trust_remote_code=trust_remote_code)  # refuses what the model's own config may not ask for
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -151,6 +154,17 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
             f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
         )
     return path, {}
+
+
+def _refuse_kernels(config: PreTrainedConfig, path: str) -> None:
+    """A model's config may name native code on the hub, which transformers would fetch and run."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        kernel = getattr(part, "_attn_implementation", None)
+        if kernel is not None and "/" in str(kernel):
+            raise UserError(
+                f"the config.json of {path} asks for the attention kernel {kernel}, which would be fetched and run; "
+                "remove it there, or name the kernel as model_args.attn_implementation if you trust it"
+            )
 
 
 def _check_weight_index(directory: Path) -> None:
