@@ -21,8 +21,9 @@ import atheris
 
 # what is imported in this block is watched: our readers, not the libraries below them
 with atheris.instrument_imports(include=["thresher"], enable_loader_override=False):
-    import cases
-    from checks import CacheCheck, ComposeCheck, ManifestCheck, TemplateCheck, check_config, check_row, new_directory
+    from cases import CONFIG, SOUND_ROWS
+    from checks import CacheCheck, ComposeCheck, ManifestCheck, check_row, new_directory
+    from run import make_targets
 
 Check = Callable[[bytes], bool]
 
@@ -53,37 +54,35 @@ class Chosen(random.Random):
 
 
 def make_checks(directory: Path) -> dict[str, tuple[Check, list[bytes]]]:
-    """Each reader with inputs to begin from."""
-    template, compose = TemplateCheck(), ComposeCheck(directory)
+    """Each reader with inputs to begin from; where the first byte is small, the rest is a file as it stands."""
+    drawn, compose = make_targets(directory), ComposeCheck(directory)
     manifest, cache = ManifestCheck(directory), CacheCheck(directory)
-    noise = [random.Random(seed).randbytes(512) for seed in range(20)]
+    noise = [b"\xe0" + random.Random(seed).randbytes(512) for seed in range(20)]
 
-    def row(content: bytes) -> bool:
-        # the first byte decides between a line as it stands and a value made by choices
-        return check_row(content[1:]) if content[:1] < b"\x80" else check_row(cases.row(Chosen(content[1:])))
+    def either(whole: Check, target: str) -> Check:
+        return lambda given: whole(given[1:]) if given[:1] < b"\x80" else drawn[target](Chosen(given[1:]))
 
-    def config(content: bytes) -> bool:
+    def config(given: bytes) -> bool:
         # one in sixteen as YAML: Hydra takes some 30 ms
-        if content[:1] >= b"\xf0":
-            return compose(content[1:], [])
-        return check_config(cases.config(Chosen(content[1:])))
+        return compose(given[1:], []) if given[:1] >= b"\xf0" else drawn["config values"](Chosen(given[1:]))
 
     return {
-        "rows": (row, [b"\x00" + json.dumps(each).encode() for each in cases.SOUND_ROWS] + noise),
-        "templates": (lambda content: template(cases.chat_row(Chosen(content))), noise),
-        "configs": (config, [b"\xff" + json.dumps(cases.CONFIG).encode(), *noise]),
-        "manifests": (manifest, [manifest.content]),
-        "cache": (lambda content: cache(content[1:], signed=content[:1] < b"\x80"), [b"\x00" + cache.content]),
+        "rows": (either(check_row, "row values"), [b"\0" + json.dumps(each).encode() for each in SOUND_ROWS] + noise),
+        "templates": (lambda given: drawn["templates"](Chosen(given)), noise),
+        "configs": (config, [b"\xff" + json.dumps(CONFIG).encode(), *noise]),
+        "manifests": (either(manifest, "signed manifests"), [b"\0" + manifest.content, *noise]),
+        "cache": (lambda given: cache(given[1:], signed=given[:1] < b"\x80"), [b"\0" + cache.content]),
     }
-
-
-TARGETS = ("rows", "templates", "configs", "manifests", "cache")
 
 
 def main(target: str, runs: int) -> None:
     logging.disable(logging.CRITICAL)
     directory = new_directory()
-    check, seeds = make_checks(directory)[target]
+    checks = make_checks(directory)
+    if target not in checks:
+        shutil.rmtree(directory)
+        sys.exit(f"there is no target {target!r}; the targets are {', '.join(checks)}")
+    check, seeds = checks[target]
     corpus = directory / "corpus"
     corpus.mkdir()
     for number, seed in enumerate(seeds):
@@ -109,4 +108,6 @@ def main(target: str, runs: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: scripts/fuzz --guided TARGET RUNS")
     main(sys.argv[1], int(sys.argv[2]))
