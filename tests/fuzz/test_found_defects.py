@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cases import CONFIG
-from checks import CacheCheck, ExactJsonCheck, ManifestCheck, StoreCheck, StoreManifestCheck
+from checks import CacheCheck, ComposeCheck, ExactJsonCheck, ManifestCheck, StoreCheck, StoreManifestCheck
 
 from thresher.checkpoint.exact_json import load_json, loads
 from thresher.config.load import parse_config
@@ -59,6 +59,28 @@ def test_a_signed_manifest_of_other_parts_is_refused(tmp_path: Path, key: str, v
 def test_a_config_value_without_measure_is_a_told_mistake(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="the configuration has mistakes"):
         parse_config({**CONFIG, **values})
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        *(
+            b"6",
+            b"5.5",
+            b"2026-01-01",
+            b"- 1",
+            b"seed",
+            b"[" * 5000,
+            b"defaults: 5",
+            b"defaults: [[1]]",
+            b"hydra: 3",
+            b"1: 2",
+        ),
+        *(b"defaults: [{a: {b: c}}]", b"hydra: {searchpath: 5}", b"hydra: {searchpath: [5]}", b"defaults: [5, null]"),
+    ],
+)
+def test_yaml_that_is_no_config_is_a_told_mistake(tmp_path: Path, yaml: bytes) -> None:
+    assert not ComposeCheck(tmp_path)(yaml, [])
 
 
 def test_hints_of_the_cache_that_are_no_mapping_are_told(tmp_path: Path) -> None:

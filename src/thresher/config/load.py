@@ -13,6 +13,8 @@ from thresher.config.section import readable_errors
 from thresher.errors import UserError
 from thresher.redact import redact_overrides
 
+_UNFORESEEN = (TypeError, AttributeError, KeyError, AssertionError, RecursionError)
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """Compose a YAML file with overrides and validate the result."""
@@ -45,7 +47,8 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+    # OSError: no mapping, or a file that cannot be read; the others: defaults and nesting that Hydra does not foresee
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, *_UNFORESEEN) as error:
         raise UserError(f"config {path} cannot be read: {redact_overrides(str(error).strip(), overrides)}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds a {type(values).__name__}; it must be a mapping of keys")
