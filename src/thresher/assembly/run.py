@@ -151,7 +151,10 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
 
 def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     """Say where a resumed run is set otherwise than the run that saved the checkpoint."""
-    then = _flat(load_json(checkpoint / "config.json"))
+    saved = load_json(checkpoint / "config.json")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the config in {checkpoint} is none; resume from another checkpoint")
+    then = _flat(saved)
     now = _flat(redact(config.model_dump(mode="json")))
     names = [name for name in now if name not in _FREE_TO_CHANGE and then.get(name) != now[name]]
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]

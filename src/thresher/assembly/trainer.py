@@ -11,6 +11,7 @@ from thresher.assembly.objective import build_schedule
 from thresher.assembly.reference import ReferenceParts
 from thresher.assembly.run import build_checkpoints, build_micro_batching, config_changes, trainer_settings
 from thresher.config import DPOConfig
+from thresher.errors import CheckpointError
 from thresher.loop import Standing
 from thresher.redact import redact
 from thresher.reference.invariant import check_step_zero
@@ -70,8 +71,18 @@ def build_trainer(
     )
     notes = list(reference.notes)
     if checkpoint is not None:
-        notes += [*config_changes(checkpoint, config), *trainer.resume(checkpoint)]
+        notes += [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
     return RankParts(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
+
+
+def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:
+    try:
+        return trainer.resume(checkpoint)
+    # digests show that its bytes are those that were written, not that a run wrote them
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{checkpoint} holds a state that no run writes ({error!r}); resume from another checkpoint"
+        ) from error
 
 
 def check_policy(config: DPOConfig, inputs: RunInputs, policy: NativeTrain) -> None:
