@@ -224,9 +224,10 @@ def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogp
     def score(batch: PairBatch) -> SidesLogps:
         assert reference is not None
         sides = reference(batch)
-        if case.spoilt_pair not in batch.pair_ids:
-            return sides
-        return replace(sides, chosen=replace(sides.chosen, values=sides.chosen.values * torch.nan))
+        is_spoilt = torch.from_numpy(batch.pair_ids == case.spoilt_pair).repeat_interleave(sides.chosen.lengths)
+        return replace(
+            sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_spoilt, torch.nan))
+        )
 
     return DPOTrainer(
         strategy=policy,
