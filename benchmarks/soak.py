@@ -1,6 +1,7 @@
 """Does a long run stay as large as it was? Memory, files and threads of every process, over thousands of steps.
 
-python benchmarks/soak.py                        # both tables of docs/reliability.md
+python benchmarks/soak.py                        # on Ray: the table of docs/reliability.md
+python benchmarks/soak.py --place local          # in one process, the reference from the cache
 A real run through the pipeline on the smallest real model: saves, evaluations, trackers and the reference are on. Its
 processes are looked at every few steps. The slope is that of least squares over the last three quarters of the run:
 what a process takes to warm up is no leak. Its standard error takes the samples for independent.
@@ -176,18 +177,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--place", choices=PLACES, action="append", help="all when absent")
+    parser.add_argument("--place", choices=PLACES, default="ray")
     parser.add_argument("--samples", type=Path, help="write every sample to this file")
     arguments = parser.parse_args()
-    for place in arguments.place or PLACES:
-        with tempfile.TemporaryDirectory() as directory:
-            started = time.perf_counter()
-            values = values_of_run(Path(directory), arguments.steps, PLACES[place])
-            watcher = soak(values, Watcher(arguments.every))
-        print(f"\n{place}: {arguments.steps} steps in {time.perf_counter() - started:.0f} s\n\n{table(watcher)}")
-        if arguments.samples is not None:
-            record = {"steps": watcher.steps, "seen": watcher.seen}
-            arguments.samples.with_suffix(f".{place}.json").write_text(json.dumps(record))
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        values = values_of_run(Path(directory), arguments.steps, PLACES[arguments.place])
+        watcher = soak(values, Watcher(arguments.every))
+    print(f"\n{arguments.steps} steps in {time.perf_counter() - started:.0f} s\n\n{table(watcher)}")
+    if arguments.samples is not None:
+        arguments.samples.write_text(json.dumps({"steps": watcher.steps, "seen": watcher.seen}))
 
 
 if __name__ == "__main__":
