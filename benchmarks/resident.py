@@ -11,14 +11,6 @@ def kilobytes(name: str, pid: int | str = "self") -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def resident(pid: int) -> dict[str, int]:
-    """Resident kilobytes: all, those that no other process has, and those in shared memory (Ray's object store)."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
-    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
-    return {"rss": sizes["Rss"], "pss": sizes["Pss"], "private": private, "shared_memory": kilobytes("RssShmem", pid)}
-
-
 def descendants(pid: int) -> list[int]:
     """A process and all below it that are there now."""
     found = [pid]

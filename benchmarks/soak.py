@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from pairs import polite_texts
-from resident import descendants, resident
+from resident import descendants, kilobytes
 
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
@@ -40,7 +40,9 @@ ROLES = {
     "raylet": "raylet",
     "gcs_server": "gcs",
 }
-QUANTITIES = {"rss": "RSS, MiB", "private": "private, MiB", "fds": "files", "threads": "threads"}
+# resident pages of all kinds, and those that are neither of a file (code, maps) nor shared (Ray's object store)
+MEMORY = {"rss": "VmRSS", "own": "RssAnon"}
+QUANTITIES = {"rss": "resident, MiB", "own": "of it its own, MiB", "fds": "open files", "threads": "threads"}
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,10 @@ def processes() -> dict[str, int]:
 
 
 def look_at(pid: int) -> dict[str, float]:
+    memory = {name: kilobytes(line, pid) / 1024 for name, line in MEMORY.items()}
     process = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
-    memory = {name: kilobytes / 1024 for name, kilobytes in resident(pid).items()}
-    return memory | {"fds": len(list((process / "fd").iterdir())), "threads": int(status["Threads"])}
+    num_files, num_threads = (len(list((process / kind).iterdir())) for kind in ("fd", "task"))
+    return memory | {"fds": num_files, "threads": num_threads}
 
 
 def write_rows(directory: Path) -> tuple[Path, Path]:

@@ -28,7 +28,7 @@ def values(base, tmp_path) -> dict[str, Any]:
 
 def kilobytes_a_step(watcher: Watcher) -> float:
     """The least that is believable, so that noise does not fail the test: two standard errors below the slope."""
-    slope = watcher.slope("driver", "private")
+    slope = watcher.slope("driver", "own")
     return (slope.per_1000_steps - 2 * slope.error) * 1024 / 1000
 
 
