@@ -22,18 +22,17 @@ from thresher.checkpoint.saving import Write
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
-from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import PairIds, Plan
 from thresher.data.store import PairStore
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.memory import memory_metrics
-from thresher.observe.skipped import SkippedStep, SpoiltPair
+from thresher.observe.skipped import SkippedStep
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
+from thresher.skipping import describe_skipped
 from thresher.strategies.accumulate import evaluate_objective
-from thresher.strategies.faults import StepFault
 from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
 from thresher.trainer_state import TrainerState
@@ -156,9 +155,12 @@ class DPOTrainer:
             learning_rate=self._schedule(self.state.step),
         )
         self.state.count(len(pair_ids), outcome)
-        self.skipped = None if outcome.fault is None else self._describe(outcome.fault, pair_ids)
         if outcome.fault is None:
+            self.skipped = None
             self.objective = self.objective.advanced(outcome.metrics)
+        else:
+            most = self._settings.max_skipped_steps
+            self.skipped = describe_skipped(outcome.fault, self.state, self._train.store, pair_ids, most)
         if self._extra is not None:
             self._extra.after_step(self.state.step)
         self._clock.count(len(pair_ids), outcome.tokens.useful)
@@ -264,16 +266,6 @@ class DPOTrainer:
             | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else None)
             | memory_metrics()
         )
-
-    def _describe(self, fault: StepFault, pair_ids: PairIds) -> SkippedStep:
-        read = self._train.store.read(np.array(sorted(fault.pairs), dtype=np.int64) if fault.pairs else pair_ids)
-        pairs = tuple(
-            SpoiltPair(number, hash_pair(pair).pair.hex(), fault.pairs.get(number))
-            for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
-        )
-        in_a_row = self.state.skipped_in_a_row
-        is_last = in_a_row >= self._settings.max_skipped_steps
-        return SkippedStep(fault.reason, self.state.grad_norm, pairs, in_a_row, ends_run=is_last)
 
     def _capture(self, copies: HostCopies | None) -> Write:
         """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
