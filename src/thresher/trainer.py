@@ -28,6 +28,7 @@ from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.memory import memory_metrics
+from thresher.observe.pulse import doing
 from thresher.observe.skipped import SkippedStep
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
@@ -145,8 +146,10 @@ class DPOTrainer:
         """Make the next optimizer step of the plan; `skipped` tells if it was not made, and why."""
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
+        doing(f"step {self.state.step + 1}: waiting for the reference")
         with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
             micro_batches = list(self._micro_batches(pair_ids))
+        doing(f"step {self.state.step + 1}: training")
         started = time.time()
         outcome = self.strategy.train_step(
             micro_batches,
@@ -179,6 +182,7 @@ class DPOTrainer:
 
     def measure(self) -> dict[str, float]:
         """Evaluate at this very step and keep the result: a checkpoint of this step is judged by it."""
+        doing(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
@@ -188,6 +192,7 @@ class DPOTrainer:
 
         With async_save it is only copied here, and may be published later, but before `finish` is over.
         """
+        doing(f"saving step {self.state.step}")
         with self._clock.paused():
             self._background.wait()
             step, directory = self.state.step, self._checkpoints.place(self.state.step)

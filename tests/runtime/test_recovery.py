@@ -91,6 +91,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 12, "track_with": ["console"]})
     run(values, tmp_path / "whole")
     lines: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
     with pytest.raises(StoppedError, match="the same command goes on from there") as caught:
         DPOPipeline(config, announce=lines.append, console=Asker(3, "")).run()
@@ -98,7 +99,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
     assert 3 <= int(saved.name.removeprefix("step-")) < 12
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as it was
+    assert signal.getsignal(signal.SIGTERM) is before
     run(values, tmp_path / "stopped")
     assert metric_log(tmp_path / "stopped") == metric_log(tmp_path / "whole")
     ours, theirs = last_weights(tmp_path / "stopped"), last_weights(tmp_path / "whole")

@@ -154,12 +154,16 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     """Say where a resumed run is set otherwise than the run that saved the checkpoint."""
     then = _flat(load_json(checkpoint / "config.json"))
     now = _flat(redact(config.model_dump(mode="json")))
-    names = [name for name in now if name not in _FREE_TO_CHANGE and then.get(name) != now[name]]
+    free = _FREE_TO_CHANGE | (_ELASTIC if config.elastic else set())
+    names = [name for name in now if name not in free and then.get(name) != now[name]]
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
 _PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
-_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline"}
+_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline", "hang_timeout"}
+_ELASTIC = {f"{role}.{key}" for role in ("actor_train", "reference") for key in ("num_workers", "device_mapping")} | {
+    f"{role}.strategy_args.strategy_config.dp_replicate" for role in ("actor_train", "reference")
+}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from thresher.errors import UserError
+from thresher.errors import DiskError, UserError
 from thresher.observe.tracker import RunInfo, Status, set_aside
 
 FILE_NAME = "metrics.jsonl"
@@ -41,15 +41,25 @@ class JsonlTracker:
             raise RuntimeError("the tracker must be started before it can log")
         if "step" in metrics:
             raise ValueError("`step` is the name of the step itself and cannot be a metric")
-        self._file.write(json.dumps({"step": step, **{k: _spell(v) for k, v in metrics.items()}}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **{k: _spell(v) for k, v in metrics.items()}}) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise DiskError(
+                f"could not write step {step} to {self._file.name}: {error.strerror or error}; free some space there"
+            ) from error
 
     def close(self, status: Status) -> None:  # noqa: ARG002
         """Flush to the disk and close."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            os.fsync(file.fileno())
+            file.close()
+        except OSError as error:  # what could not be written is still in the file's buffer
+            raise DiskError(f"could not write {file.name}: {error.strerror or error}; free some space there") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

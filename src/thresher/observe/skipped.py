@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from thresher.errors import DiskError
 from thresher.observe.jsonl import keep_through
 from thresher.observe.tracker import set_aside
 
@@ -64,8 +65,13 @@ class SkippedSteps:
                 for pair in skipped.pairs
             ],
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DiskError(
+                f"could not write step {step} to {self.path}: {error.strerror or error}; free some space there"
+            ) from error
