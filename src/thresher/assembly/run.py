@@ -27,6 +27,7 @@ from thresher.models.load import load_family, load_tokenizer, set_pad_token
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
 from thresher.observe.redact import redact
+from thresher.observe.skipped import SkippedSteps
 from thresher.observe.tracker import RunInfo, Trackers
 from thresher.supervisor import Supervisor
 from thresher.trainer import TrainerSettings
@@ -128,8 +129,8 @@ def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Tracker
 
 
 @contextlib.contextmanager
-def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[None]:
-    """Open the trackers for the length of a run and tell them how it ended."""
+def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[SkippedSteps]:
+    """Open the trackers for the length of a run and tell them how it ended; give the record of skipped steps."""
     run = RunInfo(
         exp_name=config.exp_name,
         run_dir=Path(config.logging_dir or Path(config.output_dir) / "logs"),
@@ -139,7 +140,7 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     )
     trackers.start(run, resume_step)
     try:
-        yield
+        yield SkippedSteps(run.run_dir, resume_step)
     except (KeyboardInterrupt, StoppedError):
         trackers.close("interrupted")
         raise
