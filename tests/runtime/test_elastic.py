@@ -106,8 +106,14 @@ def test_a_lost_node_and_a_new_one(base, cluster, tmp_path):
     values = merge(
         base,
         {
-            "runtime": "ray", "elastic": True, "ray_address": cluster.address, "track_with": ["console"],
-            "max_steps": 12, "save_steps": 3, "eval_steps": 3, "actor_train": {"num_workers": 2},
+            "runtime": "ray",
+            "elastic": True,
+            "ray_address": cluster.address,
+            "track_with": ["console"],
+            "max_steps": 12,
+            "save_steps": 3,
+            "eval_steps": 3,
+            "actor_train": {"num_workers": 2},
         },
     )
     # the number of workers in the config says how many pairs a step has, however many there are
