@@ -31,10 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml
 from chaos_faults import FAULTS, Done, suffer
-from chaos_run import DISK, ChaosRun, RunFailedError
+from chaos_run import DISK, ChaosRun, RunFailedError, RunOverError
 
 MODES = ("precompute", "concurrent")
-NUM_STEPS, SAVE_STEPS = 60, 5
+SAVE_STEPS = 5
 FAULTS_PER_RUN = 5
 # steps before the next fault, so that the last one was survived for good; the last steps are left in peace
 STEPS_BETWEEN, STEPS_AT_END = (1, 8), 3
@@ -49,7 +49,6 @@ def write_config(directory: Path, mode: str, model: Path, files: Sequence[Path],
         "runtime": "ray",
         "pref_loss": "sigmoid",
         "sequence_length": 256,
-        "max_steps": NUM_STEPS,
         "save_steps": SAVE_STEPS,
         "eval_steps": 2 * SAVE_STEPS,
         "track_with": [],
@@ -114,7 +113,9 @@ def undisturbed(config: Path, directory: Path) -> dict[str, Any]:
     return run.result()
 
 
-def disturbed(run: ChaosRun, kinds: Sequence[str], draw: random.Random) -> tuple[list[Done], str | None]:
+def disturbed(
+    run: ChaosRun, kinds: Sequence[str], num_steps: int, draw: random.Random
+) -> tuple[list[Done], str | None]:
     """Do faults to a run, one after the other, and let it come to its end; return what is wrong if it does not."""
     done: list[Done] = []
     kind = "nothing"
@@ -122,7 +123,7 @@ def disturbed(run: ChaosRun, kinds: Sequence[str], draw: random.Random) -> tuple
         for kind in sorted(kinds, key=lambda kind: not FAULTS[kind].is_early):
             if not FAULTS[kind].is_early:
                 target = run.step() + draw.randint(*STEPS_BETWEEN)
-                if target > NUM_STEPS - STEPS_AT_END:
+                if target > num_steps - STEPS_AT_END:
                     break
                 if run.driver is None:
                     run.start()
@@ -132,6 +133,8 @@ def disturbed(run: ChaosRun, kinds: Sequence[str], draw: random.Random) -> tuple
         run.wait_until(run.is_over, what="the end")
     except RunFailedError as error:
         return done, f"{kind}: the run {error}"
+    except RunOverError:
+        pass
     return done, None
 
 
@@ -195,6 +198,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=52)
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, help="these alone; ENOSPC needs the right to mount")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of the reference")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--pairs", type=Path, nargs=2, metavar=("TRAIN", "HELD_OUT"))
@@ -213,7 +217,9 @@ def main() -> int:
         expected = {}
         for mode in given.modes:
             with disk(root / mode, is_small=False):
-                expected[mode] = undisturbed(write_config(root / mode, mode, given.model, files), root / mode)
+                expected[mode] = undisturbed(
+                    write_config(root / mode, mode, given.model, files, max_steps=given.steps), root / mode
+                )
         for number, mode in enumerate(itertools.cycle(given.modes)):
             if not left:
                 break
@@ -222,9 +228,9 @@ def main() -> int:
             if not chosen:
                 continue
             with disk(directory, is_small="ENOSPC" in chosen):
-                run = ChaosRun(write_config(directory, mode, given.model, files), directory)
+                run = ChaosRun(write_config(directory, mode, given.model, files, max_steps=given.steps), directory)
                 print(f"run {number}, {mode}", flush=True)
-                own, failure = disturbed(run, chosen, draw)
+                own, failure = disturbed(run, chosen, given.steps, draw)
                 problems = [failure] if failure else check(run, expected[mode], own)
                 if failure:
                     failed.append(failure.partition(":")[0])

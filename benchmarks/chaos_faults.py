@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_run import ChaosRun, RunFailedError
+from chaos_run import ChaosRun, RunOverError
 
 POLICY, REFERENCE = "ray::ActorWorker", "ray::ReferenceWorker"
 # in the middle of a step, of an evaluation, of what comes between them
@@ -43,7 +43,7 @@ class Fault:
 
 
 def suffer(run: ChaosRun, kind: str, draw: random.Random) -> Done:
-    """Do a fault and wait until the run has got over it."""
+    """Do a fault and wait until the run has got over it; RunOverError where the run was faster."""
     fault = FAULTS[kind]
     if not fault.is_early:
         time.sleep(draw.uniform(0, LONGEST_DELAY))
@@ -64,7 +64,8 @@ def _signal(title: str, number: int) -> Callable[[ChaosRun, random.Random], None
     def act(run: ChaosRun, draw: random.Random) -> None:
         victims = run.processes(title)
         if not victims:
-            raise RunFailedError(f"has no process {title} to send a signal to")
+            run.wait_until(run.is_over, what=f"a process {title} to send a signal to")
+            raise RunOverError
         run.struck = time.monotonic()
         os.kill(draw.choice(victims), number)
 
@@ -81,7 +82,8 @@ def _end_driver(run: ChaosRun) -> None:
     run.processes()
     run.struck = time.monotonic()
     run.driver.kill()
-    run.driver.wait()
+    if run.driver.wait() == 0:
+        raise RunOverError
 
 
 def _order(run: ChaosRun, **order: object) -> Path:
@@ -104,6 +106,9 @@ def _order_kill(event: str, part: str) -> Callable[[ChaosRun, random.Random], No
         driver = run.driver
         run.wait_until(lambda: not order.exists() or driver.poll() is not None, what=f"a {event} in {part}")
         run.struck = time.monotonic()
+        if run.is_over():
+            order.unlink(missing_ok=True)
+            raise RunOverError
         (taken,) = run.orders.glob("taken-by-*")
         is_driver = taken.name == f"taken-by-{driver.pid}"
         taken.unlink()

@@ -26,6 +26,10 @@ class RunFailedError(Exception):
     """The run did not get over a fault."""
 
 
+class RunOverError(Exception):
+    """The run came to its end before a fault could be done to it."""
+
+
 @dataclass
 class ChaosRun:
     """`thresher train` in processes of its own; whoever kills its driver starts it again with the same command."""
@@ -119,7 +123,7 @@ class ChaosRun:
                     f"ended with {self.driver.returncode} while we waited for {what}; see {self.directory}"
                 )
             if self.driver.poll() == 0 and not reached():
-                raise RunFailedError(f"was over while we waited for {what}")
+                raise RunOverError
             if time.monotonic() > deadline:
                 raise RunFailedError(f"{what} did not come within {SECONDS_TO_RECOVER:.0f} s; see {self.directory}")
             self.step()
