@@ -24,6 +24,18 @@ class LostError(UserError):
     """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint."""
 
 
+class DiskError(CheckpointError, LostError):
+    """Something could not be written: the disk is full, or fails. What was written before is whole."""
+
+
+class ResourceError(UserError):
+    """The cluster has no room for what the config asks for: a mistake at first, and a node that is away later on."""
+
+
+class RegroupError(Exception):
+    """The run can go on better with other workers than it has, and everything is saved for that."""
+
+
 class WorkerError(RuntimeError):
     """Something unforeseen in a worker, a defect of ours or a peer that went away; the text holds its traceback."""
 

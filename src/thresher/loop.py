@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from thresher.errors import StoppedError
+from thresher.errors import StoppedError, UserError
+from thresher.observe.skipped import SkippedStep, SkippedSteps
 from thresher.trainer import Record
 
 
@@ -58,7 +59,12 @@ class Standing:
 
 
 def fit(
-    trainable: Trainable, standing: Standing, num_steps: int, settings: LoopSettings, log: MetricLog
+    trainable: Trainable,
+    standing: Standing,
+    num_steps: int,
+    settings: LoopSettings,
+    log: MetricLog,
+    skipped: SkippedSteps,
 ) -> dict[str, float]:
     """Train to the end of the plan; return the last evaluation.
 
@@ -72,8 +78,11 @@ def fit(
         next_evaluation = _next(settings.eval_steps, step, num_steps)
         next_checkpoint = _next(settings.save_steps, step, num_steps)
         step = min(next_evaluation, next_checkpoint)
-        for at, metrics in trainable.run(step):
-            log.log(at, metrics)
+        for at, told in trainable.run(step):
+            if isinstance(told, SkippedStep):
+                _note_skipped(at, told, skipped)
+            else:
+                log.log(at, told)
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
@@ -90,6 +99,15 @@ def fit(
 def _next(every: int, step: int, num_steps: int) -> int:
     """The first step after `step` at which something is due that is due every so many steps, and at the end."""
     return min((step // every + 1) * every, num_steps) if every else num_steps
+
+
+def _note_skipped(step: int, told: SkippedStep, skipped: SkippedSteps) -> None:
+    skipped.write(step, told)
+    if told.ends_run:
+        raise UserError(
+            f"the loss or gradient was not finite in {told.in_a_row} steps in a row, up to step {step}; lower the "
+            f"learning rate, look at the pairs of these steps, which {skipped.path} names, or raise max_skipped_steps"
+        )
 
 
 def _measure(trainable: Trainable, step: int, log: MetricLog) -> dict[str, float]:

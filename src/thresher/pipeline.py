@@ -77,8 +77,7 @@ class DPOPipeline:
 
             with (
                 stop_on_signals(stop_file(config), config.stop_deadline, announce),
-                track(trackers, config, plan, resume_step=supervisor.resume_step),
+                track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
-                return fit(
-                    run.trainable, run.standing, plan.num_steps, loop_settings(config), supervisor.watching(trackers)
-                )
+                log = supervisor.watching(trackers)
+                return fit(run.trainable, run.standing, plan.num_steps, loop_settings(config), log, skipped)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from thresher.checkpoint.manifest import read_manifest
-from thresher.errors import LostError, WorkerError
+from thresher.errors import LostError, RegroupError, ResourceError, WorkerError
 from thresher.loop import MetricLog
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Supervisor:
         self._announce = announce
         self._sleep = sleep
         self._reached = 0
-        self._failure: Failure | None = None
+        self._failures: list[Failure] = []  # those since which the run has not been back at a step
         self._resumed_step = 0
         self._resume_step: int | None = None
 
@@ -63,21 +63,24 @@ class Supervisor:
         """Call attempt(self, checkpoint) until one ends; a mistake that a person must mend ends it as well."""
         self._stand_at(checkpoint)
         self._resume_step = None if checkpoint is None else self._resumed_step
-        failures = 0
+        in_a_row = 0
         while True:
             try:
                 return attempt(self, checkpoint)
-            except (LostError, WorkerError) as error:
-                self._failure = Failure(_first_line(error), time.time(), self._reached)
+            except (LostError, WorkerError, ResourceError, RegroupError) as error:
+                if isinstance(error, ResourceError) and not in_a_row:
+                    raise  # nothing was lost: the config asks for what was never there
+                self._failures.append(Failure(_first_line(error), time.time(), self._reached))
                 before = self._resumed_step
                 checkpoint = self._newest()
                 self._stand_at(checkpoint)
-                failures = 1 if self._resumed_step > before else failures + 1
-                if failures > self._max_restarts:
-                    raise
+                if not isinstance(error, RegroupError):
+                    in_a_row = 1 if self._resumed_step > before else in_a_row + 1
+                    if in_a_row > self._max_restarts:
+                        raise
                 # started over, the log keeps nothing, not even what was measured before the first step
                 self._resume_step = -1 if checkpoint is None else self._resumed_step
-                self._wait(checkpoint, failures)
+                self._go_on(checkpoint, error, in_a_row)
 
     def _stand_at(self, checkpoint: Path | None) -> None:
         self._reached = self._resumed_step = 0 if checkpoint is None else read_manifest(checkpoint).step
@@ -86,27 +89,31 @@ class Supervisor:
         """A log that tells us how far the run is."""
         return _WatchedLog(log, self._reach)
 
-    def _wait(self, checkpoint: Path | None, failures: int) -> None:
-        assert self._failure is not None  # noqa: S101
-        seconds = min(_LONGEST_WAIT, 2.0 ** (failures - 1))
+    def _go_on(self, checkpoint: Path | None, error: Exception, in_a_row: int) -> None:
         where = "from the start" if checkpoint is None else f"from {checkpoint}"
+        if isinstance(error, RegroupError):
+            self._announce(f"{error}; the run goes on {where} with them")
+            return
+        seconds = min(_LONGEST_WAIT, 2.0 ** (in_a_row - 1))
         self._announce(
-            f"{self._failure.cause}; the run goes on {where} in {seconds:.0f} s (restart {failures} of at most "
+            f"{_first_line(error)}; the run goes on {where} in {seconds:.0f} s (restart {in_a_row} of at most "
             f"{self._max_restarts} without a new checkpoint)"
         )
         self._sleep(seconds)
 
     def _reach(self, step: int) -> None:
         self._reached = step
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
+        failures, self._failures = self._failures, []
+        for failure in failures:
+            self._note(failure, step)
+
+    def _note(self, failure: Failure, step: int) -> None:
         seconds = time.time() - failure.time
         line = {
             "cause": failure.cause,
             "step": failure.step,
             "from_step": self._resumed_step,
-            "steps_repeated": failure.step - self._resumed_step,
+            "steps_repeated": max(0, failure.step - self._resumed_step),
             "seconds": round(seconds, 3),
         }
         self._record.parent.mkdir(parents=True, exist_ok=True)

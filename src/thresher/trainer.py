@@ -24,13 +24,15 @@ from thresher.data.batch import PairBatch
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import PairIds, Plan
 from thresher.data.store import PairStore
-from thresher.errors import CheckpointError, UserError
-from thresher.losses.metrics import MetricSum
+from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.memory import memory_metrics
+from thresher.observe.pulse import doing
+from thresher.observe.skipped import SkippedStep
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
+from thresher.skipping import describe_skipped
 from thresher.strategies.accumulate import evaluate_objective
 from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
@@ -66,7 +68,7 @@ class TrainerSettings:
     async_save: bool = False
 
 
-Record = tuple[int, dict[str, float]]
+Record = tuple[int, dict[str, float] | SkippedStep]
 
 
 class Extra(Protocol):
@@ -119,11 +121,19 @@ class DPOTrainer:
         self._clock = StepClock()
         self.spans: deque[Span] = deque(maxlen=NUM_SPANS)
         self.stopped_at: int | None = None
+        self.skipped: SkippedStep | None = None
 
     def run(self, until: int) -> Iterator[Record]:
-        """Train up to a step of the plan, or until told to stop; yield what is to be logged, when it is due."""
+        """Train up to a step of the plan, or until told to stop; yield what is to be logged, when it is due.
+
+        It ends as well after a skipped step that says so: an error, which every rank would raise, could overtake it.
+        """
         while self.state.step < until:
             self.training_step()
+            if self.skipped is not None:
+                yield self.state.step, self.skipped
+                if self.skipped.ends_run:
+                    return
             is_told_to_stop = self._is_told_to_stop()
             is_due = self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps
             if is_due:
@@ -133,11 +143,13 @@ class DPOTrainer:
                 return
 
     def training_step(self) -> Metrics:
-        """Make the next optimizer step of the plan."""
+        """Make the next optimizer step of the plan; `skipped` tells if it was not made, and why."""
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
+        doing(f"step {self.state.step + 1}: waiting for the reference")
         with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
             micro_batches = list(self._micro_batches(pair_ids))
+        doing(f"step {self.state.step + 1}: training")
         started = time.time()
         outcome = self.strategy.train_step(
             micro_batches,
@@ -145,23 +157,13 @@ class DPOTrainer:
             num_pairs_in_step=len(pair_ids),
             learning_rate=self._schedule(self.state.step),
         )
-        self.state.step += 1
-        self.state.grad_norm = outcome.grad_norm
-        if outcome.skipped:
-            self._count_skipped()
-        else:
-            self.state.skipped_in_a_row = 0
-            self.state.pairs_seen += len(pair_ids)
-            self.state.useful_tokens_seen += outcome.tokens.useful
-            self.state.add_to_window(outcome.metrics)
-            self.state.add_to_window(
-                {
-                    "tokens/useful": MetricSum(outcome.tokens.useful, 1),
-                    "tokens/padding": MetricSum(outcome.tokens.padding, 1),
-                    "tokens/shared": MetricSum(outcome.tokens.shared, 1),
-                }
-            )
+        self.state.count(len(pair_ids), outcome)
+        if outcome.fault is None:
+            self.skipped = None
             self.objective = self.objective.advanced(outcome.metrics)
+        else:
+            most = self._settings.max_skipped_steps
+            self.skipped = describe_skipped(outcome.fault, self.state, self._train.store, pair_ids, most)
         if self._extra is not None:
             self._extra.after_step(self.state.step)
         self._clock.count(len(pair_ids), outcome.tokens.useful)
@@ -180,6 +182,7 @@ class DPOTrainer:
 
     def measure(self) -> dict[str, float]:
         """Evaluate at this very step and keep the result: a checkpoint of this step is judged by it."""
+        doing(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
@@ -189,6 +192,7 @@ class DPOTrainer:
 
         With async_save it is only copied here, and may be published later, but before `finish` is over.
         """
+        doing(f"saving step {self.state.step}")
         with self._clock.paused():
             self._background.wait()
             step, directory = self.state.step, self._checkpoints.place(self.state.step)
@@ -267,16 +271,6 @@ class DPOTrainer:
             | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else None)
             | memory_metrics()
         )
-
-    def _count_skipped(self) -> None:
-        self.state.skipped_steps += 1
-        self.state.skipped_in_a_row += 1
-        if self.state.skipped_in_a_row >= self._settings.max_skipped_steps:
-            raise UserError(
-                f"the loss or gradient was not finite in {self.state.skipped_in_a_row} steps in a row, up to step "
-                f"{self.state.step}; lower the learning rate, look at the pairs of these steps, or raise "
-                "max_skipped_steps"
-            )
 
     def _capture(self, copies: HostCopies | None) -> Write:
         """Take all that a checkpoint of this step holds; rank 0 has what is not split."""

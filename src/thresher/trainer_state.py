@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thresher.losses.metrics import MetricSum, merge_metrics
+from thresher.strategies.strategy import StepOutcome
 
 
 @dataclass
@@ -24,7 +25,21 @@ class TrainerState:
     grad_norm: float = 0.0
     window: dict[str, MetricSum] = field(default_factory=dict)
 
-    def add_to_window(self, metrics: Mapping[str, MetricSum]) -> None:
+    def count(self, num_pairs: int, outcome: StepOutcome) -> None:
+        """Take in a step that is over; of one that was skipped, only that it was."""
+        self.step += 1
+        self.grad_norm = outcome.grad_norm
+        if outcome.skipped:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            return
+        self.skipped_in_a_row = 0
+        self.pairs_seen += num_pairs
+        self.useful_tokens_seen += outcome.tokens.useful
+        tokens = {f"tokens/{kind}": MetricSum(number, 1) for kind, number in vars(outcome.tokens).items()}
+        self._add_to_window(outcome.metrics | tokens)
+
+    def _add_to_window(self, metrics: Mapping[str, MetricSum]) -> None:
         plain = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
         self.window = merge_metrics([self.window, plain])
 

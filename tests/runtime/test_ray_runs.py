@@ -135,8 +135,9 @@ def ahead(base, ray_here, tmp_path):
         yield config, inputs, runtime, runtime.start(inputs, None, print, print)
 
 
-def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead):
+def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):
     from thresher.assembly.run import loop_settings
+    from thresher.observe.skipped import SkippedSteps
 
     config, inputs, runtime, started = ahead
     started.begin()
@@ -146,7 +147,8 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
         def log(self, step: int, metrics: dict) -> None:
             log.append((step, metrics))
 
-    fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), Log())
+    skipped = SkippedSteps(tmp_path, resume_step=None)
+    fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), Log(), skipped)
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
     scored = [span for worker in runtime.reference.call("spans") for span in worker]
     trained = runtime.policy.call("spans")

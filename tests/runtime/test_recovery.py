@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 
 
 class Killer:
-    """A console that kills a worker when a step is logged for the first time."""
+    """A console that sends a worker a signal when a step is logged for the first time."""
 
     name = "console"
 
-    def __init__(self, step: int, worker: str):
-        self._step, self._worker, self.killed = step, worker, 0
+    def __init__(self, step: int, worker: str, number: int = signal.SIGKILL):
+        self._step, self._worker, self._number, self.killed = step, worker, number, 0
 
     def start(self, run: object, resume_step: int | None) -> None:
         pass
@@ -36,8 +38,8 @@ class Killer:
     def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
         if step == self._step and not self.killed:
             victims = workers_named(self._worker)
-            self.killed = victims[-1]
-            os.kill(self.killed, signal.SIGKILL)
+            self.killed, self.time = victims[-1], time.time()
+            os.kill(self.killed, self._number)
 
     def close(self, status: str) -> None:
         pass
@@ -58,23 +60,64 @@ def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
     return lines
 
 
+@pytest.fixture(scope="module")
+def values(base):
+    return merge(base, {**TWO, "save_steps": 2, "track_with": ["console"]})
+
+
+@pytest.fixture(scope="module")
+def whole(values, ray_here, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole")
+    run(values, output)
+    return output
+
+
+def recovery_of(output: Path) -> dict[str, Any]:
+    (line,) = (output / "logs" / "recoveries.jsonl").read_text().splitlines()
+    recovery: dict[str, Any] = json.loads(line)
+    return recovery
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert metric_log(one) == metric_log(other)
+    ours, theirs = last_weights(one), last_weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_killed_policy_worker_changes_nothing(base, ray_here, tmp_path, step):
-    values = merge(base, {**TWO, "save_steps": 2, "track_with": ["console"]})
-    run(values, tmp_path / "whole")
+def test_a_killed_policy_worker_changes_nothing(values, whole, tmp_path, step):
     killer = Killer(step, "ActorWorker")
     lines = run(values, tmp_path / "killed", killer)
     assert killer.killed
     assert any("the run goes on" in line for line in lines)
-    assert metric_log(tmp_path / "killed") == metric_log(tmp_path / "whole")
-    ours, theirs = last_weights(tmp_path / "killed"), last_weights(tmp_path / "whole")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    (recovery,) = [
-        json.loads(line) for line in (tmp_path / "killed" / "logs" / "recoveries.jsonl").read_text().splitlines()
-    ]
+    assert_equal_runs(tmp_path / "killed", whole)
+    recovery = recovery_of(tmp_path / "killed")
     assert recovery["from_step"] == (0 if step == 1 else 2)
     assert recovery["steps_repeated"] <= 2
+
+
+def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, tmp_path):
+    stopper = Killer(3, "ActorWorker", signal.SIGSTOP)
+    stopped_at = []
+    lines: list[str] = []
+
+    def announce(line: str) -> None:
+        if " hangs: " in line:
+            stopped_at.append(time.time())
+        lines.append(line)
+
+    hang_timeout = 8.0
+    config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "hang_timeout": hang_timeout})
+    DPOPipeline(config, announce=announce, console=stopper).run()
+    told, *others = [line for line in lines if " hangs: " in line]
+    assert not others, lines
+    work = r"(step [34]: (training|waiting for the reference)|saving step 4|evaluating after step 4)"
+    words = r"actor_train worker [01] of 2 hangs: no answer for 6 s; the last thing it did, \d+ s ago: "
+    assert re.match(rf"{words}{work} \(process {stopper.killed}\); ", told)
+    assert stopped_at[0] - stopper.time <= hang_timeout + 1  # the driver looks once a second
+    assert not Path(f"/proc/{stopper.killed}").exists()
+    assert_equal_runs(tmp_path / "hung", whole)
 
 
 class Asker(Killer):
@@ -91,6 +134,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 12, "track_with": ["console"]})
     run(values, tmp_path / "whole")
     lines: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
     with pytest.raises(StoppedError, match="the same command goes on from there") as caught:
         DPOPipeline(config, announce=lines.append, console=Asker(3, "")).run()
@@ -98,8 +142,6 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
     assert 3 <= int(saved.name.removeprefix("step-")) < 12
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as it was
+    assert signal.getsignal(signal.SIGTERM) is before
     run(values, tmp_path / "stopped")
-    assert metric_log(tmp_path / "stopped") == metric_log(tmp_path / "whole")
-    ours, theirs = last_weights(tmp_path / "stopped"), last_weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")

@@ -37,6 +37,7 @@ from thresher.losses.registry import make_losses  # noqa: E402
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout  # noqa: E402
 from thresher.models.load import load_model  # noqa: E402
 from thresher.models.load_split import empty_model  # noqa: E402
+from thresher.observe.skipped import SkippedStep  # noqa: E402
 from thresher.reference.scorers import LiveReference  # noqa: E402
 from thresher.schedule import Schedule  # noqa: E402
 from thresher.strategies.native.infer import NativeInfer  # noqa: E402
@@ -107,6 +108,7 @@ class Outcome:
     grad_norms: list[float]
     weights: dict[str, Tensor]
     skipped_steps: int = 0
+    skipped: tuple[SkippedStep, ...] = ()
 
 
 def axes_text(sizes: AxisSizes) -> str:
@@ -192,12 +194,15 @@ def _train(
     frozen, placement = reference_parts
     reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement)
     trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
-    metrics, norms = [], []
+    metrics, norms, skipped = [], [], []
     for _, logged in trainer.run(NUM_STEPS):
+        if isinstance(logged, SkippedStep):
+            skipped.append(logged)
+            continue
         metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_OF_THE_RUN)})
         norms.append(trainer.state.grad_norm)
     weights = {name: whole(weight) for name, weight in policy.weights().items()}
-    return Outcome(metrics, norms, weights, trainer.state.skipped_steps)
+    return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped))
 
 
 def make_policy(case: Case, model: PreTrainedModel, placement: Placement) -> NativeTrain:
@@ -219,9 +224,10 @@ def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogp
     def score(batch: PairBatch) -> SidesLogps:
         assert reference is not None
         sides = reference(batch)
-        if case.spoilt_pair not in batch.pair_ids:
-            return sides
-        return replace(sides, chosen=replace(sides.chosen, values=sides.chosen.values * torch.nan))
+        is_spoilt = torch.from_numpy(batch.pair_ids == case.spoilt_pair).repeat_interleave(sides.chosen.lengths)
+        return replace(
+            sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_spoilt, torch.nan))
+        )
 
     return DPOTrainer(
         strategy=policy,

@@ -239,7 +239,7 @@ def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
     run = Run(model, tmp_path, SPLIT, settings={"async_save": in_background})
     told = pool_of(4).run(save_with_a_rank_that_cannot_write, run)
     assert len(set(told)) == 1
-    assert told[0].startswith("CheckpointError: could not save the checkpoint of step 0")
+    assert told[0].startswith("DiskError: could not save the checkpoint of step 0")
     assert "No space left on device; free some space" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == [STEP]
     verify(tmp_path / STEP)

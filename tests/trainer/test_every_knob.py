@@ -117,7 +117,7 @@ NO_NUMBERS = {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
         "async_save",
         *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),
-        *("max_restarts", "stop_deadline"),
+        *("max_restarts", "stop_deadline", "hang_timeout", "elastic"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
         *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node"),
     },

@@ -100,7 +100,7 @@ def gradients(stories_dir, pairs, sizes, objective, dtype=torch.float64):
     for size in sizes:
         batches += micro_batches(pairs[start : start + size], reference, size)
         start += size
-    metrics, _ = policy.accumulate(batches, objective, len(pairs))
+    metrics = policy.accumulate(batches, objective, len(pairs)).metrics
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     return found, {name: metric.mean for name, metric in metrics.items()}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from thresher.checkpoint.directory import staging
-from thresher.errors import LostError, UserError, WorkerError
+from thresher.errors import DiskError, LostError, RegroupError, ResourceError, UserError, WorkerError
 from thresher.supervisor import Supervisor
 
 
@@ -92,8 +92,31 @@ def test_a_new_checkpoint_is_progress(supervised):
     assert supervised.waits == [1.0] * 7
 
 
-def test_an_unforeseen_failure_in_a_worker_is_tried_again(supervised):
-    supervised.run([die_at(supervised, 1, error=WorkerError), finish_from(supervised, None, 1)])
+@pytest.mark.parametrize("error", [WorkerError, DiskError])
+def test_an_unforeseen_failure_in_a_worker_and_a_full_disk_are_tried_again(supervised, error):
+    supervised.run([die_at(supervised, 1, error=error), finish_from(supervised, None, 1)])
+    assert supervised.waits == [1.0]
+
+
+def test_a_cluster_without_room_is_a_mistake_at_first_and_a_lost_node_later_on(supervised):
+    no_room = die_at(supervised, 0, error=ResourceError)
+    with pytest.raises(ResourceError):
+        supervised.run([no_room])
+    assert supervised.waits == []
+    supervised.run([die_at(supervised, 4, saved=3), no_room, no_room, finish_from(supervised, "step-00000003", 4)])
+    assert supervised.waits == [1.0, 2.0, 4.0]
+    lines = [json.loads(line) for line in supervised.record.read_text().splitlines()]
+    assert [line["steps_repeated"] for line in lines] == [1, 0, 0]  # each failure is noted, the steps once
+    assert {line["from_step"] for line in lines} == {3}
+
+
+def test_workers_that_join_cost_no_wait_and_no_restart(supervised):
+    grow = die_at(supervised, 2, saved=2, error=RegroupError)
+    grow_again = die_at(supervised, 4, saved=4, error=RegroupError)
+    attempts = [grow, grow_again, finish_from(supervised, "step-00000004", 5)]
+    assert supervised.run(attempts, max_restarts=0) == 4
+    assert supervised.waits == []
+    assert supervised.lines[0].endswith("step-00000002 with them")
 
 
 @pytest.mark.parametrize("error", [UserError, ValueError, KeyboardInterrupt])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
+from thresher.observe.skipped import SkippedSteps
 from thresher.trainer import DPOTrainer
 from tiny_llama import VOCAB
 
@@ -85,7 +87,8 @@ class TinyRun:
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
         standing = Standing(self.trainer.state.step, self.trainer.last_evaluation)
-        return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log)
+        skipped = SkippedSteps(Path(self.config.output_dir) / "logs", resume_step=standing.step or None)
+        return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log, skipped)
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsInMemory | None = None) -> TinyRun:

@@ -26,6 +26,7 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family, load_tokenizer, set_pad_token
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
+from thresher.observe.skipped import SkippedSteps
 from thresher.observe.tracker import RunInfo, Trackers
 from thresher.redact import redact
 from thresher.supervisor import Supervisor
@@ -128,8 +129,8 @@ def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Tracker
 
 
 @contextlib.contextmanager
-def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[None]:
-    """Open the trackers for the length of a run and tell them how it ended."""
+def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[SkippedSteps]:
+    """Open the trackers for the length of a run and tell them how it ended; give the record of skipped steps."""
     run = RunInfo(
         exp_name=config.exp_name,
         run_dir=Path(config.logging_dir or Path(config.output_dir) / "logs"),
@@ -139,7 +140,7 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     )
     trackers.start(run, resume_step)
     try:
-        yield
+        yield SkippedSteps(run.run_dir, resume_step)
     except (KeyboardInterrupt, StoppedError):
         trackers.close("interrupted")
         raise
@@ -156,12 +157,16 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
         raise CheckpointError(f"the config in {checkpoint} is none; resume from another checkpoint")
     then = _flat(saved)
     now = _flat(redact(config.model_dump(mode="json")))
-    names = [name for name in now if name not in _FREE_TO_CHANGE and then.get(name) != now[name]]
+    free = _FREE_TO_CHANGE | (_ELASTIC if config.elastic else set())
+    names = [name for name in now if name not in free and then.get(name) != now[name]]
     return [f"changed since the checkpoint: {name} was {then.get(name)}, is {now[name]}" for name in names]
 
 
 _PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
-_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline"}
+_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline", "hang_timeout"}
+_ELASTIC = {f"{role}.{key}" for role in ("actor_train", "reference") for key in ("num_workers", "device_mapping")} | {
+    f"{role}.strategy_args.strategy_config.dp_replicate" for role in ("actor_train", "reference")
+}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

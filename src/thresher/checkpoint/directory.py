@@ -32,7 +32,7 @@ from thresher.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from thresher.errors import CheckpointError
+from thresher.errors import CheckpointError, DiskError
 
 _STEP = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging-"
@@ -276,7 +276,7 @@ def readable_errors(root: Path, step: int) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "free some space there or keep fewer checkpoints" if full else "check that this place can be written"
-        raise CheckpointError(
+        raise DiskError(
             f"could not save the checkpoint of step {step} in {root}: {error.strerror or error}; {mend}. "
             "Older checkpoints are unharmed"
         ) from error

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from thresher.checkpoint.directory import Staging, create_staging, discard, publish, readable_errors
 from thresher.checkpoint.manifest import FileRecord, record_files
 from thresher.checkpoint.parts import Processes
-from thresher.errors import CheckpointError
+from thresher.errors import CheckpointError, DiskError
 
 T = TypeVar("T")
 # Writes this process's files into a directory and names them.
@@ -72,13 +72,13 @@ def _all_or_none(processes: Processes, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as error:
         failure = error
-    answers = processes.share((value, None if failure is None else _message(failure)))
+    answers = processes.share((value, None if failure is None else _message(failure), isinstance(failure, DiskError)))
     if failure is not None:
         raise failure
-    for _, message in answers:
+    for _, message, is_disk in answers:
         if message is not None:
-            raise CheckpointError(message)
-    return [answer for answer, _ in answers]  # type: ignore[misc]
+            raise (DiskError if is_disk else CheckpointError)(message)
+    return [answer for answer, _, _ in answers]  # type: ignore[misc]
 
 
 def _message(failure: Exception) -> str:

@@ -131,8 +131,13 @@ class DPOConfig(LossConfig):
     greater_is_better: bool = False
     max_skipped_steps: PositiveInt = 5
     """Stop after so many steps in a row with a non-finite loss or gradient."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: how often all workers are built again after one failed, counted anew after every checkpoint."""
+    hang_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """On Ray: seconds after which a worker that gives no sign of life counts as lost."""
+    elastic: bool = False
+    """On Ray: after a node is lost, go on with fewer workers and the same steps; a node that joins is used after the
+    next checkpoint."""
     stop_deadline: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after SIGTERM or SIGINT for the step under way to be finished and saved; then the run leaves at once."""
 

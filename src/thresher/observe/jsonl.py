@@ -46,10 +46,10 @@ class JsonlTracker:
 
     def close(self, status: Status) -> None:  # noqa: ARG002
         """Flush to the disk and close."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

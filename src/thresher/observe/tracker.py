@@ -6,13 +6,14 @@ training run.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from thresher.errors import UserError
+from thresher.errors import DiskError, UserError
 from thresher.redact import redact, redact_text
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -58,27 +59,28 @@ class Trackers:
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Start all; a mistake that a person can mend stops the run here, before any work is done."""
-        run.run_dir.mkdir(parents=True, exist_ok=True)
-        if links := sorted(path for path in run.run_dir.iterdir() if path.is_symlink()):
-            # a log that is gone on with may come from elsewhere, and would be written to where it leads
-            raise UserError(f"{links[0]} is a link; logs are plain files, so remove it, or set another logging_dir")
         # Redacted here whatever the caller did: no tracker may ever see a secret.
         run = replace(run, config=redact(run.config))
-        for tracker in self._required:
-            tracker.start(run, resume_step)
+        with _readable_errors():
+            run.run_dir.mkdir(parents=True, exist_ok=True)
+            _refuse_links(run.run_dir)
+            for tracker in self._required:
+                tracker.start(run, resume_step)
         self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log to all."""
-        for tracker in self._required:
-            tracker.log(step, metrics)
+        with _readable_errors():
+            for tracker in self._required:
+                tracker.log(step, metrics)
         self._each_optional(lambda tracker: tracker.log(step, metrics))
 
     def close(self, status: Status) -> None:
         """Close all, the local log first and also when another one fails."""
         try:
-            for tracker in self._required:
-                tracker.close(status)
+            with _readable_errors():
+                for tracker in self._required:
+                    tracker.close(status)
         finally:
             self._each_optional(lambda tracker: tracker.close(status))
 
@@ -95,6 +97,25 @@ class Trackers:
                 self._report(
                     f"tracker {tracker.name} failed and gets no more metrics; the local log has them all ({reason})"
                 )
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Without its log a run does not go on; that the disk is full or fails may pass, though."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise DiskError(
+            f"could not write the log of the run{where}: {error.strerror or error}; free some space there, or check "
+            "that this place can be written"
+        ) from error
+
+
+def _refuse_links(directory: Path) -> None:
+    """A log that is gone on with may come from elsewhere, and would be written to where a link leads."""
+    if links := sorted(path for path in directory.iterdir() if path.is_symlink()):
+        raise UserError(f"{links[0]} is a link; logs are plain files, so remove it, or set another logging_dir")
 
 
 def import_tracker_library(module: str, extra: str) -> ModuleType:

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thresher.errors import LostError, UserError, WorkerError
 from thresher.runtime.resources import ResourceManager
+from thresher.runtime.watch import CONCURRENCY_GROUPS, Watch
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,18 @@ class Cluster:
     reaches the caller as the worker's own message.
     """
 
-    def __init__(self, name: str, worker_cls: type, resource_manager: ResourceManager, worker_config: WorkerConfig):
+    def __init__(
+        self,
+        name: str,
+        worker_cls: type,
+        resource_manager: ResourceManager,
+        worker_config: WorkerConfig,
+        watch: Watch | None = None,
+    ):
         self.name = name
+        self.watch = watch or Watch()
         places = resource_manager.places(worker_config.role)
-        remote = ray.remote(worker_cls)
+        remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
             remote.options(
                 num_cpus=place.num_cpus,
@@ -45,8 +54,10 @@ class Cluster:
             ).remote(rank, len(places), place.threads, str(Path.cwd()))
             for rank, place in enumerate(places)
         ]
+        if watch is not None:
+            watch.add(name, self.workers)
         if worker_config.joins_process_group:
-            address = Call(self, 0, self.workers[0].host_meeting.remote()).answer()
+            (address,) = wait_for([Call(self, 0, self.workers[0].host_meeting.remote())])
             self.call("join", address)
 
     def __len__(self) -> int:
@@ -71,7 +82,7 @@ class Cluster:
         running = {call.ref: call for call in calls}
         pending = [stream, *running]
         while pending:
-            (ready,), pending = ray.wait(pending, num_returns=1)
+            ready, pending = self.watch.first(pending)
             if ready is not stream:
                 running[ready].answer()
                 continue
@@ -84,6 +95,7 @@ class Cluster:
 
     def close(self) -> None:
         """End every worker at once."""
+        self.watch.remove(self.workers)
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
@@ -110,7 +122,7 @@ def wait_for(calls: Sequence[Call]) -> list[Any]:
     running = {call.ref: call for call in calls}
     pending = list(running)
     while pending:
-        (ready,), pending = ray.wait(pending, num_returns=1)
+        ready, pending = calls[0].cluster.watch.first(pending)
         running[ready].answer()
     return [call.answer() for call in calls]
 

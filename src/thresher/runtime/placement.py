@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thresher.errors import UserError
+from thresher.errors import ResourceError
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _seats(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
     if role.devices:
         return [(node, device) for device, node in _nodes_of_devices(nodes, role, devices_per_node)]
     if not any(node.num_cpus > 0 for node in nodes):
-        raise UserError(f"{role.name} asks for CPU workers, and {_describe(nodes)}; add nodes with CPUs")
+        raise ResourceError(f"{role.name} asks for CPU workers, and {_describe(nodes)}; add nodes with CPUs")
     taken: Counter[str] = Counter()
     seats: list[tuple[Node, int | None]] = []
     for _ in range(role.num_workers):
@@ -104,25 +104,35 @@ def _seats(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
 
 
 def _nodes_of_devices(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None) -> list[tuple[int, Node]]:
-    with_gpus = [node for node in nodes if node.num_gpus > 0]
-    sizes = sorted({node.num_gpus for node in with_gpus})
+    sizes = sorted({node.num_gpus for node in nodes if node.num_gpus > 0})
     if devices_per_node is None and len(sizes) > 1:
-        raise UserError(
+        raise ResourceError(
             f"{role.name}.device_mapping counts devices node by node, and {_describe(nodes)}; set num_gpus_per_node to "
             "the number that each of them gives"
         )
-    size = devices_per_node or (sizes[0] if sizes else 1)
-    able = [node for node in with_gpus if node.num_gpus >= size]
+    size, able = _nodes_with_devices(nodes, devices_per_node)
     highest = max(role.devices)
     if highest >= size * len(able):
         offer = f"devices 0 to {size * len(able) - 1}" if able else "no device"
         counted = f", {size} counted on each" if devices_per_node else ""
-        raise UserError(
+        raise ResourceError(
             f"{role.name}.device_mapping asks for {len(role.devices)} devices up to device {highest}, and "
             f"{_describe(nodes)}{counted}: it has {offer}; name devices that are there, add nodes, or leave "
             "device_mapping out and set num_workers to train on CPUs"
         )
     return [(device, able[device // size]) for device in role.devices]
+
+
+def devices_of(nodes: Sequence[Node], devices_per_node: int | None) -> int:
+    """How many device ids the nodes have."""
+    size, able = _nodes_with_devices(nodes, devices_per_node)
+    return size * len(able)
+
+
+def _nodes_with_devices(nodes: Sequence[Node], devices_per_node: int | None) -> tuple[int, list[Node]]:
+    """Devices of each node, and the nodes that have as many."""
+    size = devices_per_node or min((node.num_gpus for node in nodes if node.num_gpus > 0), default=1)
+    return size, [node for node in nodes if node.num_gpus >= size]
 
 
 def _describe(nodes: Sequence[Node]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +17,71 @@ from thresher.assembly.precompute import Announce, Progress
 from thresher.assembly.reference import frozen_files_digest, reference_mode
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
-from thresher.errors import UserError
+from thresher.errors import RegroupError, UserError
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
 from thresher.runtime.cluster import Cluster, WorkerConfig, wait_for
+from thresher.runtime.elastic import Elasticity
 from thresher.runtime.placement import RoleDemand
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits
-from thresher.runtime.resources import ResourceManager
+from thresher.runtime.resources import ResourceManager, alive_nodes
 from thresher.runtime.session import ray_session
+from thresher.runtime.watch import Watch
 from thresher.runtime.workers import ActorWorker, ReferenceWorker
 from thresher.trainer import Record
 
 
-@dataclass(frozen=True)
 class RayTrainers:
-    """All ranks of the policy as one trainable: every call goes to all, rank 0 answers."""
+    """All ranks of the policy as one trainable: every call goes to all, rank 0 answers.
 
-    cluster: Cluster
+    room_for_more is asked after a checkpoint, before the next step: what it says is why all are to be built anew.
+    """
+
+    def __init__(self, cluster: Cluster, room_for_more: Callable[[], str | None] = lambda: None):
+        self._cluster = cluster
+        self._room_for_more = room_for_more
+        self._is_saved = False
 
     def run(self, until: int) -> Iterator[Record]:
-        return self.cluster.stream("run", "follow", until)
+        if self._is_saved and (reason := self._room_for_more()):
+            self.finish()
+            raise RegroupError(reason)
+        self._is_saved = False
+        return self._cluster.stream("run", "follow", until)
 
     @property
     def stopped_at(self) -> int | None:
-        stopped_at: int | None = self.cluster.call("stopped_at")[0]
+        stopped_at: int | None = self._cluster.call("stopped_at")[0]
         return stopped_at
 
     def measure(self) -> dict[str, float]:
-        measured: dict[str, float] = self.cluster.call("measure")[0]
+        measured: dict[str, float] = self._cluster.call("measure")[0]
         return measured
 
     def save(self) -> None:
-        self.cluster.call("save")
+        self._cluster.call("save")
+        self._is_saved = True
 
     def finish(self) -> None:
-        self.cluster.call("finish")
+        self._cluster.call("finish")
 
 
 class RayRuntime:
     """Start the clusters of a run and bring them to the first step."""
 
-    def __init__(self, config: DPOConfig, mode: Mode, resources: ResourceManager):
+    def __init__(
+        self,
+        config: DPOConfig,
+        mode: Mode,
+        resources: ResourceManager,
+        elasticity: Elasticity | None = None,
+    ):
         self._config = config if mode != "precompute" else _with_cache_place(config)
         self._mode = mode
         self._resources = resources
+        self._elasticity = elasticity or Elasticity(config, alive_nodes)
+        self._watch = Watch(config.hang_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
@@ -98,8 +117,9 @@ class RayRuntime:
 
         num_nodes = len({each.node_id for each in reports})
         place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
-        notes = (*report.notes, *self._idle_workers())
-        return Started(RayTrainers(policy), report.standing, report.reference_mode, place, notes, begin)
+        notes = (*report.notes, *self._elasticity.notes, *self._idle_workers())
+        trainers = RayTrainers(policy, self._elasticity.room_for_more)
+        return Started(trainers, report.standing, report.reference_mode, place, notes, begin)
 
     def close(self) -> None:
         """End every worker."""
@@ -116,7 +136,7 @@ class RayRuntime:
         ]
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
-        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group))
+        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._watch)
 
     def _score_missing(self, weights: str, progress: Progress) -> float:
         """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
@@ -161,12 +181,14 @@ def open_ray_runtime(config: DPOConfig) -> Iterator[RayRuntime]:
             "a reference that works ahead has a whole copy in every worker; set reference.strategy_args.strategy_name "
             "to hf_infer, or reference.mode to precompute"
         )
-    roles = [_demand("actor_train", config.actor_train)]
-    if reference_has_workers(config, mode):
-        roles.append(_demand("reference", config.reference))
     with ray_session(config.ray_address):
+        elasticity = Elasticity(config, alive_nodes)
+        fitted = elasticity.config
+        roles = [_demand("actor_train", fitted.actor_train)]
+        if reference_has_workers(config, mode):
+            roles.append(_demand("reference", fitted.reference))
         resources = ResourceManager(roles, config.num_gpus_per_node, at_once=mode == "concurrent")
-        runtime = RayRuntime(config, mode, resources)
+        runtime = RayRuntime(fitted, mode, resources, elasticity)
         try:
             yield runtime
         finally:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from thresher.errors import UserError
+from thresher.errors import ResourceError
 from thresher.runtime.placement import Node, Place, RoleDemand, bundles_of, place_roles
 
 # nodes that are there give their resources within a second; longer means that somebody else holds them
 _SECONDS_TO_RESERVE = 60.0
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 class ResourceManager:
@@ -55,10 +57,16 @@ class ResourceManager:
         selectors = [{"ray.io/node-id": node.node_id} for node, _ in bundles]
         group = placement_group([amounts for _, amounts in bundles], strategy="PACK", bundle_label_selector=selectors)
         self._groups[owner] = group
-        if not group.wait(_SECONDS_TO_RESERVE):
+        deadline = time.monotonic() + _SECONDS_TO_RESERVE
+        while not group.wait(min(_SECONDS_TO_RESERVE, _SECONDS_BETWEEN_LOOKS)):
+            alive = {node.node_id for node in alive_nodes()}
+            if gone := {node.address for node, _ in bundles if node.node_id not in alive}:
+                raise ResourceError(f"the node at {', '.join(sorted(gone))} went away; start the run again")
+            if time.monotonic() < deadline:
+                continue
             free = {name: ray.available_resources().get(name, 0.0) for name in ("GPU", "CPU")}
             asked = {name: sum(amounts.get(name, 0.0) for _, amounts in bundles) for name in free}
-            raise UserError(
+            raise ResourceError(
                 f"{owner} asks for {asked['GPU']:g} GPUs and {asked['CPU']:g} CPUs, which are there, but other work "
                 f"holds them ({free['GPU']:g} and {free['CPU']:g} are free); wait for it, or name other devices"
             )

@@ -14,7 +14,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stub lacks it
 from ray.exceptions import AuthenticationError, RayError
 
-from thresher.errors import UserError
+from thresher.errors import ResourceError, UserError
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def ray_session(address: str | None) -> Iterator[None]:
         raise refusal(str(address), error) from None
     except (OSError, ValueError, RuntimeError, RayError) as error:
         where = f"the Ray cluster at {address}" if address else "Ray on this machine"
-        raise UserError(
+        raise ResourceError(
             f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH names "
             "the cluster's token"
         ) from None

@@ -26,10 +26,12 @@ from thresher.data.plan import PairIds
 from thresher.data.store import PairStore
 from thresher.loop import Standing
 from thresher.losses.pairs import SidesLogps
+from thresher.observe.pulse import Pulse, doing, pulse
 from thresher.observe.step_clock import NUM_SPANS, Span
 from thresher.runtime.logps_transport import FlatLogps, flatten
 from thresher.runtime.process_group import Address, host_meeting, join_group
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits, linked_reference, look_up_again
+from thresher.runtime.watch import PULSE_GROUP
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.ranks import ALONE, Group
@@ -63,7 +65,13 @@ class Worker:
         self._meeting, address = host_meeting(self._size)
         return address
 
+    @ray.method(concurrency_group=PULSE_GROUP)  # type: ignore[untyped-decorator]
+    def pulse(self) -> Pulse:
+        """Tell what this process does; answered while it does it."""
+        return pulse()
+
     def join(self, address: Address) -> None:
+        doing("meeting the other workers")
         self._world = join_group(self._rank, self._size, address, self._meeting)
 
 
@@ -79,6 +87,7 @@ class ActorWorker(Worker):
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> int:
         """Load the policy and check it on real pairs; return its hidden size, which decides how steps are cut."""
+        doing("loading the policy")
         self._config, self._inputs = config, inputs
         self._policy = build_policy(config, inputs.layout, device=own_device(), world=self._world)
         check_policy(config, inputs, self._policy)
@@ -86,6 +95,7 @@ class ActorWorker(Worker):
 
     def build(self, checkpoint: Path | None, link: ReferenceLink) -> RankReport:
         """Make the trainer, and go on from a checkpoint where there is one."""
+        doing("building the trainer" if checkpoint is None else f"reading {checkpoint.name}")
         config, inputs, policy = self._config, self._inputs, self._policy
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
         reference = linked_reference(config, inputs, policy, link, first_step)
@@ -97,6 +107,7 @@ class ActorWorker(Worker):
         """Check step 0; seconds_per_pair is what reference workers spent in advance, None where they did nothing."""
         if seconds_per_pair is not None:
             look_up_again(self._parts.reference, self._config, seconds_per_pair)
+        doing("checking that the policy starts as the reference")
         self._parts.begin()
 
     def run(self, until: int) -> Iterator[Record]:
@@ -139,6 +150,7 @@ class ReferenceWorker(Worker):
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> None:
         """Load the reference and check it on real pairs."""
+        doing("loading the reference")
         self._config, self._inputs = config, inputs
         # copies that join no group deal the blocks by their numbers alone
         world = self._world if self._world.group is not None else Group(self._rank, self._size)
@@ -153,6 +165,7 @@ class ReferenceWorker(Worker):
             if split is None:
                 continue
             for done, total in split.scoring(self._reference.score, ranks=self._reference.ranks):
+                doing(f"scoring {what} pairs, block {done + 1} of {total}")
                 if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
                     shown = time.monotonic()
                     yield what, done, total
@@ -171,6 +184,7 @@ class ReferenceWorker(Worker):
         """Score a rank's share of a step; several processes of one rank ask for the same."""
         if (step, rank) in self._recent:
             return self._recent[step, rank]
+        doing(f"scoring step {step + 1} for rank {rank}")
         started = time.time()
         batches = self._micro_batching.cut(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
         flat = flatten([self._score(self._inputs.train, ids) for ids in batches])
@@ -185,6 +199,7 @@ class ReferenceWorker(Worker):
         store, size = self._inputs.validation, self._config.actor_train.training_args.pairs_per_eval_batch
         if store is None:
             raise ValueError("there are no held-out pairs to score")
+        doing(f"scoring held-out batch {batch + 1} for rank {rank}")
         return flatten([self._score(store, evaluation_batches(len(store), size, rank, self._num_ranks)[batch])])
 
     def spans(self) -> list[Span]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from thresher.data.batch import PairBatch
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs, no_logps
+from thresher.strategies.faults import Seen
 from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
@@ -36,30 +38,42 @@ class Passes(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Share:
+    """A process's part of a step, its gradient aside; seen is what tells spoilt pairs from sound ones, if need be."""
+
+    metrics: Metrics
+    tokens: TokenCounts
+    seen: Sequence[Seen]
+
+
 def accumulate_gradients(
     passes: Passes,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
     ranks: DataRanks,
-) -> tuple[Metrics, TokenCounts]:
-    """Add this rank's part of the step's gradient to the parameters; return its part of the metric sums and tokens.
+) -> Share:
+    """Add this rank's part of the step's gradient to the parameters; return its part of the rest.
 
     A rank may hold no pair of a step that has fewer pairs than ranks.
     """
     if objective.couples_pairs:
         return _accumulate_coupled(passes, micro_batches, objective, num_pairs_in_step, ranks)
     metrics: list[Metrics] = []
+    seen: list[Seen] = []
 
     def loss_of(number: int, policy: SidesLogps) -> Tensor:
-        output = objective(pair_logps(micro_batches[number], policy))
+        logps = pair_logps(micro_batches[number], policy)
+        output = objective(logps)
         metrics.append(output.metrics)
+        seen.append(Seen.of(micro_batches[number].pairs.pair_ids, logps, output.per_pair))
         # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
         return output.per_pair.sum() / num_pairs_in_step
 
     pairs = [micro.pairs for micro in micro_batches]
     tokens = passes.backward(pairs, loss_of, with_log_collision=objective.needs_log_collision)
-    return merge_metrics(metrics) or objective(_no_pairs(objective)).metrics, tokens
+    return Share(merge_metrics(metrics) or objective(_no_pairs(objective)).metrics, tokens, seen)
 
 
 def _accumulate_coupled(
@@ -68,7 +82,7 @@ def _accumulate_coupled(
     objective: Objective,
     num_pairs_in_step: int,
     ranks: DataRanks,
-) -> tuple[Metrics, TokenCounts]:
+) -> Share:
     """Losses that couple all pairs of a step: score everything first, then send each micro-batch its own gradient.
 
     One more forward than other losses, and exact for any micro-batch size and number of ranks: the objective sees the
@@ -95,7 +109,10 @@ def _accumulate_coupled(
 
     pairs = [micro.pairs for micro in micro_batches]
     tokens = passes.backward(pairs, loss_of, with_log_collision=False)
-    return ranks.tellers.once(output.metrics), tokens
+    before = sum(part.num_pairs for part in parts[: ranks.rank])
+    ids = np.concatenate([np.zeros(0, dtype=np.int64), *[micro.pair_ids for micro in pairs]])
+    seen = Seen.of(ids, own, output.per_pair[before : before + own.num_pairs])
+    return Share(ranks.tellers.once(output.metrics), tokens, [seen])
 
 
 def evaluate_objective(

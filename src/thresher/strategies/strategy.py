@@ -18,6 +18,7 @@ from thresher.checkpoint.saving import Write
 from thresher.data.batch import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
+from thresher.strategies.faults import StepFault
 from thresher.strategies.ranks import DataRanks, Metrics
 
 
@@ -50,8 +51,12 @@ class StepOutcome:
 
     metrics: Metrics
     grad_norm: float
-    skipped: bool
     tokens: TokenCounts
+    fault: StepFault | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return self.fault is not None
 
 
 class Scorer(Protocol):

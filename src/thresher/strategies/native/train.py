@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from thresher.losses.pairs import SidesLogps
 from thresher.models.compiling import compile_layers
 from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
-from thresher.strategies.accumulate import accumulate_gradients
+from thresher.strategies.accumulate import Share, accumulate_gradients
+from thresher.strategies.faults import StepFault, find_faults, reason_to_skip
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parameters import LocalParameters
 from thresher.strategies.native.placement import Placement
 from thresher.strategies.native.saving import PolicyFiles
-from thresher.strategies.ranks import Metrics
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 
@@ -69,26 +68,26 @@ class NativeTrain:
         learning_rate: float,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
-        own, own_tokens = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        own = self.accumulate(micro_batches, objective, num_pairs_in_step)
         self._parameters.sum_gradients()
         # from here on every process has the same numbers, and so comes to the same decisions
-        metrics, tokens = self.ranks.tellers.sum_metrics(own, astuple(own_tokens))
+        metrics, tokens = self.ranks.tellers.sum_metrics(own.metrics, astuple(own.tokens))
         grad_norm = self._parameters.clip(self._max_grad_norm)
-        skipped = not (math.isfinite(grad_norm) and math.isfinite(float(metrics["loss"].sum)))
-        if not skipped:
+        reason, fault = reason_to_skip(metrics, grad_norm), None
+        if reason is not None:
+            fault = StepFault(reason, find_faults(own.seen, self.ranks, couples_pairs=objective.couples_pairs))
+        else:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
         self._parameters.forget_gradients()
-        return StepOutcome(metrics, grad_norm, skipped, TokenCounts(*tokens))
+        return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), fault)
 
     def compile(self) -> None:
         """Compile the layers; the first step of each kind takes long."""
         compile_layers(self._pair_model.backbone)
 
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
-    ) -> tuple[Metrics, TokenCounts]:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Share:
         """Leave this rank's part of the step's gradient in the parameters."""
         return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.ranks)
 

@@ -1,0 +1,176 @@
+"""What can happen to a run: each fault is done to real processes and real files, at a moment drawn at random."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_run import ChaosRun, RunOverError
+
+POLICY, REFERENCE = "ray::ActorWorker", "ray::ReferenceWorker"
+# in the middle of a step, of an evaluation, of what comes between them
+LONGEST_DELAY = 0.3
+
+
+@dataclass(frozen=True)
+class Done:
+    """A fault that was done: how long until the run was further than before, and how many steps were made again."""
+
+    kind: str
+    seconds: float
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """act does it and returns when it is done, having started a killed driver again.
+
+    modes: of the reference, in which it can be done. is_early: before the first step, so that it must be ordered
+    before the run starts. is_fatal: the run must be built again.
+    """
+
+    act: Callable[[ChaosRun, random.Random], None]
+    modes: tuple[str, ...] = ("precompute", "concurrent")
+    is_early: bool = False
+    is_fatal: bool = True
+
+
+def suffer(run: ChaosRun, kind: str, draw: random.Random) -> Done:
+    """Do a fault and wait until the run has got over it; RunOverError where the run was faster."""
+    fault = FAULTS[kind]
+    if not fault.is_early:
+        time.sleep(draw.uniform(0, LONGEST_DELAY))
+    run.repeated, run.struck, log = 0, time.monotonic(), run.log_file()
+    fault.act(run, draw)
+    before = run.highest
+
+    def is_over_it() -> bool:
+        # records that were under way may still come; a run that was built again has cut its log, which is a new file
+        is_built_again = run.log_file() != log or not fault.is_fatal
+        return (run.step() > before and is_built_again) or run.is_over()
+
+    run.wait_until(is_over_it, what=f"a step after {before}, which {kind} came upon")
+    return Done(kind, time.monotonic() - run.struck, run.repeated)
+
+
+def _signal(title: str, number: int) -> Callable[[ChaosRun, random.Random], None]:
+    def act(run: ChaosRun, draw: random.Random) -> None:
+        victims = run.processes(title)
+        if not victims:
+            run.wait_until(run.is_over, what=f"a process {title} to send a signal to")
+            raise RunOverError
+        run.struck = time.monotonic()
+        os.kill(draw.choice(victims), number)
+
+    return act
+
+
+def kill_driver(run: ChaosRun, draw: random.Random) -> None:  # noqa: ARG001
+    _end_driver(run)
+    run.start()
+
+
+def _end_driver(run: ChaosRun) -> None:
+    assert run.driver is not None
+    run.processes()
+    run.struck = time.monotonic()
+    run.driver.kill()
+    if run.driver.wait() == 0:
+        raise RunOverError
+
+
+def _order(run: ChaosRun, **order: object) -> Path:
+    run.orders.mkdir(exist_ok=True)
+    path = run.orders / "order.json"
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(order))
+    aside.rename(path)
+    return path
+
+
+def _order_kill(event: str, part: str) -> Callable[[ChaosRun, random.Random], None]:
+    """Kill whoever comes to a moment first. If it is the driver, start it again."""
+
+    def act(run: ChaosRun, draw: random.Random) -> None:
+        order = _order(run, event=event, path=part, when=draw.choice(["before", "after"]), act="kill")
+        if run.driver is None:
+            run.start()
+        assert run.driver is not None
+        driver = run.driver
+        run.wait_until(lambda: not order.exists() or driver.poll() is not None, what=f"a {event} in {part}")
+        run.struck = time.monotonic()
+        if run.is_over():
+            order.unlink(missing_ok=True)
+            raise RunOverError
+        (taken,) = run.orders.glob("taken-by-*")
+        is_driver = taken.name == f"taken-by-{driver.pid}"
+        taken.unlink()
+        if is_driver:
+            driver.wait()
+            run.start()
+
+    return act
+
+
+def spoil_checkpoint(run: ChaosRun, draw: random.Random) -> None:
+    """Two faults in one: the driver is gone, and what it would go on from is damaged."""
+    _end_driver(run)
+    run.left_behind()
+    newest = run.newest_checkpoint()
+    if newest is not None:
+        file = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
+        content = bytearray(file.read_bytes())
+        if draw.random() < 0.5:
+            content = content[: draw.randrange(len(content))]
+        else:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    run.start()
+
+
+def fill_disk(run: ChaosRun, draw: random.Random) -> None:
+    """Fill the file system of the run until something could not be written, and a little longer."""
+    filler, printed = run.disk / "filler", run.directory / "printed.txt"
+    told = printed.stat().st_size
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(4096))
+    try:
+        run.wait_until(lambda: b"could not" in printed.read_bytes()[told:], what="a complaint of the full disk")
+        time.sleep(draw.uniform(0, 3))
+    finally:
+        filler.unlink()
+
+
+def slow_disk(run: ChaosRun, draw: random.Random) -> None:
+    """Let every flush take long until a checkpoint was saved so."""
+    before = run.newest_checkpoint()
+    order = _order(run, event="fsync", path=str(run.disk), when="before", act="sleep", seconds=draw.uniform(0.1, 0.6))
+    try:
+        run.wait_until(lambda: run.newest_checkpoint() != before or run.is_over(), what="a checkpoint on a slow disk")
+    finally:
+        order.unlink()
+
+
+FAULTS = {
+    "SIGKILL a policy worker": Fault(_signal(POLICY, signal.SIGKILL)),
+    "SIGKILL a reference worker": Fault(_signal(REFERENCE, signal.SIGKILL), modes=("concurrent",)),
+    "SIGKILL the driver": Fault(kill_driver),
+    "SIGKILL the raylet": Fault(_signal("raylet", signal.SIGKILL)),
+    "SIGSTOP a policy worker": Fault(_signal(POLICY, signal.SIGSTOP)),
+    "SIGSTOP a reference worker": Fault(_signal(REFERENCE, signal.SIGSTOP), modes=("concurrent",)),
+    "SIGKILL during the write of a checkpoint": Fault(_order_kill("fsync", "/checkpoints/.staging-")),
+    "SIGKILL during the rename of a checkpoint": Fault(_order_kill("rename", "/checkpoints/step-")),
+    "SIGKILL during precompute": Fault(_order_kill("rename", "/cache/"), modes=("precompute",), is_early=True),
+    "SIGKILL during prepare": Fault(_order_kill("fsync", "/output/data/"), is_early=True),
+    "ENOSPC": Fault(fill_disk),
+    "truncated or bit-flipped checkpoint (and SIGKILL the driver)": Fault(spoil_checkpoint),
+    "slow disk": Fault(slow_disk, is_fatal=False),
+}

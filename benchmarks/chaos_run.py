@@ -1,0 +1,159 @@
+"""A run that faults are done to: its processes, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resident import descendants
+
+DISK = "disk"
+HOOK = Path(__file__).resolve().parent / "chaos_hook"
+# what depends on the clock or the process, and not on the numbers of a run
+NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+SECONDS_TO_RECOVER = 240.0
+
+
+class RunFailedError(Exception):
+    """The run did not get over a fault."""
+
+
+class RunOverError(Exception):
+    """The run came to its end before a fault could be done to it."""
+
+
+@dataclass
+class ChaosRun:
+    """`thresher train` in processes of its own; whoever kills its driver starts it again with the same command."""
+
+    config: Path
+    directory: Path
+    driver: subprocess.Popen[bytes] | None = None
+    highest: int = 0
+    repeated: int = 0
+    struck: float = 0.0
+    started: set[int] = field(default_factory=set)
+
+    @property
+    def disk(self) -> Path:
+        """Where the run writes; it may be a file system of its own."""
+        return self.directory / DISK
+
+    @property
+    def output(self) -> Path:
+        return self.disk / "output"
+
+    @property
+    def orders(self) -> Path:
+        return self.directory / "orders"
+
+    def start(self) -> None:
+        self.orders.mkdir(exist_ok=True)
+        paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"CHAOS_ORDERS": str(self.orders), "PYTHONPATH": os.pathsep.join(paths)}
+        with (self.directory / "printed.txt").open("ab") as printed:
+            self.driver = subprocess.Popen(
+                [sys.executable, "-m", "thresher", "train", str(self.config), f"output_dir={self.output}"],
+                env=environment,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
+
+    def processes(self, title: str = "") -> list[int]:
+        """Processes of the run that are alive and have such a title; Ray writes the class of a worker into it."""
+        assert self.driver is not None
+        found = []
+        for pid in descendants(self.driver.pid):
+            try:
+                own = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            except OSError:
+                continue
+            self.started.add(pid)
+            if own.startswith(title) or own.endswith(f"/{title}"):
+                found.append(pid)
+        return found
+
+    def left_behind(self) -> list[int]:
+        """Processes that the run started and that outlived it."""
+        deadline = time.monotonic() + 20
+        while True:
+            alive = [pid for pid in self.started if _is_alive(pid)]
+            if not alive or time.monotonic() > deadline:
+                return alive
+            time.sleep(0.2)
+
+    def step(self) -> int:
+        """The last step in the log; steps that vanish from it are to be made again."""
+        records = self.records()
+        last = int(records[-1]["step"]) if records else 0
+        if last < self.highest:
+            self.repeated = max(self.repeated, self.highest - last)
+        self.highest = max(self.highest, last)
+        return last
+
+    def log_file(self) -> int | None:
+        """Which file the log is; None where there is none yet."""
+        try:
+            return (self.output / "logs" / "metrics.jsonl").stat().st_ino
+        except FileNotFoundError:
+            return None
+
+    def records(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.output / "logs" / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    def wait_until(self, reached: Callable[[], bool], *, what: str) -> None:
+        """Wait; a run that ends meanwhile, other than at its end, has failed."""
+        deadline = time.monotonic() + SECONDS_TO_RECOVER
+        while not reached():
+            assert self.driver is not None
+            if self.driver.poll() not in (None, 0):
+                raise RunFailedError(
+                    f"ended with {self.driver.returncode} while we waited for {what}; see {self.directory}"
+                )
+            if self.driver.poll() == 0 and not reached():
+                raise RunOverError
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"{what} did not come within {SECONDS_TO_RECOVER:.0f} s; see {self.directory}")
+            self.step()
+            time.sleep(0.01)
+
+    def is_over(self) -> bool:
+        assert self.driver is not None
+        return self.driver.poll() == 0
+
+    def newest_checkpoint(self) -> Path | None:
+        return max((self.output / "checkpoints").glob("step-*"), default=None)
+
+    def result(self) -> dict[str, Any]:
+        """What must be the same bit for bit: the log with all evaluations, and every file of the last checkpoint."""
+        records = [
+            {name: value for name, value in record.items() if not name.startswith(NOT_REPEATABLE)}
+            for record in self.records()
+        ]
+        newest = self.newest_checkpoint()
+        assert newest is not None
+        files = {
+            str(path.relative_to(newest)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(newest.rglob("*"))
+            if path.is_file() and path.name not in ("config.json", "manifest.json")  # both name places
+        }
+        return {"log": records, "checkpoint": newest.name, "files": files}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,195 @@
+"""Does a long run stay as large as it was? Memory, files and threads of every process, over thousands of steps.
+
+python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/reliability.md
+python benchmarks/soak.py --place local          # in one process, the reference from the cache
+A real run through the pipeline on the smallest real model: saves, evaluations, trackers and the reference are on. Its
+processes are looked at every few steps. The slope is that of least squares over the last three quarters of the run:
+what a process takes to warm up is no leak. Its standard error takes the samples for independent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from pairs import polite_texts
+from resident import descendants, kilobytes
+
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+
+MODEL = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K_hf"
+PLACES: dict[str, dict[str, Any]] = {
+    "ray": {"runtime": "ray", "reference": {"mode": "concurrent"}},
+    "local": {"runtime": "local", "reference": {"mode": "precompute"}},
+}
+# how Ray titles its processes, and what we call them; a run has one of each
+ROLES = {
+    "ray::ActorWorker": "policy worker",
+    "ray::ReferenceWorker": "reference worker",
+    "raylet": "raylet",
+    "gcs_server": "gcs",
+}
+# resident pages of all kinds, and those that are neither of a file (code, maps) nor shared (Ray's object store)
+MEMORY = {"rss": "VmRSS", "own": "RssAnon"}
+QUANTITIES = {"rss": "resident, MiB", "own": "of it its own, MiB", "fds": "open files", "threads": "threads"}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Growth in 1,000 steps, with its standard error."""
+
+    per_1000_steps: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.per_1000_steps:+.2f} ± {self.error:.2f}"
+
+
+def slope(steps: Sequence[int], values: Sequence[float]) -> Slope:
+    """Fit a line to the last three quarters."""
+    first = len(steps) // 4
+    x, y = np.asarray(steps[first:]) / 1000, np.asarray(values[first:], dtype=float)
+    centred = x - x.mean()
+    rise = float(centred @ (y - y.mean()) / (centred @ centred))
+    residuals = y - y.mean() - rise * centred
+    error = np.sqrt(residuals @ residuals / (len(x) - 2) / (centred @ centred))
+    return Slope(rise, float(error))
+
+
+@dataclass
+class Watcher:
+    """A console that looks at this process, and at all below it, every few steps."""
+
+    every: int
+    steps: list[int] = field(default_factory=list)
+    seen: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    each_step: Callable[[int], object] = lambda step: None
+    name = "console"
+
+    def start(self, run: object, resume_step: int | None) -> None:
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "loss" not in metrics:
+            return
+        self.each_step(step)
+        if step % self.every == 0:
+            self.steps.append(step)
+            for role, pid in processes().items():
+                self.seen.setdefault(role, []).append(look_at(pid))
+
+    def close(self, status: str) -> None:
+        pass
+
+    def print(self, message: str) -> None:
+        print(message)
+
+    def values(self, role: str, quantity: str) -> list[float]:
+        return [sample[quantity] for sample in self.seen[role]]
+
+    def slope(self, role: str, quantity: str) -> Slope:
+        return slope(self.steps, self.values(role, quantity))
+
+
+def processes() -> dict[str, int]:
+    """The processes of a run by their role: this one is the driver."""
+    found = {"driver": os.getpid()}
+    for pid in descendants(os.getpid()):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+        except FileNotFoundError:
+            continue
+        for start, role in ROLES.items():
+            if title.startswith(start) or title.endswith(f"/{start}"):
+                found[role] = pid
+    return found
+
+
+def look_at(pid: int) -> dict[str, float]:
+    memory = {name: kilobytes(line, pid) / 1024 for name, line in MEMORY.items()}
+    process = Path(f"/proc/{pid}")
+    num_files, num_threads = (len(list((process / kind).iterdir())) for kind in ("fd", "task"))
+    return memory | {"fds": num_files, "threads": num_threads}
+
+
+def write_rows(directory: Path) -> tuple[Path, Path]:
+    """Real pairs for training, and 16 others that are held out."""
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in polite_texts()]
+    short = [row for row in rows if sum(map(len, row.values())) < 300 and row["chosen"] != row["rejected"]]
+    files = directory / "train.jsonl", directory / "held_out.jsonl"
+    for path, part in zip(files, (short[16:], short[:16]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    return files
+
+
+def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> dict[str, Any]:
+    train, held_out = write_rows(directory)
+    reference = {"cache_dir": str(directory / "cache")} if place["runtime"] == "local" else {}
+    return {
+        **place,
+        "pretrain": str(MODEL),
+        "output_dir": str(directory / "out"),
+        "max_steps": num_steps,
+        "save_steps": max(10, num_steps // 40),
+        "eval_steps": max(10, num_steps // 40),
+        "sequence_length": 512,
+        "track_with": ["console", "tensorboard"],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": str(train), "template": "raw"},
+            "training_args": {"learning_rate": 1e-5, "per_device_train_batch_size": 2},
+        },
+        "reference": {**place["reference"], **reference},
+        "validation": {"data_args": {"file_name": str(held_out), "template": "raw"}},
+    }
+
+
+def soak(values: Mapping[str, Any], watcher: Watcher) -> Watcher:
+    """Run a config to its end under the eyes of a watcher."""
+    DPOPipeline(parse_config(dict(values)), console=watcher, announce=watcher.print).run()  # type: ignore[arg-type]
+    return watcher
+
+
+def table(watcher: Watcher) -> str:
+    lines = ["| process | what | first | last | growth in 1,000 steps |", "|---|---|---:|---:|---:|"]
+    start = len(watcher.steps) // 4
+    for role in watcher.seen:
+        for quantity, label in QUANTITIES.items():
+            values = watcher.values(role, quantity)[start:]
+            digits = 1 if "MiB" in label else 0
+            lines.append(
+                f"| {role} | {label} | {values[0]:.{digits}f} | {values[-1]:.{digits}f} "
+                f"| {watcher.slope(role, quantity)} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--place", choices=PLACES, default="ray")
+    parser.add_argument("--samples", type=Path, help="write every sample to this file")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        values = values_of_run(Path(directory), arguments.steps, PLACES[arguments.place])
+        watcher = soak(values, Watcher(arguments.every))
+    print(f"\n{arguments.steps} steps in {time.perf_counter() - started:.0f} s\n\n{table(watcher)}")
+    if arguments.samples is not None:
+        arguments.samples.write_text(json.dumps({"steps": watcher.steps, "seen": watcher.seen}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What this process is doing, for whoever waits for it: should it hang, its last words are told."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The last thing that a process began, and when, in seconds since the epoch."""
+
+    doing: str
+    since: float
+    process: int
+
+
+_last = Pulse("starting", time.time(), os.getpid())
+
+
+def doing(what: str) -> None:
+    """Say what begins now."""
+    global _last  # a process does one thing at a time, and has one pulse
+    _last = Pulse(what, time.time(), os.getpid())
+
+
+def pulse() -> Pulse:
+    """The last thing that was said here."""
+    return _last

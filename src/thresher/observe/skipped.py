@@ -1,0 +1,77 @@
+"""The record of skipped steps: `skipped_steps.jsonl` beside the metrics, one JSON object a step.
+
+There is none where no step was skipped. After a resume from step k it holds the steps up to k, as the metric log does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from thresher.errors import DiskError
+from thresher.observe.jsonl import keep_through
+from thresher.observe.tracker import set_aside
+
+FILE_NAME = "skipped_steps.jsonl"
+
+
+@dataclass(frozen=True)
+class SpoiltPair:
+    """A pair by its number in the store and the hash of its content; fault says what of it is not finite, if known."""
+
+    number: int
+    content_hash: str
+    fault: str | None
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """Why a step was skipped and for which pairs: all of the step where no single one can be blamed.
+
+    in_a_row counts the steps skipped up to this one without one between that was made; ends_run says that they are
+    too many.
+    """
+
+    reason: str
+    grad_norm: float
+    pairs: tuple[SpoiltPair, ...]
+    in_a_row: int
+    ends_run: bool
+
+
+class SkippedSteps:
+    """Write skipped steps to a file of the run's log directory."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        """Begin, or go on after `resume_step`; what an earlier, separate run left is renamed, never overwritten."""
+        self.path = run_dir / FILE_NAME
+        if resume_step is None:
+            set_aside(self.path)
+        elif self.path.exists():
+            keep_through(self.path, resume_step)
+
+    def write(self, step: int, skipped: SkippedStep) -> None:
+        """Append one line; it is on the disk when this returns, because a run that skips steps may end soon."""
+        record = {
+            "step": step,
+            "reason": skipped.reason,
+            "grad_norm": skipped.grad_norm if math.isfinite(skipped.grad_norm) else repr(skipped.grad_norm),
+            "in_a_row": skipped.in_a_row,
+            "pairs": [
+                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.fault or "not known"}
+                for pair in skipped.pairs
+            ],
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DiskError(
+                f"could not write step {step} to {self.path}: {error.strerror or error}; free some space there"
+            ) from error

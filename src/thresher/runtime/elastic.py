@@ -1,0 +1,86 @@
+"""A run on what the cluster has: the same config with fewer workers, where nodes are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from thresher.assembly.axes import axis_sizes
+from thresher.config import DPOConfig
+from thresher.config.roles import RoleConfig
+from thresher.errors import ResourceError
+from thresher.runtime.placement import Node, devices_of
+
+
+class Elasticity:
+    """A config as it fits the nodes that are there now; unchanged where it is not to be elastic."""
+
+    def __init__(self, config: DPOConfig, nodes: Callable[[], Sequence[Node]]):
+        self._wanted = config
+        self._nodes = nodes
+        self.config = self._fitted()
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on roles that have fewer workers than they should."""
+        pairs = zip(_roles(self._wanted).items(), _roles(self.config).values(), strict=True)
+        return [
+            f"elastic: {fitted.num_processes} of {wanted.num_processes} workers of {name}, as the cluster has no room "
+            "for more; the steps stay the same"
+            for (name, wanted), fitted in pairs
+            if fitted.num_processes < wanted.num_processes
+        ]
+
+    def room_for_more(self) -> str | None:
+        """Say so where the cluster has room for workers that are missing."""
+        now = sum(role.num_processes for role in _roles(self._fitted()).values())
+        extra = now - sum(role.num_processes for role in _roles(self.config).values())
+        return f"the cluster has room for {extra} more worker{'s' if extra > 1 else ''}" if extra > 0 else None
+
+    def _fitted(self) -> DPOConfig:
+        return fit_to_nodes(self._wanted, self._nodes()) if self._wanted.elastic else self._wanted
+
+
+def _roles(config: DPOConfig) -> dict[str, RoleConfig]:
+    return {"actor_train": config.actor_train, "reference": config.reference}
+
+
+def fit_to_nodes(config: DPOConfig, nodes: Sequence[Node]) -> DPOConfig:
+    """Take away the workers that have no place on these nodes, whole copies of the model first.
+
+    Which pairs a step has is none of this: the plan is made from the config as it was written.
+    """
+    roles = {name: _fit_role(role, name, nodes, config.num_gpus_per_node) for name, role in _roles(config).items()}
+    return config.model_copy(update=roles)
+
+
+def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_node: int | None) -> RoleConfig:
+    wanted = role.num_processes
+    devices = [each for each in role.device_mapping or () if each < devices_of(nodes, devices_per_node)]
+    cores = int(sum(node.num_cpus for node in nodes))
+    offered = len(devices) if role.device_mapping else min(wanted, max(1, cores))
+    if offered >= wanted:
+        return role
+    count, copies = _divide(role, offered)
+    if not count:
+        raise ResourceError(
+            f"{name} has {wanted} workers, of which the cluster has room for {offered}, and one copy of the model "
+            f"takes {role.strategy_args.axes.workers_per_data_rank}; add nodes"
+        )
+    settings = role.strategy_args.strategy_config
+    if "dp_replicate" in settings:
+        settings = {**settings, "dp_replicate": copies}
+    strategy_args = role.strategy_args.model_copy(update={"strategy_config": settings})
+    if role.device_mapping:
+        return role.model_copy(update={"device_mapping": devices[:count], "strategy_args": strategy_args})
+    return role.model_copy(update={"num_workers": count, "strategy_args": strategy_args})
+
+
+def _divide(role: RoleConfig, offered: int) -> tuple[int, int]:
+    """Workers and copies. Fewer copies leave each worker what it held; only then shards become larger."""
+    sizes = axis_sizes(role)
+    one_copy = sizes.pp * sizes.cp * sizes.tp * sizes.dp_shard
+    if sizes.dp_replicate > 1 and offered >= one_copy:
+        copies = offered // one_copy
+        return copies * one_copy, copies
+    one_rank = sizes.pp * sizes.cp * sizes.tp
+    return offered // one_rank * one_rank, 1

@@ -1,0 +1,34 @@
+"""Six faults at random moments, done to real runs; `benchmarks/chaos.py` does more of them, and of more kinds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+HARNESS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
+KINDS = (
+    "SIGKILL a policy worker",
+    "SIGKILL a reference worker",
+    "SIGKILL the driver",
+    "SIGSTOP a policy worker",
+    "SIGKILL during the rename of a checkpoint",
+    "truncated or bit-flipped checkpoint (and SIGKILL the driver)",
+)
+
+
+def test_six_faults_leave_no_trace_in_the_numbers(base):
+    train = base["actor_train"]["data_args"]["file_name"]
+    held_out = base["validation"]["data_args"]["file_name"]
+    inputs = ["--model", base["pretrain"], "--pairs", train, held_out]
+    options = ["--faults", "6", "--modes", "concurrent", "--steps", "150", "--kinds", *KINDS]
+    ended = subprocess.run(
+        [sys.executable, str(HARNESS), *options, *inputs], capture_output=True, text=True, timeout=1200
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
+    assert "| all | 6 | 6 |" in ended.stdout
+    assert "every run ended bitwise as the undisturbed one" in ended.stdout

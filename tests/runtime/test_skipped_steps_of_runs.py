@@ -1,0 +1,117 @@
+"""The record of skipped steps of whole runs: the driver writes it, each step stands in it once, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import last_weights, open_small_inputs
+from test_recovery import Killer
+
+from compared_runs import merge
+from thresher.config import parse_config
+from thresher.data.store import PairStore
+from thresher.errors import UserError
+from thresher.pipeline import DPOPipeline
+
+TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
+distributed = pytest.mark.distributed
+
+
+def run(values: dict[str, Any], output: Path, console: Any = None) -> None:
+    DPOPipeline(parse_config({**values, "output_dir": str(output)}), console=console).run()
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "logs" / "skipped_steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def poisoned(base, tmp_path_factory) -> tuple[dict[str, Any], int, str]:
+    """A run of which the third step holds a pair whose weight makes its loss infinite; the pair, and its hash."""
+    directory = tmp_path_factory.mktemp("poisoned")
+    config, inputs = open_small_inputs(merge(base, {"output_dir": str(directory / "sound")}))
+    pair = int(inputs.plan.pair_ids(2)[1])
+    rows = [json.loads(line) for line in Path(config.actor_train.data_args.file_name[0]).read_text().splitlines()]
+    rows[pair] |= {"weight": 3.4e38, "margin": 20.0}
+    file = directory / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = merge(base, {"actor_train": {"data_args": {"file_name": str(file)}}, "track_with": ["console"]})
+    store: PairStore = inputs.train
+    content = b"".join(hashes.tobytes() for hashes in store.hashes())[16 * pair : 16 * pair + 16]
+    return values, pair, content.hex()
+
+
+def test_a_run_in_one_process_names_the_pair_by_number_and_content(poisoned, tmp_path):
+    values, pair, content = poisoned
+    run(values, tmp_path, Killer(-1, ""))
+    (record,) = records(tmp_path)
+    assert record["step"] == 3
+    assert record["reason"] == "loss"
+    assert record["pairs"] == [{"pair": pair, "hash": content, "fault": "loss"}]
+
+
+@distributed
+def test_a_killed_worker_leaves_one_record_of_a_step_that_was_skipped_twice(poisoned, ray_here, tmp_path):
+    """It dies after the step is told; the run goes on from the one before, and is told again."""
+    values, _, _ = poisoned
+    run(values, tmp_path / "alone", Killer(-1, ""))
+    killer = Killer(3, "ActorWorker")
+    run(merge(values, TWO), tmp_path / "killed", killer)
+    assert killer.killed
+    assert (tmp_path / "killed" / "logs" / "recoveries.jsonl").exists()
+    assert records(tmp_path / "killed") == records(tmp_path / "alone")
+    weights = last_weights(tmp_path / "alone")
+    for name, weight in last_weights(tmp_path / "killed").items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=0, msg=name)
+
+
+def test_a_run_that_goes_on_cuts_the_records_of_steps_that_it_makes_again(poisoned, tmp_path):
+    values, _, _ = poisoned
+    run(values, tmp_path, Killer(-1, ""))
+    whole, weights = records(tmp_path), last_weights(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")  # as if it had died before
+    file = tmp_path / "logs" / "skipped_steps.jsonl"
+    earlier = json.dumps({**whole[0], "step": 1}) + "\n"
+    file.write_text(earlier + file.read_text() + '{"step": 3, "reas')  # torn by a crash
+    run(values, tmp_path, Killer(-1, ""))
+    assert records(tmp_path) == [json.loads(earlier), *whole]
+    assert all(torch.equal(weight, weights[name]) for name, weight in last_weights(tmp_path).items())
+
+
+def test_a_separate_run_sets_the_record_of_an_earlier_one_aside(poisoned, tmp_path):
+    values, _, _ = poisoned
+    run(values, tmp_path, Killer(-1, ""))
+    shutil.rmtree(tmp_path / "checkpoints")
+    run(values, tmp_path, Killer(-1, ""))
+    assert len(records(tmp_path)) == 1
+    assert len((tmp_path / "logs" / "skipped_steps.1.jsonl").read_text().splitlines()) == 1
+
+
+@distributed
+def test_too_many_in_a_row_end_a_run_of_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
+    values, pair, _ = poisoned
+    with pytest.raises(UserError, match=r"in 1 steps in a row, up to step 3; lower .* which .*skipped_steps\.jsonl"):
+        run(merge(values, {**TWO, "max_skipped_steps": 1}), tmp_path, Killer(-1, ""))
+    assert [[each["pair"] for each in record["pairs"]] for record in records(tmp_path)] == [[pair]]
+
+
+def test_the_command_ends_with_exit_code_2_and_names_the_file(poisoned, tmp_path, monkeypatch, capsys):
+    from thresher.cli import main
+
+    values, _, _ = poisoned
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({**values, "output_dir": str(tmp_path / "out"), "max_skipped_steps": 1}))
+    monkeypatch.setattr(sys, "argv", ["thresher", "train", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"which {tmp_path / 'out' / 'logs' / 'skipped_steps.jsonl'} names" in told
+    assert "Traceback" not in told
+    assert len(records(tmp_path / "out")) == 1

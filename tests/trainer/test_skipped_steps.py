@@ -1,0 +1,179 @@
+"""A pair that is poisoned on purpose: its steps are skipped, it is named in a file, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
+from transformers import LlamaForCausalLM
+
+from compared_runs import merge
+from thresher.config import parse_config
+from thresher.data.batch import PairBatch
+from thresher.data.pair_columns import hash_pair
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+from thresher.losses.registry import make_losses
+from thresher.models.load import load_model
+from thresher.observe.skipped import SkippedStep
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.strategy import MicroBatch
+
+POISONED, TOKEN = 5, 2  # a pair, and a token that noise does not draw
+LORA = {"actor_train": {"model_args": {"lora_rank": 2, "lora_alpha": 4}}}
+# the largest number of 32 bits is 3.403e38
+HUGE, TOO_LARGE_TO_SQUARE = 3.4e38, 1e30
+
+
+def with_pair(pairs: PairsInMemory, **changes: Any) -> PairsInMemory:
+    """The same pairs, but for the poisoned one."""
+    changed = [replace(pair, **changes) if at == POISONED else pair for at, pair in enumerate(pairs.pairs)]
+    return PairsInMemory(changed)
+
+
+@pytest.fixture(scope="module")
+def model_with_a_nan(models, tmp_path_factory) -> Path:
+    """One token's embedding is not a number, as a torn write or a bad merge leaves it."""
+    model = LlamaForCausalLM.from_pretrained(models[0])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[TOKEN] = torch.nan
+    path = tmp_path_factory.mktemp("nan") / "policy"
+    model.save_pretrained(path)
+    return path
+
+
+def steps_with_the_pair(run: TinyRun) -> list[int]:
+    plan = run.trainer.plan
+    return [step for step in range(plan.num_steps) if POISONED in plan.pair_ids(step)]
+
+
+def records(run: TinyRun) -> list[dict[str, Any]]:
+    file = Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def weights_of(run: TinyRun) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["all weights", "lora"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("poison", ["policy logps", "loss", "gradient"])
+def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_with_a_nan, poison, dtype, adapter):
+    sound = noise_pairs(12)
+    values = merge(merge(apart, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
+    if poison == "policy logps":
+        sound = with_pair(sound, rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+        values = merge(values, {"pretrain": str(model_with_a_nan)})
+        pairs = sound
+    else:
+        # 3.4e38 times a loss above 1 is infinite; 1e30 times any loss is not, but the norm of its gradient is
+        of_pair = {"weight": HUGE, "margin": 20.0} if poison == "loss" else {"weight": TOO_LARGE_TO_SQUARE}
+        pairs = with_pair(sound, **of_pair)
+    run = build_run(values, pairs)
+    poisoned_steps = steps_with_the_pair(run)
+    assert len(poisoned_steps) == 2  # one in each epoch
+    run.fit()
+
+    step = poisoned_steps[0]
+    first, second = records(run)
+    assert [first["step"], second["step"]] == [number + 1 for number in poisoned_steps]
+    content = hash_pair(pairs.pairs[POISONED]).pair.hex()
+    if poison == "gradient":
+        assert first["reason"] == "gradient"
+        # nobody can say whose gradient it was
+        assert [pair["pair"] for pair in first["pairs"]] == run.trainer.plan.pair_ids(step).tolist()
+        assert {pair["fault"] for pair in first["pairs"]} == {"not known"}
+        assert content in [pair["hash"] for pair in first["pairs"]]
+        assert first["grad_norm"] == "inf"
+    else:
+        assert first["reason"] == "loss"
+        assert first["pairs"] == [{"pair": POISONED, "hash": content, "fault": poison}]
+    assert run.trainer.state.skipped_steps == 2
+    assert [metrics["skipped_steps"] for _, metrics in run.log.records][-1] == 2
+
+    # a run that never sees those steps, and counts them, is the same to the bit: weights, moments and schedule
+    other = build_run(merge(values, {"output_dir": values["output_dir"] + "-other"}), sound)
+    for number in range(other.trainer.plan.num_steps):
+        if number in poisoned_steps:
+            other.trainer.state.step += 1
+        else:
+            other.trainer.training_step()
+    moments, expected = (each.trainer.strategy._optimizer.state_dict()["state"] for each in (run, other))
+    assert moments.keys() == expected.keys()
+    assert all(torch.equal(moments[at][name], value) for at in expected for name, value in expected[at].items())
+    ours, theirs = weights_of(run), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_a_reference_that_knows_no_answer_is_named_as_the_cause(base, models, model_with_a_nan):
+    pairs = with_pair(noise_pairs(12), chosen_ids=np.array([TOKEN, 7, 8], dtype=np.int32))
+    reference = {"reference": {"model_args": {"model_name_or_path": str(model_with_a_nan)}, "infer_batch_size": 1}}
+    run = build_run(merge(base, reference), pairs)
+    run.fit()
+    assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
+        [(POISONED, "reference logps")]
+    ] * 2
+
+
+def test_a_loss_that_couples_pairs_blames_the_one_whose_logps_are_bad(apart, model_with_a_nan):
+    pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+    run = build_run(merge(apart, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
+    run.fit()
+    assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
+        [(POISONED, "policy logps")]
+    ] * 2
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(apart):
+    pairs = PairsInMemory([replace(pair, weight=HUGE, margin=20.0) for pair in noise_pairs(12).pairs])
+    run = build_run(merge(apart, {"max_skipped_steps": 2}), pairs)
+    with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* which .*skipped_steps\.jsonl names"):
+        run.fit()
+    assert [record["in_a_row"] for record in records(run)] == [1, 2]
+    assert [len(record["pairs"]) for record in records(run)] == [4, 4]
+    assert run.trainer.state.step == 2
+
+
+def test_a_step_that_is_made_starts_the_count_anew(apart):
+    pairs = with_pair(noise_pairs(12), weight=HUGE, margin=20.0)
+    run = build_run(merge(apart, {"max_skipped_steps": 2, "num_train_epochs": 4}), pairs)
+    run.fit()
+    assert [record["in_a_row"] for record in records(run)] == [1] * 4
+
+
+def test_a_run_without_skipped_steps_has_no_record_of_them(apart):
+    run = build_run(apart, noise_pairs(12))
+    run.fit()
+    assert not (Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl").exists()
+
+
+def test_fp16_is_refused_because_nothing_scales_its_loss(base):
+    with pytest.raises(UserError, match=r"dtype.*'fp32' or 'bf16'"):
+        parse_config(merge(base, {"actor_train": {"model_args": {"dtype": "fp16"}}}))
+
+
+def test_an_engine_that_computes_in_fp16_skips_an_overflow_as_well(models):
+    """65,504 is its largest number: a weight of a million is nothing unusual in fp32."""
+    policy = NativeTrain(load_model(str(models[0])), LAYOUT, torch.float16, OptimizerSettings(learning_rate=1e-3))
+    pairs = noise_pairs(4).pairs
+    objective = Objective(terms=((make_losses(["simpo"], {})[0], 1.0),))
+    before = {name: weight.clone() for name, weight in policy.weights().items()}
+
+    def step(weight: float) -> SkippedStep | None:
+        batch = PairBatch(np.arange(4), tuple(replace(pair, weight=weight) for pair in pairs))
+        return policy.train_step([MicroBatch(batch, None)], objective, num_pairs_in_step=4, learning_rate=1e-3).fault
+
+    assert step(1e9).reason == "gradient"
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.weights().items())
+    assert not policy._optimizer.state
+    assert step(1.0) is None
+    assert any(not torch.equal(weight, before[name]) for name, weight in policy.weights().items())
