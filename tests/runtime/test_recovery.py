@@ -107,15 +107,15 @@ def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, 
             stopped_at.append(time.time())
         lines.append(line)
 
-    hang_timeout = 8.0
+    hang_timeout = 12.0
     config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "hang_timeout": hang_timeout})
     DPOPipeline(config, announce=announce, console=stopper).run()
     told, *others = [line for line in lines if " hangs: " in line]
     assert not others, lines
     work = r"(step [34]: (training|waiting for the reference)|saving step 4|evaluating after step 4)"
-    words = r"actor_train worker [01] of 2 hangs: no answer for 6 s; the last thing it did, \d+ s ago: "
+    words = r"actor_train worker [01] of 2 hangs: no answer for 9 s; the last thing it did, \d+ s ago: "
     assert re.match(rf"{words}{work} \(process {stopper.killed}\); ", told)
-    assert stopped_at[0] - stopper.time <= hang_timeout + 1  # the driver looks once a second
+    assert stopped_at[0] - stopper.time <= hang_timeout
     assert not Path(f"/proc/{stopper.killed}").exists()
     assert_equal_runs(tmp_path / "hung", whole)
 

@@ -16,6 +16,8 @@ _OF_OUR_OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # off: Ray would remember 100,000 calls for a dashboard that is not there, a few kilobytes for each step
     "RAY_task_events_report_interval_ms": "0",
+    # Ray would have its workers give way to everything else on the machine; here they are the run
+    "RAY_worker_niceness": "0",
 }
 
 
