@@ -3,7 +3,12 @@
 The command line prints a `UserError` as one message and exits with code 2; every other exception is a defect of ours.
 """
 
+import errno
+
 from thresher.redact import redact_text
+
+# a full disk, a disk or file server that is away, files that a peer took away while it ended
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT}
 
 
 class UserError(Exception):
@@ -21,11 +26,19 @@ class CheckpointError(UserError):
 
 
 class LostError(UserError):
-    """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint."""
+    """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint.
+
+    The first line is what happened; what a person can do stands below it, and is told where the run does not go on.
+    """
 
 
 class DiskError(CheckpointError, LostError):
     """Something could not be written: the disk is full, or fails. What was written before is whole."""
+
+    @staticmethod
+    def fits(error: OSError) -> bool:
+        """Say if trying again may help; a place that may not be written needs a person."""
+        return error.errno in _MAY_PASS
 
 
 class ResourceError(UserError):
@@ -46,6 +59,7 @@ class WorkerError(RuntimeError):
 class StoppedError(Exception):
     """The run was asked to stop, and did; the command line leaves with exit_code."""
 
-    def __init__(self, step: int):
-        super().__init__(f"stopped as asked after step {step}, which is saved; the same command goes on from there")
-        self.exit_code = 0
+    def __init__(self, step: int | None, exit_code: int = 0):
+        saved = f"after step {step}, which is saved" if step is not None else "before the last steps could be saved"
+        super().__init__(f"stopped as asked {saved}; the same command goes on from the newest checkpoint")
+        self.exit_code = exit_code

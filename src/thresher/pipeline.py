@@ -55,6 +55,7 @@ class DPOPipeline:
         # what needs no model and no worker comes first: a mistake is told in seconds
         check_engines(config)
         build_objective(config)
+        stop_file(config).unlink(missing_ok=True)  # of an earlier run; from here on it is for this one
         checkpoint = find_checkpoint(config, self._announce)
         return build_supervisor(config, self._announce).run(self._attempt, checkpoint)
 

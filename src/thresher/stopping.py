@@ -15,15 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from thresher.errors import StoppedError
+from thresher.errors import LostError, RegroupError, StoppedError, WorkerError
 
 FILE_NAME = "stop"
 
 
 @contextmanager
 def stop_on_signals(file: Path, deadline: float, announce: Callable[[str], None]) -> Iterator[None]:
-    """Turn the first SIGTERM or SIGINT into the file; after a second one, or after the deadline, leave at once."""
-    file.unlink(missing_ok=True)
+    """Turn the first SIGTERM or SIGINT into the file; after a second one, or after the deadline, leave at once.
+
+    A run that was asked to stop does not go on after a failure: what asked it may have ended its workers as well.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
         yield
         return
@@ -48,13 +50,19 @@ def stop_on_signals(file: Path, deadline: float, announce: Callable[[str], None]
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+        file.unlink(missing_ok=True)
     except StoppedError as stopped:
+        file.unlink(missing_ok=True)
         if asked:
             stopped.exit_code = 128 + asked[0]
         raise
+    except (LostError, WorkerError, RegroupError) as error:
+        if not asked:
+            raise
+        file.unlink(missing_ok=True)
+        raise StoppedError(None, 128 + asked[0]) from error
     finally:
         for timer in timers:
             timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
-        file.unlink(missing_ok=True)

@@ -53,6 +53,7 @@ class Supervisor:
         self._failures: list[Failure] = []  # those since which the run has not been back at a step
         self._resumed_step = 0
         self._resume_step: int | None = None
+        self._has_begun = False
 
     @property
     def resume_step(self) -> int | None:
@@ -61,6 +62,7 @@ class Supervisor:
 
     def run(self, attempt: Callable[[Supervisor, Path | None], T], checkpoint: Path | None) -> T:
         """Call attempt(self, checkpoint) until one ends; a mistake that a person must mend ends it as well."""
+        given = checkpoint
         self._stand_at(checkpoint)
         self._resume_step = None if checkpoint is None else self._resumed_step
         in_a_row = 0
@@ -68,25 +70,28 @@ class Supervisor:
             try:
                 return attempt(self, checkpoint)
             except (LostError, WorkerError, ResourceError, RegroupError) as error:
-                if isinstance(error, ResourceError) and not in_a_row:
+                if isinstance(error, ResourceError) and not (self._has_begun or in_a_row):
                     raise  # nothing was lost: the config asks for what was never there
                 self._failures.append(Failure(_first_line(error), time.time(), self._reached))
                 before = self._resumed_step
-                checkpoint = self._newest()
+                checkpoint = _later(self._newest(), given)
                 self._stand_at(checkpoint)
                 if not isinstance(error, RegroupError):
                     in_a_row = 1 if self._resumed_step > before else in_a_row + 1
                     if in_a_row > self._max_restarts:
                         raise
-                # started over, the log keeps nothing, not even what was measured before the first step
-                self._resume_step = -1 if checkpoint is None else self._resumed_step
+                if checkpoint is not None:
+                    self._resume_step = self._resumed_step
+                elif self._has_begun:  # started over, our log keeps nothing, not even what was measured at step 0
+                    self._resume_step = -1
                 self._go_on(checkpoint, error, in_a_row)
 
     def _stand_at(self, checkpoint: Path | None) -> None:
         self._reached = self._resumed_step = 0 if checkpoint is None else read_manifest(checkpoint).step
 
     def watching(self, log: MetricLog) -> MetricLog:
-        """A log that tells us how far the run is."""
+        """A log that tells us how far the run is; it is open, so that what it holds is of this run."""
+        self._has_begun = True
         return _WatchedLog(log, self._reach)
 
     def _go_on(self, checkpoint: Path | None, error: Exception, in_a_row: int) -> None:
@@ -116,9 +121,12 @@ class Supervisor:
             "steps_repeated": max(0, failure.step - self._resumed_step),
             "seconds": round(seconds, 3),
         }
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        with self._record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            with self._record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # no reason to end a run that is back
+            self._announce(f"could not note the recovery in {self._record}: {error.strerror or error}")
         self._announce(f"back at step {step} after {seconds:.0f} s; {line['steps_repeated']} steps are repeated")
 
 
@@ -130,6 +138,12 @@ class _WatchedLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log_to.log(step, metrics)
         self.reach(step)
+
+
+def _later(one: Path | None, other: Path | None) -> Path | None:
+    """The checkpoint of the later step; a run that goes on from one of another run has none of its own at first."""
+    found = [path for path in (one, other) if path is not None]
+    return max(found, key=lambda path: read_manifest(path).step) if found else None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """The fan-out, the registry, the console and memory."""
 
+import errno
 import io
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_a_failing_tracker_is_reported_once_and_stops_nothing(tmp_path: Path, fa
 
 
 def test_a_failing_local_log_stops_the_run(tmp_path: Path) -> None:
-    trackers = Trackers([Recorder("jsonl", "log", OSError("disk full"))], [], pytest.fail)
+    trackers = Trackers([Recorder("jsonl", "log", OSError(errno.ENOSPC, "disk full"))], [], pytest.fail)
     trackers.start(run_in(tmp_path), None)
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
         trackers.log(1, {})
@@ -80,7 +81,7 @@ def test_a_mistake_that_can_be_mended_stops_the_run_at_its_start(tmp_path: Path)
 
 def test_other_trackers_are_closed_when_the_local_log_cannot_be(tmp_path: Path) -> None:
     sound = Recorder()
-    trackers = Trackers([Recorder("jsonl", "close", OSError("disk full"))], [sound], pytest.fail)
+    trackers = Trackers([Recorder("jsonl", "close", OSError(errno.ENOSPC, "disk full"))], [sound], pytest.fail)
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
         trackers.close("finished")
     assert sound.calls == ["finished"]

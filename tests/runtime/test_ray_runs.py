@@ -178,7 +178,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
     records = started.trainable.run(inputs.plan.num_steps)
     next(records)
     ray.kill(runtime.policy.workers[1])
-    with pytest.raises(UserError, match=r"actor_train worker 1 of 2 died: .*it goes on from the newest"):
+    with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*it goes on from the newest"):
         list(records)
     with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
         wait_for(runtime.policy.submit("measure")[:1])  # the whole group was ended

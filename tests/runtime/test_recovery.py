@@ -62,7 +62,7 @@ def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def values(base):
-    return merge(base, {**TWO, "save_steps": 2, "track_with": ["console"]})
+    return merge(base, {**TWO, "save_steps": 2, "async_save": False, "track_with": ["console"]})
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +107,14 @@ def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, 
             stopped_at.append(time.time())
         lines.append(line)
 
-    hang_timeout = 12.0
+    hang_timeout = 16.0
     config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "hang_timeout": hang_timeout})
     DPOPipeline(config, announce=announce, console=stopper).run()
     told, *others = [line for line in lines if " hangs: " in line]
     assert not others, lines
-    work = r"(step [34]: (training|waiting for the reference)|saving step 4|evaluating after step 4)"
-    words = r"actor_train worker [01] of 2 hangs: no answer for 9 s; the last thing it did, \d+ s ago: "
-    assert re.match(rf"{words}{work} \(process {stopper.killed}\); ", told)
+    words = r"actor_train worker [01] of 2 hangs: no answer for 12 s; the last thing it told, begun \d+ s ago: "
+    work = r"(step \d: (training|waiting for the reference)|saving step \d|evaluating after step \d)"
+    assert re.match(rf"{words}{work} \(process {stopper.killed}\); the run goes on from", told)
     assert stopped_at[0] - stopper.time <= hang_timeout
     assert not Path(f"/proc/{stopper.killed}").exists()
     assert_equal_runs(tmp_path / "hung", whole)
@@ -131,7 +131,7 @@ class Asker(Killer):
 
 @pytest.mark.parametrize("where", [{}, TWO], ids=["in process", "two workers"])
 def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray_here, tmp_path, where):
-    values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 12, "track_with": ["console"]})
+    values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 150, "track_with": ["console"]})
     run(values, tmp_path / "whole")
     lines: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
@@ -141,7 +141,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     assert caught.value.exit_code == 128 + signal.SIGTERM
     assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
-    assert 3 <= int(saved.name.removeprefix("step-")) < 12
+    assert 3 <= int(saved.name.removeprefix("step-")) < 150
     assert signal.getsignal(signal.SIGTERM) is before
     run(values, tmp_path / "stopped")
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")

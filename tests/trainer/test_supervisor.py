@@ -80,6 +80,35 @@ def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
     assert supervised.run([die_at(supervised, 2), finish_from(supervised, None, 1)]) == -1
 
 
+def test_a_log_that_the_run_has_not_opened_yet_is_of_an_earlier_one_and_stays(supervised):
+    assert supervised.run([die_at(supervised, 0), begin_without_log(None)]) is None
+
+
+def begin_without_log(expected):
+    def attempt(supervisor, checkpoint):
+        assert checkpoint == expected
+        return supervisor.resume_step
+
+    return attempt
+
+
+def test_a_checkpoint_of_another_run_is_gone_back_to_until_there_is_a_later_one(supervised, tmp_path):
+    with staging(tmp_path / "elsewhere", 50) as directory:
+        (directory / "weights").write_text("w")
+    given = tmp_path / "elsewhere" / "step-00000050"
+    supervised.save(3)  # of a run before
+    attempts = [die_at(supervised, 52), die_at(supervised, 56, saved=55), finish_from(supervised, "step-00000055", 56)]
+    seen = []
+
+    def attempt(supervisor, checkpoint):
+        seen.append(checkpoint)
+        return attempts[len(seen) - 1](supervisor, checkpoint)
+
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.lines.append, supervised.waits.append)
+    assert supervisor.run(attempt, given) == 55
+    assert seen == [given, given, tmp_path / "checkpoints" / "step-00000055"]
+
+
 def test_failures_without_progress_are_bounded_and_wait_longer_each_time(supervised):
     with pytest.raises(LostError, match="worker 1 died"):
         supervised.run([die_at(supervised, 0)] * 9)

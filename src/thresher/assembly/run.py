@@ -18,7 +18,7 @@ from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.data.store import PairStore
-from thresher.errors import CheckpointError, StoppedError, UserError
+from thresher.errors import CheckpointError, RegroupError, StoppedError, UserError
 from thresher.loop import LoopSettings
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
@@ -141,11 +141,10 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     trackers.start(run, resume_step)
     try:
         yield SkippedSteps(run.run_dir, resume_step)
-    except (KeyboardInterrupt, StoppedError):
-        trackers.close("interrupted")
-        raise
-    except BaseException:
-        trackers.close("failed")
+    except BaseException as error:
+        is_asked = isinstance(error, (KeyboardInterrupt, StoppedError, RegroupError))
+        with contextlib.suppress(UserError):  # a log that cannot be closed is not what ended the run
+            trackers.close("interrupted" if is_asked else "failed")
         raise
     trackers.close("finished")
 

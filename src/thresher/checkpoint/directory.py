@@ -156,7 +156,7 @@ def recover(root: Path) -> list[str]:
         if _staging_in_use(root, target.name):
             continue
         if target.exists():
-            remove_tree(path)
+            remove_tree(path, is_shared=True)
         else:
             path.rename(target)
             done.append(f"moved {target.name} back: a save of the same step was cut off")
@@ -171,7 +171,7 @@ def recover(root: Path) -> list[str]:
             _lock_path(path).unlink(missing_ok=True)
             done.append(f"removed {path.name}: its save was cut off")
     for path in sorted(root.glob(f"{_DELETED}*")):
-        remove_tree(path)
+        remove_tree(path, is_shared=True)
     sync_directory(root)
     return done
 
@@ -184,12 +184,15 @@ def delete(path: Path) -> None:
     remove_tree(hidden)
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it; of a link only the link, and nothing where it leads."""
+def remove_tree(path: Path, *, is_shared: bool = False) -> None:
+    """Remove a directory with all that is in it; of a link only the link, and nothing where it leads.
+
+    is_shared: another process may be about to remove it as well.
+    """
     if path.is_symlink():
-        path.unlink()
+        path.unlink(missing_ok=is_shared)
     else:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=is_shared)
 
 
 def sync_directory(path: Path) -> None:
@@ -276,7 +279,7 @@ def readable_errors(root: Path, step: int) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "free some space there or keep fewer checkpoints" if full else "check that this place can be written"
-        raise DiskError(
+        raise (DiskError if DiskError.fits(error) else CheckpointError)(
             f"could not save the checkpoint of step {step} in {root}: {error.strerror or error}; {mend}. "
             "Older checkpoints are unharmed"
         ) from error

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from thresher.checkpoint.directory import Staging, create_staging, discard, publish, readable_errors
 from thresher.checkpoint.manifest import FileRecord, record_files
 from thresher.checkpoint.parts import Processes
-from thresher.errors import CheckpointError, DiskError
+from thresher.errors import CheckpointError, LostError, UserError
 
 T = TypeVar("T")
 # Writes this process's files into a directory and names them.
@@ -47,21 +47,19 @@ def save_together(
         if stage is not None:
             every = {name: record for own in records for name, record in own.items()}
             publish(stage, metrics=metrics, records=every)
-            clean_up()
+            with readable_errors(root, step):
+                clean_up()
 
     _all_or_none(processes, finish)
 
 
 def _write_own(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
-    try:
-        with readable_errors(root, step):
-            return record_files(path, write(path))
-    except CheckpointError:
-        if path.is_dir():
-            raise
+    if not path.is_dir():
         raise CheckpointError(
             f"a worker cannot see {path}, which the first one made; all workers must save to one shared file system"
-        ) from None
+        )
+    with readable_errors(root, step):
+        return record_files(path, write(path))
 
 
 def _all_or_none(processes: Processes, act: Callable[[], T]) -> list[T]:
@@ -72,14 +70,17 @@ def _all_or_none(processes: Processes, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as error:
         failure = error
-    answers = processes.share((value, None if failure is None else _message(failure), isinstance(failure, DiskError)))
+    answers = processes.share((value, failure and _told(failure)))
     if failure is not None:
         raise failure
-    for _, message, is_disk in answers:
-        if message is not None:
-            raise (DiskError if is_disk else CheckpointError)(message)
-    return [answer for answer, _, _ in answers]  # type: ignore[misc]
+    for _, told in answers:
+        if told is not None:
+            raise told
+    return [answer for answer, _ in answers]  # type: ignore[misc]
 
 
-def _message(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, CheckpointError) else f"a worker could not save: {failure!r}"
+def _told(failure: Exception) -> UserError:
+    """What the others are told; what nobody foresaw may pass, as it may where it happened."""
+    if isinstance(failure, CheckpointError):
+        return failure
+    return LostError(f"a worker could not save: {failure!r}")

@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.errors import DiskError
 from thresher.observe.jsonl import keep_through
-from thresher.observe.tracker import set_aside
+from thresher.observe.tracker import readable_errors, set_aside
 
 FILE_NAME = "skipped_steps.jsonl"
 
@@ -48,10 +47,11 @@ class SkippedSteps:
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         """Begin, or go on after `resume_step`; what an earlier, separate run left is renamed, never overwritten."""
         self.path = run_dir / FILE_NAME
-        if resume_step is None:
-            set_aside(self.path)
-        elif self.path.exists():
-            keep_through(self.path, resume_step)
+        with readable_errors():
+            if resume_step is None:
+                set_aside(self.path)
+            elif self.path.exists():
+                keep_through(self.path, resume_step)
 
     def write(self, step: int, skipped: SkippedStep) -> None:
         """Append one line; it is on the disk when this returns, because a run that skips steps may end soon."""
@@ -65,13 +65,9 @@ class SkippedSteps:
                 for pair in skipped.pairs
             ],
         }
-        try:
+        with readable_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise DiskError(
-                f"could not write step {step} to {self.path}: {error.strerror or error}; free some space there"
-            ) from error

@@ -61,7 +61,7 @@ class Trackers:
         """Start all; a mistake that a person can mend stops the run here, before any work is done."""
         # Redacted here whatever the caller did: no tracker may ever see a secret.
         run = replace(run, config=redact(run.config))
-        with _readable_errors():
+        with readable_errors():
             run.run_dir.mkdir(parents=True, exist_ok=True)
             _refuse_links(run.run_dir)
             for tracker in self._required:
@@ -70,7 +70,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log to all."""
-        with _readable_errors():
+        with readable_errors():
             for tracker in self._required:
                 tracker.log(step, metrics)
         self._each_optional(lambda tracker: tracker.log(step, metrics))
@@ -78,7 +78,7 @@ class Trackers:
     def close(self, status: Status) -> None:
         """Close all, the local log first and also when another one fails."""
         try:
-            with _readable_errors():
+            with readable_errors():
                 for tracker in self._required:
                     tracker.close(status)
         finally:
@@ -100,13 +100,13 @@ class Trackers:
 
 
 @contextmanager
-def _readable_errors() -> Iterator[None]:
-    """Without its log a run does not go on; that the disk is full or fails may pass, though."""
+def readable_errors() -> Iterator[None]:
+    """Say what a person can do about a log that cannot be written; without it a run does not go on."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise DiskError(
+        raise (DiskError if DiskError.fits(error) else UserError)(
             f"could not write the log of the run{where}: {error.strerror or error}; free some space there, or check "
             "that this place can be written"
         ) from error

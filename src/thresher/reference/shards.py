@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from thresher.checkpoint.directory import sync_directory
 from thresher.data.store import HASH_BYTES, Hashes
-from thresher.errors import UserError
+from thresher.errors import DiskError, UserError
 
 Logps = npt.NDArray[np.float32]
 
@@ -177,7 +177,7 @@ def write_shard(
             aside.unlink(missing_ok=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "free some space there (`thresher cache prune`)" if full else "check that this place can be written"
-        raise UserError(
+        raise (DiskError if DiskError.fits(error) else UserError)(
             f"could not write to the reference cache in {directory}: {error.strerror or error}; {mend}, or set "
             "reference.cache_dir to another one"
         ) from error

@@ -133,11 +133,20 @@ def _fail(error: RayError, worker: str) -> NoReturn:
     if isinstance(cause, UserError):
         raise cause from None
     if isinstance(error, RayActorError):
-        # of a worker that could not be made, the last line says why; of one that was lost, the first
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1 if "creation task" in lines[0] else 0].strip().rstrip(".")
         raise LostError(
-            f"{worker} died: {reason}; finished checkpoints are whole, so look for the cause (often memory) and start "
-            "the run again: it goes on from the newest"
+            f"{worker} died: {_reason(error)}\nfinished checkpoints are whole, so look for the cause (often memory) "
+            "and start the run again: it goes on from the newest"
         ) from None
-    raise WorkerError(f"{worker} failed: {error}") from None
+    lines = str(error).strip().splitlines()
+    raise WorkerError(f"{worker} failed: {lines[-1].strip()}\n{error}") from None
+
+
+def _reason(error: RayActorError) -> str:
+    """What Ray knows of a death, on one line: the facts stand below its first line, one of them a line."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    if "creation task" in lines[0]:  # of a worker that could not be made, the last line says why
+        return lines[-1]
+    where = [line for line in lines[1:] if line.startswith(("pid:", "ip:"))]
+    why = [line for line in lines[1:] if line.startswith(("The actor", "Worker ", "The node", "The owner"))]
+    reason = (why or lines)[0]
+    return f"{reason} ({', '.join(where)})" if where else reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from thresher.assembly.axes import axis_sizes
 from thresher.config import DPOConfig
@@ -12,50 +12,75 @@ from thresher.runtime.placement import Node, devices_of
 
 
 class Elasticity:
-    """A config as it fits the nodes that are there now; unchanged where it is not to be elastic."""
+    """A config as it fits the nodes that are there now; unchanged where it is not to be elastic.
 
-    def __init__(self, config: DPOConfig, nodes: Callable[[], Sequence[Node]]):
+    free gives what of the cluster nobody uses, as Ray names it; roles are those that have workers.
+    """
+
+    def __init__(
+        self,
+        config: DPOConfig,
+        nodes: Callable[[], Sequence[Node]],
+        free: Callable[[], Mapping[str, float]],
+        roles: Sequence[str] = ("actor_train", "reference"),
+    ):
         self._wanted = config
         self._nodes = nodes
+        self._free = free
+        self._names = roles
         self.config = self._fitted()
 
     @property
     def notes(self) -> list[str]:
         """Lines on roles that have fewer workers than they should."""
-        pairs = zip(_roles(self._wanted).items(), _roles(self.config).values(), strict=True)
+        pairs = ((name, _role(self._wanted, name), _role(self.config, name)) for name in self._names)
         return [
             f"elastic: {fitted.num_processes} of {wanted.num_processes} workers of {name}, as the cluster has no room "
             "for more; the steps stay the same"
-            for (name, wanted), fitted in pairs
+            for name, wanted, fitted in pairs
             if fitted.num_processes < wanted.num_processes
         ]
 
     def room_for_more(self) -> str | None:
-        """Say so where the cluster has room for workers that are missing."""
-        now = sum(role.num_processes for role in _roles(self._fitted()).values())
-        extra = now - sum(role.num_processes for role in _roles(self.config).values())
-        return f"the cluster has room for {extra} more worker{'s' if extra > 1 else ''}" if extra > 0 else None
+        """Say so where the cluster has room for workers that are missing, and nobody else uses it."""
+        larger = self._fitted()
+        extra = {"GPU": 0, "CPU": 0}
+        for name in self._names:
+            role = _role(larger, name)
+            extra["GPU" if role.device_mapping else "CPU"] += (
+                role.num_processes - _role(self.config, name).num_processes
+            )
+        count, free = sum(extra.values()), self._free()
+        if count <= 0 or any(free.get(kind, 0.0) < needed for kind, needed in extra.items()):
+            return None
+        return f"the cluster has room for {count} more worker{'s' if count > 1 else ''}"
 
     def _fitted(self) -> DPOConfig:
-        return fit_to_nodes(self._wanted, self._nodes()) if self._wanted.elastic else self._wanted
+        return fit_to_nodes(self._wanted, self._nodes(), self._names) if self._wanted.elastic else self._wanted
 
 
-def _roles(config: DPOConfig) -> dict[str, RoleConfig]:
-    return {"actor_train": config.actor_train, "reference": config.reference}
+def _role(config: DPOConfig, name: str) -> RoleConfig:
+    role: RoleConfig = getattr(config, name)
+    return role
 
 
-def fit_to_nodes(config: DPOConfig, nodes: Sequence[Node]) -> DPOConfig:
+def fit_to_nodes(
+    config: DPOConfig, nodes: Sequence[Node], roles: Sequence[str] = ("actor_train", "reference")
+) -> DPOConfig:
     """Take away the workers that have no place on these nodes, whole copies of the model first.
 
     Which pairs a step has is none of this: the plan is made from the config as it was written.
     """
-    roles = {name: _fit_role(role, name, nodes, config.num_gpus_per_node) for name, role in _roles(config).items()}
-    return config.model_copy(update=roles)
+    fitted = {name: _fit_role(_role(config, name), name, nodes, config.num_gpus_per_node) for name in roles}
+    return config.model_copy(update=fitted)
 
 
 def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_node: int | None) -> RoleConfig:
     wanted = role.num_processes
-    devices = [each for each in role.device_mapping or () if each < devices_of(nodes, devices_per_node)]
+    there, mapping = devices_of(nodes, devices_per_node), role.device_mapping or ()
+    devices = [each for each in mapping if each < there]
+    if mapping and there and not devices:  # a role of which nothing is left shares what the others have
+        devices = sorted({each % there for each in mapping})
     cores = int(sum(node.num_cpus for node in nodes))
     offered = len(devices) if role.device_mapping else min(wanted, max(1, cores))
     if offered >= wanted:

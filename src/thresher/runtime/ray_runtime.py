@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from thresher.assembly.axes import axis_sizes
@@ -80,7 +81,7 @@ class RayRuntime:
         self._config = config if mode != "precompute" else _with_cache_place(config)
         self._mode = mode
         self._resources = resources
-        self._elasticity = elasticity or Elasticity(config, alive_nodes)
+        self._elasticity = elasticity or Elasticity(config, alive_nodes, ray.available_resources)
         self._watch = Watch(config.hang_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
@@ -182,11 +183,10 @@ def open_ray_runtime(config: DPOConfig) -> Iterator[RayRuntime]:
             "to hf_infer, or reference.mode to precompute"
         )
     with ray_session(config.ray_address):
-        elasticity = Elasticity(config, alive_nodes)
+        names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
+        elasticity = Elasticity(config, alive_nodes, ray.available_resources, names)
         fitted = elasticity.config
-        roles = [_demand("actor_train", fitted.actor_train)]
-        if reference_has_workers(config, mode):
-            roles.append(_demand("reference", fitted.reference))
+        roles = [_demand(name, getattr(fitted, name)) for name in names]
         resources = ResourceManager(roles, config.num_gpus_per_node, at_once=mode == "concurrent")
         runtime = RayRuntime(fitted, mode, resources, elasticity)
         try:

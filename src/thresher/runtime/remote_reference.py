@@ -97,7 +97,7 @@ class ReferenceAhead:
         except RayActorError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise LostError(
-                f"a reference worker died: {reason}; look for the cause (often memory) and start the run again: it "
+                f"a reference worker died: {reason}\nlook for the cause (often memory) and start the run again: it "
                 "goes on from the newest checkpoint"
             ) from None
         parts = cut(flat, [len(ids) for ids in batches], self._device)

@@ -6,7 +6,6 @@ or its machine gone, or that one call holds the interpreter for all that time.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -14,16 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from thresher.errors import LostError
 from thresher.observe.pulse import Pulse
 
-# an answer is missed when it is not there so many looks later; with the look that asks, all fit into the timeout
+# looks in the timeout, and more where it is long: the last thing that a worker told must not be long ago
 _LOOKS = 8
-_LOOKS_WITHOUT_ANSWER = 6
+_MOST_SECONDS_BETWEEN_LOOKS = 10.0
+# so much of the timeout may an answer take; with the looks before and after it, all fits into the timeout
+_SHARE_WITHOUT_ANSWER = 0.75
 _SECONDS_TO_START = 300.0
-# the methods of a worker in a group have threads of their own; all others run one after the other in the main thread
+# the methods of a worker in a group have a thread of their own; all others run one after the other in another one
 PULSE_GROUP = "pulse"
 CONCURRENCY_GROUPS = {PULSE_GROUP: 1}
 
@@ -44,7 +45,8 @@ class Watch:
     """
 
     def __init__(self, hang_timeout: float = math.inf):
-        self._seconds = hang_timeout / _LOOKS
+        self._patience = _SHARE_WITHOUT_ANSWER * hang_timeout
+        self._seconds = min(hang_timeout / _LOOKS, _MOST_SECONDS_BETWEEN_LOOKS)
         self._next_look = time.monotonic()
         self._watched: list[_Watched] = []
 
@@ -54,7 +56,8 @@ class Watch:
             self._watched.append(_Watched(worker, f"{name} worker {rank} of {len(workers)}", worker.pulse.remote()))
 
     def remove(self, workers: Sequence[Any]) -> None:
-        self._watched = [each for each in self._watched if each.worker not in workers]
+        gone = set(map(id, workers))
+        self._watched = [each for each in self._watched if id(each.worker) not in gone]
 
     def first(self, refs: list[Any]) -> tuple[Any, list[Any]]:
         """Wait for the first of some results; return it and the others. A worker that hangs is a LostError."""
@@ -68,31 +71,38 @@ class Watch:
                 return ready[0], others
 
     def _look(self) -> None:
-        for each in self._watched:
-            if each.answer is None:
-                continue
-            if ray.wait([each.answer], timeout=0)[0]:
+        asked = [each for each in self._watched if each.answer is not None]
+        answers = [each.answer for each in asked]
+        ready = set(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) if answers else set()
+        for each in asked:
+            if each.answer in ready:
                 self._take_answer(each)
                 continue
             each.missed += 1
-            limit = _LOOKS_WITHOUT_ANSWER
-            if each.last is None:  # still importing
-                limit = max(limit, math.ceil(_SECONDS_TO_START / self._seconds))
-            if each.missed >= limit:
-                raise LostError(_hangs(each, each.missed * self._seconds))
+            seconds = each.missed * self._seconds
+            is_starting = each.last is None
+            if seconds >= (max(self._patience, _SECONDS_TO_START) if is_starting else self._patience):
+                raise LostError(_hangs(each, seconds))
 
     def _take_answer(self, each: _Watched) -> None:
-        answer, each.answer, each.missed = each.answer, None, 0
-        with contextlib.suppress(RayError):  # it died, and whoever waits for its work is told so
-            each.last = ray.get(answer)
-            each.answer = each.worker.pulse.remote()
+        each.missed = 0
+        try:
+            each.last = ray.get(each.answer)
+        except ActorDiedError:  # whoever waits for its work is told so
+            each.answer = None
+            return
+        except RayError:  # out of reach for a moment
+            pass
+        each.answer = each.worker.pulse.remote()
 
 
 def _hangs(watched: _Watched, seconds: float) -> str:
     last, words = watched.last, "it has not begun anything"
     if last is not None:
-        words = f"the last thing it did, {time.time() - last.since:.0f} s ago: {last.doing} (process {last.process})"
+        words = (
+            f"the last thing it told, begun {time.time() - last.since:.0f} s ago: {last.doing} (process {last.process})"
+        )
     return (
-        f"{watched.name} hangs: no answer for {seconds:.0f} s; {words}; finished checkpoints are whole, so look at "
+        f"{watched.name} hangs: no answer for {seconds:.0f} s; {words}\nfinished checkpoints are whole, so look at "
         "that machine and start the run again: it goes on from the newest"
     )
