@@ -1,4 +1,4 @@
-"""Pools of ranks that serve a whole session, what they are compared with, and the table of what agreed.
+"""Pools of ranks that serve the tests of a file, what they are compared with, and the table of what agreed.
 
 `pytest tests/strategies --parity-table docs/strategies.md` writes the table.
 """
@@ -17,13 +17,18 @@ from rank_pool import RankPool
 
 from thresher.strategies.native.mesh import AxisSizes
 
+# every group of gloo has threads that wake a hundred times a second, also when nobody speaks
+_MOST_THREADS = 150
 
-@pytest.fixture(scope="session")
+
+@pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by their number of ranks, started when first asked for; one that was given up is replaced."""
+    """Pools by their number of ranks, started when first asked for; one that was given up or has grown is replaced."""
     pools: dict[int, RankPool] = {}
 
     def find(size: int) -> RankPool:
+        if size in pools and pools[size].is_alive and pools[size].num_threads > _MOST_THREADS:
+            pools[size].close()
         if size not in pools or not pools[size].is_alive:
             pools[size] = RankPool(size)
         return pools[size]

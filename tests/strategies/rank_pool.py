@@ -1,7 +1,7 @@
 """Processes that stay: a real gloo group on this machine which runs one function after another on every rank.
 
 Importing torch and transformers takes longer than most cases do, so that ranks are forked from one process that has
-imported them, and serve all cases of a test session.
+imported them, and serve the cases of a test file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _SECONDS_FOR_A_CASE = 300
@@ -61,6 +62,11 @@ class RankPool:
     @property
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the first rank; the others have as many."""
+        return len(list(Path(f"/proc/{self._processes[0].pid}/task").iterdir()))
 
     def close(self) -> None:
         for process in self._processes:
