@@ -84,7 +84,7 @@ def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_no
     cores = int(sum(node.num_cpus for node in nodes))
     offered = len(devices) if role.device_mapping else min(wanted, max(1, cores))
     if offered >= wanted:
-        return role
+        return role.model_copy(update={"device_mapping": devices}) if devices else role
     count, copies = _divide(role, offered)
     if not count:
         raise ResourceError(
