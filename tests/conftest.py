@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from thresher.runtime.environment import set_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
@@ -27,6 +29,18 @@ def no_cache_of_the_user(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THRESHER_CACHE_DIR", str(tmp_path_factory.mktemp("reference_cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let Ray find what a run would tell it, and a token of its own, so that none is written into a home directory.
+
+    Ray reads this when it is first imported, so it comes before all tests.
+    """
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+    set_environment(None)
 
 
 @pytest.fixture(autouse=True)

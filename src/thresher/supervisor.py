@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from thresher.checkpoint.manifest import read_manifest
-from thresher.errors import LostError, RegroupError, ResourceError, WorkerError
+from thresher.checkpoint.manifest import read_manifest, verify
+from thresher.errors import CheckpointError, LostError, RegroupError, ResourceError, WorkerError
 from thresher.loop import MetricLog
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Supervisor:
         given = checkpoint
         self._stand_at(checkpoint)
         self._resume_step = None if checkpoint is None else self._resumed_step
-        in_a_row = 0
+        first_step, in_a_row = self._resumed_step, 0
         while True:
             try:
                 return attempt(self, checkpoint)
@@ -74,7 +74,7 @@ class Supervisor:
                     raise  # nothing was lost: the config asks for what was never there
                 self._failures.append(Failure(_first_line(error), time.time(), self._reached))
                 before = self._resumed_step
-                checkpoint = _later(self._newest(), given)
+                checkpoint = self._go_back_to(given, first_step)
                 self._stand_at(checkpoint)
                 if not isinstance(error, RegroupError):
                     in_a_row = 1 if self._resumed_step > before else in_a_row + 1
@@ -85,6 +85,17 @@ class Supervisor:
                 elif self._has_begun:  # started over, our log keeps nothing, not even what was measured at step 0
                     self._resume_step = -1
                 self._go_on(checkpoint, error, in_a_row)
+
+    def _go_back_to(self, given: Path | None, first_step: int) -> Path | None:
+        """The newest of our own; one of another run, if it was given, until there is a later one of our own."""
+        newest = self._newest()
+        if given is None or (newest is not None and read_manifest(newest).step >= first_step):
+            return newest
+        try:
+            verify(given)
+        except CheckpointError:
+            return newest
+        return given
 
     def _stand_at(self, checkpoint: Path | None) -> None:
         self._reached = self._resumed_step = 0 if checkpoint is None else read_manifest(checkpoint).step
@@ -138,12 +149,6 @@ class _WatchedLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log_to.log(step, metrics)
         self.reach(step)
-
-
-def _later(one: Path | None, other: Path | None) -> Path | None:
-    """The checkpoint of the later step; a run that goes on from one of another run has none of its own at first."""
-    found = [path for path in (one, other) if path is not None]
-    return max(found, key=lambda path: read_manifest(path).step) if found else None
 
 
 def _first_line(error: Exception) -> str:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from small_runs import make_base
 
-from thresher.runtime.environment import set_environment
-
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return make_base(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let Ray find what a run would tell it, and a token of its own, so that none is written into a home directory."""
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))
-    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
-    set_environment(None)
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     lines: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
-    with pytest.raises(StoppedError, match="the same command goes on from there") as caught:
+    with pytest.raises(StoppedError, match=r"after step \d+, which is saved; the same command goes on") as caught:
         DPOPipeline(config, announce=lines.append, console=Asker(3, "")).run()
     assert caught.value.exit_code == 128 + signal.SIGTERM
     assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")

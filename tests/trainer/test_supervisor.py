@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
 
 def test_a_log_that_the_run_has_not_opened_yet_is_of_an_earlier_one_and_stays(supervised):
     assert supervised.run([die_at(supervised, 0), begin_without_log(None)]) is None
+
+
+def test_a_checkpoint_that_the_run_began_from_may_be_gone_when_there_is_a_later_one(supervised, tmp_path):
+    supervised.save(3)
+    given = tmp_path / "checkpoints" / "step-00000003"
+
+    def outlive_it(supervisor, checkpoint):
+        shutil.rmtree(given)  # as retention does
+        return die_at(supervised, 7, saved=5)(supervisor, checkpoint)
+
+    attempts = iter([outlive_it, finish_from(supervised, "step-00000005", 6)])
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.lines.append, supervised.waits.append)
+    assert supervisor.run(lambda own, checkpoint: next(attempts)(own, checkpoint), given) == 5
 
 
 def begin_without_log(expected):
