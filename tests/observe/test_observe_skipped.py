@@ -34,7 +34,5 @@ def test_a_run_that_starts_over_after_a_failure_keeps_no_record(tmp_path):
 def test_a_full_disk_is_told_as_one(tmp_path):
     skipped = SkippedSteps(tmp_path, None)
     skipped.path.symlink_to("/dev/full")
-    with pytest.raises(
-        DiskError, match=r"could not write the log of the run.*: No space left on device; free"
-    ):
+    with pytest.raises(DiskError, match=r"could not write the log of the run.*: No space left on device; free"):
         skipped.write(7, STEP)
