@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resident import descendants
+from resident import has_title, titles
 
 DISK = "disk"
 HOOK = Path(__file__).resolve().parent / "chaos_hook"
@@ -68,16 +68,12 @@ class ChaosRun:
             )
 
     def processes(self, title: str = "") -> list[int]:
-        """Processes of the run that are alive and have such a title; Ray writes the class of a worker into it."""
+        """Processes of the run that are alive and have such a title."""
         assert self.driver is not None
         found = []
-        for pid in descendants(self.driver.pid):
-            try:
-                own = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-            except OSError:
-                continue
+        for pid, own in titles(self.driver.pid):
             self.started.add(pid)
-            if own.startswith(title) or own.endswith(f"/{title}"):
+            if has_title(own, title):
                 found.append(pid)
         return found
 

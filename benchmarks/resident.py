@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -21,3 +22,17 @@ def descendants(pid: int) -> list[int]:
             continue
         found += [each for child in direct for each in descendants(int(child))]
     return found
+
+
+def titles(pid: int) -> Iterator[tuple[int, str]]:
+    """A process and all below it, each with its title: Ray writes the class of a worker there."""
+    for each in descendants(pid):
+        try:
+            yield each, Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[0].decode()
+        except OSError:  # it has just ended
+            continue
+
+
+def has_title(title: str, name: str) -> bool:
+    """Say if a title is that of a worker or of a program in some directory."""
+    return title.startswith(name) or title.endswith(f"/{name}")

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from pairs import polite_texts
-from resident import descendants, kilobytes
+from resident import has_title, kilobytes, titles
 
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
@@ -105,13 +105,9 @@ class Watcher:
 def processes() -> dict[str, int]:
     """The processes of a run by their role: this one is the driver."""
     found = {"driver": os.getpid()}
-    for pid in descendants(os.getpid()):
-        try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        except FileNotFoundError:
-            continue
-        for start, role in ROLES.items():
-            if title.startswith(start) or title.endswith(f"/{start}"):
+    for pid, title in titles(os.getpid()):
+        for name, role in ROLES.items():
+            if has_title(title, name):
                 found[role] = pid
     return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+
+from commands import exit_code_of
 
 
 class Ended(NamedTuple):
@@ -23,18 +24,11 @@ CommandLine = Callable[..., Ended]
 @pytest.fixture
 def command_line(monkeypatch, capsys, tmp_path) -> CommandLine:
     """Run `thresher` with arguments, in an empty directory; no mistake may show a traceback."""
-    from thresher.cli import main
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
+        code = exit_code_of(monkeypatch, arguments)
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
         return Ended(code, printed.out, printed.err)

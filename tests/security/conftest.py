@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from attacks import Canary, CommandLine, Ended, Run, sign, unsafe_load, values_of
 
+from commands import exit_code_of
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 from small_runs import make_base
 
@@ -31,18 +33,11 @@ def canary(tmp_path: Path) -> Iterator[Canary]:
 @pytest.fixture
 def thresher(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> CommandLine:
     """Run `thresher` with arguments; a mistake may show no traceback."""
-    from thresher.cli import main
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as left:
-            code = int(left.code or 0)
+        code = exit_code_of(monkeypatch, arguments)
         printed = capfd.readouterr()
         assert "Traceback" not in printed.err, printed.err
         return Ended(code, printed.out + printed.err)

@@ -75,6 +75,11 @@ def stop_file(config: DPOConfig) -> Path:
     return Path(config.output_dir).resolve() / stopping.FILE_NAME
 
 
+def logging_dir(config: DPOConfig) -> Path:
+    """Where the metrics of a run lie, and what else is told of its course."""
+    return Path(config.logging_dir or Path(config.output_dir) / "logs")
+
+
 def loop_settings(config: DPOConfig) -> LoopSettings:
     return LoopSettings(eval_steps=config.eval_steps, save_steps=config.save_steps, eval_on_start=config.eval_on_start)
 
@@ -118,7 +123,7 @@ def build_supervisor(config: DPOConfig, announce: Callable[[str], None]) -> Supe
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
         newest=lambda: checkpoints.resume("auto"),
-        record=Path(config.logging_dir or Path(config.output_dir) / "logs") / "recoveries.jsonl",
+        record=logging_dir(config) / "recoveries.jsonl",
         announce=announce,
     )
 
@@ -133,7 +138,7 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     """Open the trackers for the length of a run and tell them how it ended; give the record of skipped steps."""
     run = RunInfo(
         exp_name=config.exp_name,
-        run_dir=Path(config.logging_dir or Path(config.output_dir) / "logs"),
+        run_dir=logging_dir(config),
         config=redact(config.model_dump(mode="json")),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
