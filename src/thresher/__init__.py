@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from thresher.pipeline import DPOPipeline
     from thresher.trainer import DPOTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "UserError", "load_config"]
 
