@@ -1,6 +1,6 @@
 """How much of a save is hidden behind training: blocks of steps with no save, a save at once, a save in the background.
 
-python benchmarks/async_save.py                  # the table of docs/benchmarks.md
+python benchmarks/async_save.py                  # the table of docs/internals/benchmarks.md
 The three kinds of block take turns, so that a host that slows down slows them alike. One thread trains; the writing
 thread has the other core.
 """

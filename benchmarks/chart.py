@@ -1,4 +1,4 @@
-"""Bars of benchmarks/vs_trl.py's results: python benchmarks/chart.py RESULTS.json docs/vs_trl.svg"""
+"""Bars of benchmarks/vs_trl.py's results: python benchmarks/chart.py RESULTS.json docs/internals/vs_trl.svg"""
 
 from __future__ import annotations
 

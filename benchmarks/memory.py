@@ -1,6 +1,6 @@
 """Peak memory of a step over the floor (weights, gradients, optimizer), each contestant in a process of its own.
 
-python benchmarks/memory.py                      # both columns of docs/benchmarks.md on HH
+python benchmarks/memory.py                      # both columns of docs/internals/benchmarks.md on HH
 The peak is what the kernel saw (VmHWM, set back before the steps), so short-lived buffers count. The floor is the
 resident memory before the first step, plus a gradient and two moments for every weight.
 """

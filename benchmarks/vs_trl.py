@@ -1,6 +1,6 @@
 """thresher against TRL on the same pairs: one thread, contestants in turn on every batch, ratios with their spread.
 
-python benchmarks/vs_trl.py                      # all columns of docs/benchmarks.md on HH
+python benchmarks/vs_trl.py                      # all columns of docs/internals/benchmarks.md on HH
 python benchmarks/vs_trl.py --columns h384-L6-V8k-fp32 --batches 12 --data ultrafeedback
 python benchmarks/vs_trl.py --only "TRL default" "thresher"
 Results are kept with --results FILE.json, a column after another; `python benchmarks/chart.py FILE.json` draws them.

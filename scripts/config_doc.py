@@ -1,4 +1,4 @@
-"""The tables of docs/config.md, made from the config's schema, so that the page cannot part from the code.
+"""The tables of docs/reference/config.md, made from the config's schema, so that the page cannot part from the code.
 
 Keys, types and defaults come from the schema, meanings from the docstrings of the fields. `MEANINGS` holds those of the
 fields that have none; a key without a meaning, or a meaning without a key, is an error. Run scripts/make-config-doc.
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from thresher.config.dpo import DPOConfig, LossConfig
 from thresher.config.section import Section
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
@@ -36,7 +36,7 @@ MEANINGS = {
     "prompt_key": "Column of the prompt, where it is called otherwise.",
     "model_type": "As for the policy.",
     "lora_dropout": "Dropout inside the adapters. Every other dropout of a model is turned off.",
-    "strategy_name": "Engine of the role. docs/strategies.md says which are there today.",
+    "strategy_name": "Engine of the role. docs/concepts/parallelism-and-layouts.md says which are there today.",
     "strategy_config": "Sizes of parallel axes. None other than 1 today: several workers are data parallel.",
     "device_mapping": "Global device ids, a worker each: a list, or text like `list(range(0,8))`. Roles may share.",
     "learning_rate": "Peak rate of AdamW.",
@@ -51,7 +51,7 @@ MEANINGS = {
     "truncation": "What happens to a pair longer than sequence_length.",
     "on_bad_row": "Stop at a row that cannot be read, leave such rows out, or collect them in a file.",
     "preprocessing_num_workers": "Processes that tokenise; the store has the same bytes whatever the number.",
-    "mode": "How the reference is scored; docs/strategies.md says what `auto` chooses.",
+    "mode": "How the reference is scored; docs/concepts/parallelism-and-layouts.md says what `auto` chooses.",
     "wandb_project": "Project on Weights & Biases.",
     "wandb_entity": "Team or user on Weights & Biases; the account's own when absent.",
 }

@@ -1,4 +1,4 @@
-"""docs/config.md: its tables are what the config's schema says today."""
+"""docs/reference/config.md: its tables are what the config's schema says today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which layouts of ranks are compared with the oracle, on what; the table in docs/strategies.md is made of these.
+"""Which layouts of ranks are compared with the oracle, on what.
+
+The table in docs/concepts/parallelism-and-layouts.md is made of these.
 
 Not the whole product: every mesh goes through every row layout with sigmoid, and through every loss in the shared
 layout; families go through one axis at a time. The axes know nothing of a loss, and a loss nothing of them.
@@ -14,7 +16,7 @@ from parity import Case, axes_text
 
 from thresher.strategies.native.mesh import AxisSizes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "parallelism-and-layouts.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
 USUAL = ("shared", "sigmoid", "llama")

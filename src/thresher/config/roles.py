@@ -218,7 +218,8 @@ class StrategyArgs(Section):
     """fsdp2_train for the policy and hf_infer for the reference when absent."""
     strategy_config: dict[str, int | bool] = {}
     """Settings of the engine. For fsdp2: tp_size, pp_size, pp_chunks, cp_size, dp_replicate (whole numbers, 1 when
-    absent) and cpu_offload; what they leave of the workers shards the model. See strategies.md."""
+    absent) and cpu_offload; what they leave of the workers shards the model. See
+    docs/concepts/parallelism-and-layouts.md."""
 
     @model_validator(mode="after")
     def _axes_are_known(self) -> StrategyArgs:
