@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from parity import Case, axes_text
 
+from tests.support.paths import ROOT
+from tests.support.strategies.parity import Case, axes_text
 from thresher.strategies.native.mesh import AxisSizes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+DOCS = ROOT / "docs" / "strategies.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
 USUAL = ("shared", "sigmoid", "llama")
