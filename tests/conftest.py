@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT, shared_path
 from thresher.runtime.environment import set_environment
 
-ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"
 
-
-def shared_path(*parts: str) -> Path:
-    """A file of the real data beside the checkout; the test is skipped where it is missing."""
-    path = SHARED.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"needs ../shared/{'/'.join(parts)}, which is not beside this checkout")
-    return path
+@pytest.fixture(scope="session", autouse=True)
+def python_path_of_children() -> Iterator[None]:
+    """Let child processes and Ray workers import `tests.support`, whatever their directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from commands import exit_code_of
+from tests.support.cli_runner import exit_code_of
 
 
 class Ended(NamedTuple):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.paths import ROOT
+
 ROW = {"prompt": "Say hello.\n", "chosen": "Hello, dear friend!", "rejected": "Go away."}
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -343,7 +345,7 @@ def test_a_config_file_that_does_not_exist(thresher):
 
 
 def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "examples" / "start_dpo_pipeline.py"
+    script = ROOT / "examples" / "start_dpo_pipeline.py"
 
     def start(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, str(script), *arguments]

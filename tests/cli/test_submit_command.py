@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-CONFIG = Path(__file__).parents[2] / "examples" / "polite_smollm2" / "dpo_config.yaml"
+from tests.support.paths import ROOT
+
+CONFIG = ROOT / "examples" / "polite_smollm2" / "dpo_config.yaml"
 TEMPORARY = (
     "and a job runs in a directory of Ray's that may be deleted after it; give an absolute path that all nodes share"
 )

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compared_runs import metric_log
+from tests.support.compared_runs import metric_log
 
 ARCHIVE = Path(__file__).with_name("files_of_0_1.tar.gz")
 # kernels of another instruction set round in another way: there the last bits may differ

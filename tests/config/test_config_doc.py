@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.support.paths import ROOT
 from thresher.config import DPOConfig
 from thresher.config.section import known_keys
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

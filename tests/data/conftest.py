@@ -8,27 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+from tests.support.paths import shared_path
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+
 WriteRows = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The real files beside the checkout."""
-    if not (SHARED / "data").is_dir():
-        pytest.skip("needs ../shared/data, which is not beside this checkout")
-    return SHARED / "data"
+    return shared_path("data")
 
 
 @pytest.fixture(scope="session")
 def stories_tokenizer() -> PreTrainedTokenizerFast:
     """512 tokens, `<s>` is both BOS and EOS, no chat template."""
-    if not (SHARED / "models" / "stories260K_hf").is_dir():
-        pytest.skip("needs ../shared/models/stories260K_hf, which is not beside this checkout")
-    return AutoTokenizer.from_pretrained(SHARED / "models" / "stories260K_hf")
+    return AutoTokenizer.from_pretrained(shared_path("models", "stories260K_hf"))
 
 
 @pytest.fixture(scope="session")

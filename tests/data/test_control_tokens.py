@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.assembly.data import data_settings
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.control_tokens import ControlTokens

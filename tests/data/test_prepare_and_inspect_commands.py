@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from typer.testing import CliRunner
 
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.cli.inspect import inspect, render_side
 from thresher.cli.prepare import prepare
 from thresher.data.batch import Pair

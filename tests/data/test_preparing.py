@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.prepare import DataSettings, NoPairsError, PrepareReport, Progress, prepare, store_identity
 from thresher.data.prepare import tokenizer_digest as digest_of
 from thresher.data.store import PairStore

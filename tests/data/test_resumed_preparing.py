@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare import DataSettings, Progress, prepare
 from thresher.data.staging import Staging
 from thresher.data.store import PairStore
 from thresher.errors import UserError
 
-SCRIPT = Path(__file__).with_name("killed_preparing.py")
 SHARD_ROWS = 200
 
 
@@ -45,7 +44,8 @@ def write_files(write_rows: Any, rows_per_file: int = 700) -> list[str]:
 def kill_and_finish(output: Path, log: Path, runner: str, files: list[str], kills: list[int]) -> list[str]:
     """Return the blocks that were worked on, over all processes."""
     arguments = [str(output), str(log), str(SHARD_ROWS), runner, ",".join(files), *map(str, kills)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.support.prepare_and_kill", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return log.read_text().splitlines()
 

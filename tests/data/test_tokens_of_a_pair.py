@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_tokenizer import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.control_tokens import ControlTokens
 from thresher.data.row_values import BadRowError
 from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row

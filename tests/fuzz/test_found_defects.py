@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import CONFIG
-from checks import CacheCheck, ComposeCheck, ExactJsonCheck, ManifestCheck, StoreCheck, StoreManifestCheck
 
+from tests.support.fuzz.cases import CONFIG
+from tests.support.fuzz.checks import (
+    CacheCheck,
+    ComposeCheck,
+    ExactJsonCheck,
+    ManifestCheck,
+    StoreCheck,
+    StoreManifestCheck,
+)
 from thresher.checkpoint.exact_json import load_json, loads
 from thresher.config.load import parse_config
 from thresher.errors import CheckpointError, UserError

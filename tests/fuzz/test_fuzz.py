@@ -9,8 +9,21 @@ import json
 from typing import Any
 
 import pytest
-from cases import CONFIG, CONFIG_WORDS, JSON_WORDS, KEYS, OVERRIDES, ROLES, SOUND_ROWS, WORDS, YAML_WORDS
-from checks import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fuzz.cases import (
+    CONFIG,
+    CONFIG_WORDS,
+    JSON_WORDS,
+    KEYS,
+    OVERRIDES,
+    ROLES,
+    SOUND_ROWS,
+    WORDS,
+    YAML_WORDS,
+)
+from tests.support.fuzz.checks import (
     CacheCheck,
     ComposeCheck,
     ExactJsonCheck,
@@ -20,8 +33,6 @@ from checks import (
     check_config,
     check_row,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SURROGATES = st.text(st.characters(codec=None), max_size=6)
 TEXTS = st.one_of(st.lists(st.sampled_from(WORDS), max_size=4).map("".join), SURROGATES)

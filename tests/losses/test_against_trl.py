@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import COUPLED_LOSSES, Evaluated, evaluate, objective_of, random_pairs
 from torch import Tensor
-from trl_oracle import Settings, trl_cpo_losses, trl_mean_loss, trl_odds_ratio, trl_per_pair
 
+from tests.support.loss_cases import COUPLED_LOSSES, Evaluated, evaluate, objective_of, random_pairs
+from tests.support.trl_oracle import Settings, trl_cpo_losses, trl_mean_loss, trl_odds_ratio, trl_per_pair
 from thresher.losses import Objective, PairLogps, make_loss
 
 pytestmark = pytest.mark.slow  # importing TRL takes several seconds

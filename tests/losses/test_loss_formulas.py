@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import bare, evaluate, objective_of, random_pairs
 
+from tests.support.loss_cases import bare, evaluate, objective_of, random_pairs
 from thresher.losses import BCOPair, Objective
 
 Row = list[float]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import ALL_LOSSES, evaluate, objective_of, random_pairs
 
+from tests.support.loss_cases import ALL_LOSSES, evaluate, objective_of, random_pairs
 from thresher.errors import UserError
 from thresher.losses import Objective, knob_defaults, make_loss
 

@@ -4,8 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import ALL_LOSSES, COUPLED_LOSSES, INDEPENDENT_LOSSES, evaluate, objective_of, side, take_pairs
 
+from tests.support.loss_cases import (
+    ALL_LOSSES,
+    COUPLED_LOSSES,
+    INDEPENDENT_LOSSES,
+    evaluate,
+    objective_of,
+    side,
+    take_pairs,
+)
 from thresher.losses import PairLogps, SidesLogps, concat_pairs
 
 LOGPS = st.floats(-20.0, 0.0, width=32)

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from loss_cases import ALL_LOSSES, REFERENCE_LOSSES
 
 import thresher.losses
+from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES
 from thresher.errors import UserError
 from thresher.losses import Sigmoid, describe, knob_defaults, loss_class, loss_names, make_loss, make_losses
 from thresher.losses.registry import register

@@ -10,8 +10,8 @@ import math
 
 import pytest
 import torch
-from loss_cases import ALL_LOSSES, bare, evaluate, hand_pairs, objective_of
 
+from tests.support.loss_cases import ALL_LOSSES, bare, evaluate, hand_pairs, objective_of
 from thresher.losses import BCOPair
 
 CASES = [

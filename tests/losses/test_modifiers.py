@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import F_DIVERGENCE_LOSSES, evaluate, hand_pairs, objective_of, random_pairs, side
 
+from tests.support.loss_cases import F_DIVERGENCE_LOSSES, evaluate, hand_pairs, objective_of, random_pairs, side
 from thresher.errors import UserError
 from thresher.losses import Objective, PairLogps, SidesLogps, make_loss, score_pairs
 from thresher.losses.modifiers.f_divergence import DIVERGENCES, FDivergence

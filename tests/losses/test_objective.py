@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import (
+
+from tests.support.loss_cases import (
     ALL_LOSSES,
     COUPLED_LOSSES,
     F_DIVERGENCE_LOSSES,
@@ -19,7 +20,6 @@ from loss_cases import (
     side,
     take_pairs,
 )
-
 from thresher.errors import UserError
 from thresher.losses import (
     BCOPair,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import MIXED, tiny_model
 
+from tests.support.tiny_models import MIXED, tiny_model
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps
 from thresher.models.layouts import PaddedLayout

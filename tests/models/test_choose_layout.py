@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import FAMILIES
 from transformers import BloomConfig, GptOssConfig, JambaConfig, LlamaConfig, MambaConfig, PhimoeConfig, Qwen2MoeConfig
 
+from tests.support.tiny_models import FAMILIES
 from thresher.errors import UserError
 from thresher.models.layouts.choose import choose_layout
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.tiny_models import batch_of, pair_of, tiny_model
 from torch._dynamo.utils import counters
 
+from tests.support.tiny_models import batch_of, pair_of, tiny_model
 from thresher.errors import UserError
 from thresher.models.compiling import compile_layers
 from thresher.models.layouts import PackedLayout

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.tiny_models import pair_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.tiny_models import pair_of
 from thresher.data.batch import PairBatch
 from thresher.models import head as head_module
 from thresher.models.head import Head, LogitTransform, log_collision, target_logps

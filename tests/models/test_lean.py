@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.tiny_models import tiny_model
 
+from tests.support.tiny_models import tiny_model
 from thresher.models.lean import as_written, make_lean
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

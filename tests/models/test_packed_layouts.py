@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 
+from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.batch import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps

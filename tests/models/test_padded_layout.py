@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_models import batch_of
 
+from tests.support.tiny_models import batch_of
 from thresher.data.batch import Pair
 from thresher.errors import UserError
 from thresher.models.layouts import PaddedLayout

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.batch import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps

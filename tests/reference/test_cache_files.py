@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
 
+from tests.support.noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
 from thresher.errors import UserError
 from thresher.reference.key_index import KeyIndex
 from thresher.reference.shards import (
@@ -261,11 +261,10 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
 @pytest.mark.slow
 def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
     """SIGKILL in the middle of a forward, five times, at moments before, in and after shards."""
-    script = Path(__file__).with_name("killed_scoring.py")
     num_pairs, kills = 400, [1, 5, 9, 20, 31]
     done = subprocess.run(
-        [sys.executable, script, tmp_path / "killed", tmp_path / "log", str(num_pairs), str(SMALL.num_bytes)]
-        + [str(kill) for kill in kills],
+        [sys.executable, "-m", "tests.support.score_and_kill", tmp_path / "killed", tmp_path / "log"]
+        + [str(number) for number in (num_pairs, SMALL.num_bytes, *kills)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

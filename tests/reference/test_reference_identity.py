@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from noise_cache import IDENTITY
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.noise_cache import IDENTITY
 from thresher.errors import UserError
 from thresher.reference.identity import frozen_digest, settings_digest, weights_digest
 

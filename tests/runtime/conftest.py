@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from small_runs import make_base
+
+from tests.support.small_runs import make_base
 
 
 @pytest.fixture(scope="session")

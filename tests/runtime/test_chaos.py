@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-HARNESS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
+HARNESS = ROOT / "benchmarks" / "chaos.py"
 KINDS = (
     "SIGKILL a policy worker",
     "SIGKILL a reference worker",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
 
-from compared_runs import merge, metric_log
+from tests.support.compared_runs import merge, metric_log
+from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
 from thresher.assembly.run import build_tracking, loop_settings, track
 from thresher.config import parse_config
 from thresher.errors import UserError

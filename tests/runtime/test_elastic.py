@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import ResourceError
 from thresher.pipeline import DPOPipeline

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from small_runs import assert_same_run
+
+from tests.support.paths import ROOT
+from tests.support.small_runs import assert_same_run
 
 pytestmark = pytest.mark.distributed
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 CONFIG = EXAMPLES / "polite_smollm2" / "dpo_config.yaml"
 BIN = Path(sys.executable).parent
 

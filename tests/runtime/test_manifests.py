@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 # of KubeRay's API reference (docs.ray.io, KubeRay 1.7.1; the fields are as old as 1.5.1), what the file uses

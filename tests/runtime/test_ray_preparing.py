@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support.small_tokenizer import make_tokenizer
 from thresher.cli.prepare import prepare as prepare_command
 from thresher.data import readers
 from thresher.data.prepare import DataSettings, prepare
@@ -27,10 +28,6 @@ from thresher.errors import UserError
 from thresher.runtime.preparing import run_on_ray
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-DATA_TESTS = Path(__file__).parents[1] / "data"
-sys.path.append(str(DATA_TESTS))
-
-from small_tokenizer import make_tokenizer  # noqa: E402
 
 
 def row(number: int, *, word: str = "yes") -> dict[str, Any]:
@@ -141,8 +138,8 @@ def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_pa
     def run(output: Path, runner: str, *kills: int) -> list[str]:
         log = output.with_suffix(".log")
         arguments = [str(output), str(log), "400", runner, ",".join(names), *map(str, kills)]
-        script = str(DATA_TESTS / "killed_preparing.py")
-        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "tests.support.prepare_and_kill", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return log.read_text().splitlines()
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
 
-from compared_runs import merge, metric_log
+from tests.support.compared_runs import merge, metric_log
+from tests.support.small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.loop import fit

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import descendants, last_weights
 
-from compared_runs import merge, metric_log
+from tests.support.compared_runs import merge, metric_log
+from tests.support.small_runs import last_weights
+from tests.support.worker_killer import Killer
 from thresher.config import parse_config
 from thresher.errors import StoppedError
 from thresher.pipeline import DPOPipeline
@@ -22,36 +23,6 @@ from thresher.pipeline import DPOPipeline
 pytestmark = pytest.mark.distributed
 
 TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
-
-
-class Killer:
-    """A console that sends a worker a signal when a step is logged for the first time."""
-
-    name = "console"
-
-    def __init__(self, step: int, worker: str, number: int = signal.SIGKILL):
-        self._step, self._worker, self._number, self.killed = step, worker, number, 0
-
-    def start(self, run: object, resume_step: int | None) -> None:
-        pass
-
-    def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
-        if step == self._step and not self.killed:
-            victims = workers_named(self._worker)
-            self.killed, self.time = victims[-1], time.time()
-            os.kill(self.killed, self._number)
-
-    def close(self, status: str) -> None:
-        pass
-
-    def print(self, message: str) -> None:
-        pass
-
-
-def workers_named(name: str) -> list[int]:
-    """Processes of Ray actors of a class, below this one; Ray writes the class into the process's title."""
-    title = f"ray::{name}".encode()
-    return [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
 
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:

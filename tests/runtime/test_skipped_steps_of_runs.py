@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import last_weights, open_small_inputs
-from test_recovery import Killer
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.small_runs import last_weights, open_small_inputs
+from tests.support.worker_killer import Killer
 from thresher.config import parse_config
 from thresher.data.store import PairStore
 from thresher.errors import UserError

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compared_runs import merge
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from soak import Watcher, soak
+from benchmarks.soak import Watcher, soak
+from tests.support.compared_runs import merge
 
 pytestmark = pytest.mark.slow
 

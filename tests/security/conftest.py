@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import Canary, CommandLine, Ended, Run, sign, unsafe_load, values_of
 
-from commands import exit_code_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
-from small_runs import make_base
+from tests.support.attacks import Canary, CommandLine, Ended, Run, sign, unsafe_load, values_of
+from tests.support.cli_runner import exit_code_of
+from tests.support.small_runs import make_base
 
 
 @pytest.fixture

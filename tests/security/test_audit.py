@@ -13,9 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import audit  # noqa: E402
+from scripts import audit
+from tests.support.paths import ROOT
 
 
 def advisory(*events: dict[str, str], name: str = "Some.Package", **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from attacks import CommandLine, Run, sign
+
+from tests.support.attacks import CommandLine, Run, sign
 
 
 @pytest.mark.parametrize("name", ["optimizer.json", "rng.json", "trainer.json", "config.json"])

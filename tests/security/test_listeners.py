@@ -16,8 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from attacks import Run
-from small_runs import descendants
+
+from tests.support.attacks import Run
+from tests.support.small_runs import descendants
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 

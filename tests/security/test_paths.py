@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import CommandLine, Run, sign
 
+from tests.support.attacks import CommandLine, Run, sign
 from thresher.checkpoint import list_checkpoints, prune, staging
 from thresher.checkpoint.directory import recover
 from thresher.errors import CheckpointError, UserError

@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from attacks import Canary, CommandLine, Run, sign
+
+from tests.support.attacks import Canary, CommandLine, Run, sign
 
 CHECKPOINT_FILES = (
     *("weights.safetensors", "optimizer.safetensors", "rng.safetensors", "optimizer.json", "rng.json"),

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from attacks import Canary, CommandLine, Run, sign
+
+from tests.support.attacks import Canary, CommandLine, Run, sign
 
 CODE = """
 open({canary!r}, "w")

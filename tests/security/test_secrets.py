@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
-from attacks import CommandLine, Run
 
-from compared_runs import merge
+from tests.support.attacks import CommandLine, Run
+from tests.support.compared_runs import merge
 
 ENVIRONMENT = {
     "HF_TOKEN": "hf_canaryofthehubcanary01",

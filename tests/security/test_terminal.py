@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from attacks import CommandLine, Run
 
+from tests.support.attacks import CommandLine, Run
 from thresher.redact import printable
 
 TITLE = "\x1b]0;mine\x07"

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from parity import Case, Outcome, save_model, train_alone, train_oracle
-from parity_cases import ALL_CASES, write_table
-from rank_pool import RankPool
 
+from tests.support.strategies.parity import Case, Outcome, save_model, train_alone, train_oracle
+from tests.support.strategies.parity_cases import ALL_CASES, write_table
+from tests.support.strategies.rank_pool import RankPool
 from thresher.strategies.native.mesh import AxisSizes
 
 # every group of gloo has threads that wake a hundred times a second, also when nobody speaks

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from communication import count_step
-from parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
 from transformers import AutoModelForCausalLM
 
+from tests.support.strategies.communication import count_step
+from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
 from thresher.strategies.native.mesh import AxisSizes
 
 pytestmark = pytest.mark.distributed

@@ -7,9 +7,24 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from parity import Case, leaves_rows_out, micro_batching_of, score_alone, score_split, train_split
-from parity_cases import AGAINST_ONE_PROCESS, ALL_CASES, IN_BF16, MATRIX, MESHES, render_table, table_in_docs
 
+from tests.support.strategies.parity import (
+    Case,
+    leaves_rows_out,
+    micro_batching_of,
+    score_alone,
+    score_split,
+    train_split,
+)
+from tests.support.strategies.parity_cases import (
+    AGAINST_ONE_PROCESS,
+    ALL_CASES,
+    IN_BF16,
+    MATRIX,
+    MESHES,
+    render_table,
+    table_in_docs,
+)
 from thresher.strategies.native.mesh import AxisSizes
 
 distributed = pytest.mark.distributed

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from parity import NUM_STEPS, Case, Outcome, objective_of, train_alone, train_split
-from parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
-from pipeline_runs import check_logps, most_received, one_step, score
-from split_runs import train_from_config
-from tiny_models import tiny_model
 from torch import Tensor
 
+from tests.support.strategies.parity import NUM_STEPS, Case, Outcome, objective_of, train_alone, train_split
+from tests.support.strategies.parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
+from tests.support.strategies.pipeline_runs import check_logps, most_received, one_step, score
+from tests.support.strategies.split_runs import train_from_config
+from tests.support.tiny_models import tiny_model
 from thresher.errors import UserError
 from thresher.models.chunk import check_passes_hidden_states
 from thresher.strategies.native.mesh import AxisSizes

@@ -6,12 +6,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import parity
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved_runs import (
+
+from tests.support.strategies import parity
+from tests.support.strategies.saved_runs import (
     NUM_STEPS,
     SAVED_STEP,
     Result,
@@ -20,7 +21,6 @@ from saved_runs import (
     train,
     train_during_a_slow_save,
 )
-
 from thresher.assembly.export import export_checkpoint
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from parity import PAIRS, Case
-from skipped_runs import train_spoilt
 
+from tests.support.strategies.parity import PAIRS, Case
+from tests.support.strategies.skipped_runs import train_spoilt
 from thresher.data.pair_columns import hash_pair
 from thresher.observe.skipped import SpoiltPair
 from thresher.strategies.native.mesh import AxisSizes

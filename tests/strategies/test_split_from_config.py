@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from parity import save_model
-from split_runs import train_from_config
+
+from tests.support.strategies.parity import save_model
+from tests.support.strategies.split_runs import train_from_config
 
 pytestmark = pytest.mark.distributed
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from held_memory import PeakOfProcesses, held_after_a_step, load, process_id
-from parity import Case, axes_text
-from rank_pool import RankPool
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.strategies.held_memory import PeakOfProcesses, held_after_a_step, load, process_id
+from tests.support.strategies.parity import Case, axes_text
+from tests.support.strategies.rank_pool import RankPool
 from thresher.models.load import load_model
 from thresher.strategies.native.mesh import AxisSizes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compared_runs import merge
-from tiny_llama import save_tiny_llama
+from tests.support.compared_runs import merge
+from tests.support.tiny_llama import save_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from transformers import LlamaForCausalLM
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.tiny_llama import save_tiny_llama
+from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.assembly import precompute
-from tiny_llama import save_tiny_llama
 
 PAIRS = 27
 PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tiny_run import build_run, noise_pairs
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.tiny_llama import save_tiny_llama
+from tests.support.tiny_run import build_run, noise_pairs
 from thresher.config import DPOConfig, LossConfig, ModelArgs, ReferenceConfig, ReferenceModelArgs, TrainingArgs
-from tiny_llama import save_tiny_llama
 
 Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", "nothing"]
 

@@ -6,7 +6,16 @@ import copy
 
 import pytest
 import torch
-from real_pairs import micro_batches, minimal_dpo, objective_of, policy_on, polite_rows, reference_on, token_pairs
+
+from tests.support.real_pairs import (
+    micro_batches,
+    minimal_dpo,
+    objective_of,
+    policy_on,
+    polite_rows,
+    reference_on,
+    token_pairs,
+)
 
 pytestmark = pytest.mark.real
 

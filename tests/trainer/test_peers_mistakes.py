@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.assembly.objective import build_objective
 from thresher.config import parse_config
 from thresher.errors import UserError

@@ -8,16 +8,16 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_run import build_run, noise_pairs
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.tiny_llama import VOCAB, save_tiny_llama
+from tests.support.tiny_run import build_run, noise_pairs
 from thresher.assembly import run as assembly_run
 from thresher.assembly.run import build_layout, config_changes
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.invariant import check_step_zero
-from tiny_llama import VOCAB, save_tiny_llama
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from real_pairs import polite_rows
 from safetensors.torch import load_file
 
-from compared_runs import merge, metric_log
+from tests.support.compared_runs import merge, metric_log
+from tests.support.real_pairs import polite_rows
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -69,9 +69,8 @@ def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Pat
 
 
 def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
-    script = Path(__file__).with_name("killed_run.py")
     return subprocess.run(
-        [sys.executable, str(script), str(config), str(output), *kills],
+        [sys.executable, "-m", "tests.support.train_and_kill", str(config), str(output), *kills],
         # a cache of its own: a run that is compared with another must not take its logps
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THRESHER_CACHE_DIR": str(output / "cache")},
         capture_output=True,

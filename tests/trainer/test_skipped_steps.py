@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 from transformers import LlamaForCausalLM
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
+from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.config import parse_config
 from thresher.data.batch import PairBatch
 from thresher.data.pair_columns import hash_pair

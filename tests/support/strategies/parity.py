@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,33 +17,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-HERE = Path(__file__).parent
-for neighbour in ("trainer", "models"):
-    sys.path.append(str(HERE.parent / neighbour))
-
-from real_pairs import minimal_dpo  # noqa: E402
-from tiny_models import FAMILIES  # noqa: E402
-from tiny_run import PairsInMemory  # noqa: E402
-
-from thresher.checkpoint.keeper import CheckpointKeeper  # noqa: E402
-from thresher.data.balance import CostModel  # noqa: E402
-from thresher.data.batch import Pair, PairBatch  # noqa: E402
-from thresher.data.micro_batches import MicroBatching  # noqa: E402
-from thresher.data.plan import Plan  # noqa: E402
-from thresher.losses.objective import Objective  # noqa: E402
-from thresher.losses.pairs import SidesLogps  # noqa: E402
-from thresher.losses.registry import make_losses  # noqa: E402
-from thresher.models.layouts import Layout, PackedLayout, PaddedLayout  # noqa: E402
-from thresher.models.load import load_model  # noqa: E402
-from thresher.models.load_split import empty_model  # noqa: E402
-from thresher.observe.skipped import SkippedStep  # noqa: E402
-from thresher.reference.scorers import LiveReference  # noqa: E402
-from thresher.schedule import Schedule  # noqa: E402
-from thresher.strategies.native.infer import NativeInfer  # noqa: E402
-from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh  # noqa: E402
-from thresher.strategies.native.placement import Placement, place_model  # noqa: E402
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings  # noqa: E402
-from thresher.trainer import DPOTrainer, Split, TrainerSettings  # noqa: E402
+from tests.support.real_pairs import minimal_dpo
+from tests.support.tiny_models import FAMILIES
+from tests.support.tiny_run import PairsInMemory
+from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.data.balance import CostModel
+from thresher.data.batch import Pair, PairBatch
+from thresher.data.micro_batches import MicroBatching
+from thresher.data.plan import Plan
+from thresher.losses.objective import Objective
+from thresher.losses.pairs import SidesLogps
+from thresher.losses.registry import make_losses
+from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.load import load_model
+from thresher.models.load_split import empty_model
+from thresher.observe.skipped import SkippedStep
+from thresher.reference.scorers import LiveReference
+from thresher.schedule import Schedule
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh
+from thresher.strategies.native.placement import Placement, place_model
+from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.trainer import DPOTrainer, Split, TrainerSettings
 
 CPU = torch.device("cpu")
 BETA = 0.1

@@ -6,11 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from parity import Case, make_policy, make_trainer, split_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.support.strategies.parity import Case, make_policy, make_trainer, split_model
 
 # of an all-gather the tensor that is made counts, of every other collective the one that is given
 _KINDS = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +31,7 @@ class RankPool:
         port = _free_port()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, sys.path), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -75,8 +74,7 @@ class RankPool:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, path: list[str]) -> None:
-    sys.path[:] = path
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
     import torch
     import torch.distributed as dist

@@ -21,9 +21,9 @@ import atheris
 
 # what is imported in this block is watched: our readers, not the libraries below them
 with atheris.instrument_imports(include=["thresher"], enable_loader_override=False):
-    from cases import CONFIG, SOUND_ROWS
-    from checks import CacheCheck, ComposeCheck, ManifestCheck, check_row, new_directory
-    from run import make_targets
+    from tests.support.fuzz.cases import CONFIG, SOUND_ROWS
+    from tests.support.fuzz.checks import CacheCheck, ComposeCheck, ManifestCheck, check_row, new_directory
+    from tests.support.fuzz.run import make_targets
 
 Check = Callable[[bytes], bool]
 

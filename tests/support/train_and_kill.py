@@ -1,6 +1,6 @@
 """Run a config in child processes, each killed with SIGKILL at a chosen moment, the last one to its end.
 
-    python killed_run.py CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
+    python -m tests.support.train_and_kill CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
 
 Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written, while the
 next steps are trained), saved (published); and

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from loss_cases import Evaluated, take_pairs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.support.loss_cases import Evaluated, take_pairs
 from thresher.losses import PairLogps, SidesLogps
 
 

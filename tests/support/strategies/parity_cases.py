@@ -1,4 +1,4 @@
-"""Which layouts of ranks are compared with the oracle, on what.
+"""Which meshes are compared with the oracle, on what.
 
 The table in docs/concepts/parallelism-and-layouts.md is made of these.
 
@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from parity import Case, axes_text
 
+from tests.support.paths import ROOT
+from tests.support.strategies.parity import Case, axes_text
 from thresher.strategies.native.mesh import AxisSizes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "parallelism-and-layouts.md"
+DOCS = ROOT / "docs" / "concepts" / "parallelism-and-layouts.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
 USUAL = ("shared", "sigmoid", "llama")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from tests.support.paths import ROOT
 from thresher.data.batch import Pair, PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
@@ -21,7 +22,6 @@ from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
 
-ROOT = Path(__file__).resolve().parents[2]
 TokenPair = tuple[list[int], list[int], list[int]]
 
 

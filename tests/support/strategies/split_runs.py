@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity import LAYOUTS, PAIRS, Case, Outcome, make_trainer, whole
 
+from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, Outcome, make_trainer, whole
 from thresher.assembly.engines import build_policy, build_reference
 from thresher.config import parse_config
 from thresher.data.batch import PairBatch

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.tiny_llama import VOCAB
 from thresher.assembly.engines import build_policy
 from thresher.assembly.inputs import RunInputs, build_plan
 from thresher.assembly.objective import build_objective
@@ -25,7 +26,6 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
 from thresher.observe.skipped import SkippedSteps
 from thresher.trainer import DPOTrainer
-from tiny_llama import VOCAB
 
 LAYOUT = PackedLayout(shares_prompt=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -11,17 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from parity import CPU, Case, make_policy, make_trainer, mesh_of, split_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.resident import kilobytes
+from tests.support.strategies.parity import CPU, Case, make_policy, make_trainer, mesh_of, split_model
 from thresher.models.load_split import empty_model
 from thresher.strategies.native.mesh import AxisSizes
 from thresher.strategies.native.placement import place_model
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from resident import kilobytes
 
 
 @dataclass(frozen=True)

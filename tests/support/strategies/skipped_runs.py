@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from parity import LAYOUTS, LOSSES_WITH_REFERENCE, NUM_STEPS, Case, make_policy, make_trainer, split_model
 from torch.distributed.tensor import DTensor
 
+from tests.support.strategies.parity import (
+    LAYOUTS,
+    LOSSES_WITH_REFERENCE,
+    NUM_STEPS,
+    Case,
+    make_policy,
+    make_trainer,
+    split_model,
+)
 from thresher.losses.objective import Objective
 from thresher.observe.skipped import SkippedStep
 from thresher.strategies.native.infer import NativeInfer

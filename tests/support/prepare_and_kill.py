@@ -1,6 +1,6 @@
 """Prepare a store in child processes, each killed with SIGKILL after a number of blocks, the last one to its end.
 
-    python killed_preparing.py OUTPUT LOG SHARD_ROWS RUNNER FILES KILL_AT ...
+    python -m tests.support.prepare_and_kill OUTPUT LOG SHARD_ROWS RUNNER FILES KILL_AT ...
 
 RUNNER is `local:N` or `ray:N`; FILES are joined by commas. Every block is logged, as its span and last row, when its
 result arrives. Children are new processes, as Ray does not survive a fork.
@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.blocks import BlockWorker
 from thresher.data.prepare import DataSettings, prepare
 from thresher.data.running import Results, Runner, run_locally
@@ -54,7 +53,9 @@ def prepare_and_die(output: str, log: str, shard_rows: str, runner: str, files: 
 def main(*arguments: str) -> None:
     common, kills = arguments[:5], arguments[5:]
     for kill_at in (*kills, "0"):
-        code = subprocess.run([sys.executable, __file__, "--child", *common, kill_at], check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", __spec__.name, "--child", *common, kill_at], check=False
+        ).returncode
         if code != (0 if kill_at == "0" else -signal.SIGKILL):
             sys.exit(f"the process that was to die at block {kill_at} ended with {code}")
 

@@ -13,14 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from compared_runs import metric_log
+from tests.support.compared_runs import metric_log
+from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from thresher.assembly.inputs import RunInputs, open_inputs
 from thresher.assembly.objective import build_objective
 from thresher.assembly.reference import reference_mode
 from thresher.checkpoint.stored import StoredTensors
 from thresher.config import DPOConfig, parse_config
 from thresher.data.prepare import prepare
-from tiny_llama import VOCAB, save_tiny_llama
 
 
 def save_small_model(directory: Path, seed: int) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from compared_runs import merge
+from tests.support.compared_runs import merge
 
 
 class Leave:

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import cases
-from checks import (
+from tests.support.fuzz import cases
+from tests.support.fuzz.checks import (
     CacheCheck,
     ComposeCheck,
     ExactJsonCheck,
@@ -31,7 +31,6 @@ from checks import (
     check_row,
     new_directory,
 )
-
 from thresher.checkpoint.exact_json import loads
 
 Target = Callable[[random.Random], bool]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.checkpoint.exact_json import dumps, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
@@ -37,9 +37,6 @@ from thresher.reference.cache import ReferenceCache
 from thresher.reference.identity import ReferenceIdentity
 from thresher.reference.shards import ShardLimits, write_shard
 from thresher.reference.upkeep import list_references, verify_cache
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 
 
 def check_row(content: Any) -> bool:

@@ -9,13 +9,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import parity
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.strategies import parity
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.checkpoint.saving import Write
 from thresher.data.balance import CostModel

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from parity import (
+from torch import Tensor
+
+from tests.support.strategies.parity import (
     CPU,
     LAYOUTS,
     LEARNING_RATE,
@@ -17,8 +19,6 @@ from parity import (
     objective_of,
     whole,
 )
-from torch import Tensor
-
 from thresher.data.batch import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps

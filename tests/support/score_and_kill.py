@@ -1,8 +1,8 @@
 """Fill a cache in child processes, each killed with SIGKILL at a chosen forward, the last one to its end.
 
-    python killed_scoring.py CACHE_DIR LOG NUM_PAIRS SHARD_BYTES KILL_AT ...
+    python -m tests.support.score_and_kill CACHE_DIR LOG NUM_PAIRS SHARD_BYTES KILL_AT ...
 
-Every forward is logged as the first pair of its block before it is made. Children are forked, as in killed_run.py.
+Every forward is logged as the first pair of its block before it is made. Children are forked, as in train_and_kill.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from noise_cache import NoisePairs, look_up, made_up_logps
-
+from tests.support.noise_cache import NoisePairs, look_up, made_up_logps
 from thresher.data.batch import PairBatch
 from thresher.losses.pairs import SidesLogps
 from thresher.reference.shards import ShardLimits

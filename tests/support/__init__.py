@@ -1,0 +1,1 @@
+"""Helpers that the tests share: small models, runs and stores, programs that tests start, and oracles."""

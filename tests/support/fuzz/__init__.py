@@ -1,0 +1,1 @@
+"""Random input for every reader, and what must hold for it."""
