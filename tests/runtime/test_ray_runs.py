@@ -131,7 +131,7 @@ def ahead(base, ray_here, tmp_path):
     long_steps = {"actor_train": {"training_args": {"global_batch_size": 20, "max_tokens_per_micro_batch": 16}}}
     config, inputs = open_small_inputs(merge(merge(merge(base, TWO), changes), long_steps))
     assert mode_of(config) == "concurrent"
-    with open_ray_runtime(config) as runtime:
+    with open_ray_runtime(config, inputs.objective) as runtime:
         yield config, inputs, runtime, runtime.start(inputs, None, print, print)
 
 
