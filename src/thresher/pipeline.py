@@ -81,7 +81,7 @@ class DPOPipeline:
             run.begin()
 
             with (
-                stop_on_signals(stop_file(config), config.stop_deadline, announce),
+                stop_on_signals(stop_file(config), config.graceful_stop_timeout, announce),
                 track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
                 log = supervisor.watching(trackers)

@@ -158,8 +158,8 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
     # back-pressure: a step is asked for when the one before the one before it is taken up, not earlier
     first = trained[0]
     for span in scored:
-        if span.step > config.reference.steps_ahead:
-            assert span.start > first[span.step - config.reference.steps_ahead - 1].start - 1e-3
+        if span.step > config.reference.prefetch_steps:
+            assert span.start > first[span.step - config.reference.prefetch_steps - 1].start - 1e-3
     # both at once: a later step is scored in the time in which an earlier one is trained
     assert any(
         score.step > train.step and score.start < train.stop and train.start < score.stop

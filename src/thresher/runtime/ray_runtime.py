@@ -82,7 +82,7 @@ class RayRuntime:
         self._mode = mode
         self._resources = resources
         self._elasticity = elasticity or Elasticity(config, alive_nodes, ray.available_resources)
-        self._watch = Watch(config.hang_timeout)
+        self._watch = Watch(config.heartbeat_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
@@ -133,7 +133,7 @@ class RayRuntime:
             return []
         return [
             f"reference.{name} has no effect here: a synced reference lives in the policy's workers"
-            for name in self._config.reference.turned("device_mapping", "num_workers")
+            for name in self._config.reference.non_default("device_mapping", "num_workers")
         ]
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
