@@ -53,7 +53,7 @@ def write_config(directory: Path, mode: str, model: Path, files: Sequence[Path],
         "save_steps": SAVE_STEPS,
         "eval_steps": 2 * SAVE_STEPS,
         "track_with": [],
-        "hang_timeout": 16,
+        "heartbeat_timeout": 16,
         "async_save": saves_behind(mode),
         "actor_train": {
             "num_workers": 2,

@@ -113,6 +113,7 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
 def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     """A run of the pipeline's own parts, stopped before its first step; the caller says how far it goes."""
     from thresher.assembly.inputs import open_inputs
+    from thresher.assembly.objective import build_objective
     from thresher.assembly.run import build_tracking, track
     from thresher.config import parse_config
     from thresher.data.prepare import prepare
@@ -120,8 +121,9 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
 
     config = parse_config({**values, "output_dir": str(output)})
     trackers = build_tracking(config, None)
-    with open_runtime(config) as runtime:
-        inputs = open_inputs(config, print, prepare)
+    objective = build_objective(config)
+    with open_runtime(config, objective) as runtime:
+        inputs = open_inputs(config, objective, print, prepare)
         started = runtime.start(inputs, None, print, lambda what, done, total: None)
         started.begin()
         with track(trackers, config, inputs.plan, resume_step=None):

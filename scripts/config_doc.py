@@ -1,7 +1,7 @@
 """The tables of docs/reference/config.md, made from the config's schema, so that the page cannot part from the code.
 
-Keys, types and defaults come from the schema, meanings from the docstrings of the fields. `MEANINGS` holds those of the
-fields that have none; a key without a meaning, or a meaning without a key, is an error. Run scripts/make-config-doc.
+Keys, types and defaults come from the schema, meanings from the docstrings of the fields, earlier names from the table
+of aliases. A key without a docstring is an error. Run scripts/make-config-doc.
 """
 
 from __future__ import annotations
@@ -9,91 +9,77 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from thresher.config.aliases import ALIASES, Aliases
 from thresher.config.dpo import DPOConfig, LossConfig
-from thresher.config.section import Section
+from thresher.config.roles import Axes
+from thresher.config.section import Section, inner_section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
-MEANINGS = {
-    "beta": "Scale of the rewards: how hard the reference holds. The loss's own default when absent.",
-    "label_smoothing": "Share of labels taken to be flipped. The loss's own default when absent.",
-    "cpo_alpha": "Weight of the NLL term of cpo. The loss's own default when absent.",
-    "discopop_tau": "Temperature of discopop's gate. The loss's own default when absent.",
-    "f_divergence_type": "f-DPO: the divergence that ties the policy to the reference.",
-    "f_alpha_divergence_coef": "Only with alpha_divergence: 0 gives forward KL, 1 reverse KL.",
-    "exp_name": "Name of the run on trackers.",
-    "seed": "Order of the pairs, first weights of adapters, every other random draw.",
-    "max_steps": "Optimizer steps; -1 says the same as leaving it out.",
-    "logging_steps": "Log every so many steps: means since the last log. The final step is always logged.",
-    "metric_for_best": "The evaluated metric that names the best checkpoint.",
-    "greater_is_better": "Whether a higher value of metric_for_best is better.",
-    "chosen_key": "Column of the chosen response, where it is called otherwise.",
-    "rejected_key": "Column of the rejected response, where it is called otherwise.",
-    "prompt_key": "Column of the prompt, where it is called otherwise.",
-    "model_type": "As for the policy.",
-    "lora_dropout": "Dropout inside the adapters. Every other dropout of a model is turned off.",
-    "strategy_name": "Engine of the role. docs/concepts/parallelism-and-layouts.md says which are there today.",
-    "strategy_config": "Sizes of parallel axes. None other than 1 today: several workers are data parallel.",
-    "device_mapping": "Global device ids, a worker each: a list, or text like `list(range(0,8))`. Roles may share.",
-    "learning_rate": "Peak rate of AdamW.",
-    "gradient_accumulation_steps": "Times per_device_train_batch_size in one optimizer step.",
-    "weight_decay": "Decay of matrices; norms and biases are not decayed.",
-    "adam_beta1": "AdamW's decay of the first moment.",
-    "adam_beta2": "AdamW's decay of the second moment.",
-    "adam_epsilon": "AdamW's epsilon.",
-    "lr_scheduler_type": "Shape of the rate over the steps of the whole run.",
-    "warmup_steps": "Optimizer steps that warm up; give this or warmup_ratio.",
-    "gradient_checkpointing": "Compute activations again in the backward pass to save memory.",
-    "truncation": "What happens to a pair longer than sequence_length.",
-    "on_bad_row": "Stop at a row that cannot be read, leave such rows out, or collect them in a file.",
-    "preprocessing_num_workers": "Processes that tokenise; the store has the same bytes whatever the number.",
-    "mode": "How the reference is scored; docs/concepts/parallelism-and-layouts.md says what `auto` chooses.",
-    "wandb_project": "Project on Weights & Biases.",
-    "wandb_entity": "Team or user on Weights & Biases; the account's own when absent.",
+TITLES = {
+    "DPOConfig": "Run",
+    "LossConfig": "Objective",
+    "TrackerArgs": "Trackers",
+    "Axes": "`strategy_config` of fsdp2",
 }
-TITLES = {"DPOConfig": "The run", "LossConfig": "The objective", "TrackerArgs": "Trackers"}
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
 def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield every section with the prefix of its keys, as it is when nothing is set."""
+    """Yield every section at its defaults, with the prefix of its keys."""
     yield prefix, section
-    for name, field in type(section).model_fields.items():
-        inner = inner_section(field.annotation)
-        if inner is not None:
+    for name in type(section).model_fields:
+        if name == "strategy_config":  # a plain mapping, so that every engine can have keys of its own
+            yield f"{prefix}{name}.", Axes()
+        elif (inner := inner_section(type(section), name)) is not None:
             yield from find_sections(getattr(section, name) or inner(), f"{prefix}{name}.")
 
 
-def inner_section(annotation: Any) -> type[Section] | None:
-    """Return the section that an annotation, optional or not, stands for."""
-    for each in (annotation, *get_args(annotation)):
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
-    return None
-
-
 def render() -> str:
-    """Write all tables: one for each section, which may stand at several places."""
-    places: dict[type[Section], dict[str, Section]] = {}
-    for prefix, section in find_sections(DPOConfig()):
-        places.setdefault(type(section), {})[prefix] = section
+    """Return all tables: one per section, which may occur under several prefixes, and one of the earlier names."""
+    places = find_places()
     tables = []
     for cls, where in places.items():
         objective = set(LossConfig.model_fields) if cls is DPOConfig else set()
-        keys = [name for name, field in cls.model_fields.items() if inner_section(field.annotation) is None]
+        keys = [name for name in cls.model_fields if inner_section(cls, name) is None]
         own = [key for key in keys if key not in objective]
         if own:
             tables.append(_table(cls, where, own, TITLES.get(cls.__name__)))
         if objective:
             tables.append(_table(cls, where, [key for key in keys if key in objective], TITLES["LossConfig"]))
-    known = {key for cls in places for key in cls.model_fields}
-    if stray := sorted(set(MEANINGS) - known):
-        raise ValueError(f"MEANINGS of scripts/config_doc.py names what is no key: {', '.join(stray)}")
-    return "\n".join(tables)
+    return "\n".join([*tables, _aliases_table(places)])
+
+
+def find_places() -> dict[type[Section], dict[str, Section]]:
+    """Return the sections of each class by the prefix of their keys."""
+    places: dict[type[Section], dict[str, Section]] = {}
+    for prefix, section in find_sections(DPOConfig()):
+        places.setdefault(type(section), {})[prefix] = section
+    return places
+
+
+def _aliases_table(places: dict[type[Section], dict[str, Section]]) -> str:
+    lines = [
+        "## Earlier names",
+        "",
+        "Still accepted everywhere; the current name is preferred. Setting both is an error.",
+        "",
+    ]
+    lines += ["| earlier | current |", "|---|---|"]
+    for cls, where in places.items():
+        aliases = ALIASES.get(cls.__name__, Aliases())
+        for prefix in where:
+            lines += [f"| `{prefix}{old}` | `{prefix}{new}` |" for old, new in aliases.keys.items()]
+            lines += [
+                f"| `{prefix}{key}: {old}` | `{prefix}{key}: {new}` |"
+                for key, values in aliases.values.items()
+                for old, new in values.items()
+            ]
+    return "\n".join([*lines, ""])
 
 
 def _table(cls: type[Section], where: dict[str, Section], keys: list[str], title: str | None) -> str:
@@ -108,11 +94,9 @@ def _table(cls: type[Section], where: dict[str, Section], keys: list[str], title
 
 
 def _meaning(key: str, schema: dict[str, Any]) -> str:
-    if "description" in schema:
-        return " ".join(schema["description"].split())
-    if key not in MEANINGS:
-        raise ValueError(f"the config key {key} has no docstring; write one below its field")
-    return MEANINGS[key]
+    if "description" not in schema:
+        raise ValueError(f"config key {key} has no docstring; write one below its field")
+    return " ".join(schema["description"].split())
 
 
 def _default(key: str, where: dict[str, Section]) -> str:
@@ -143,11 +127,11 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def with_tables(page: str, tables: str) -> str:
-    """Put the tables between the markers of a page."""
+    """Return the page with the tables between its markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE} must hold the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"{PAGE} must contain the lines {BEGIN!r} and {END!r}")
     return f"{before}{begin}\n\n{tables}\n{end}{after}"
 
 

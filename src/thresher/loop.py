@@ -106,7 +106,8 @@ def _note_skipped(step: int, told: SkippedStep, skipped: SkippedSteps) -> None:
     if told.ends_run:
         raise UserError(
             f"the loss or gradient was not finite in {told.in_a_row} steps in a row, up to step {step}; lower the "
-            f"learning rate, look at the pairs of these steps, which {skipped.path} names, or raise max_skipped_steps"
+            f"learning rate, look at the pairs of these steps, which {skipped.path} names, or raise "
+            "max_consecutive_skipped_steps"
         )
 
 

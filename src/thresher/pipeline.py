@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from thresher.assembly.data import StoreBuilder
@@ -21,6 +22,7 @@ from thresher.assembly.run import (
 from thresher.config import DPOConfig
 from thresher.data.prepare import prepare
 from thresher.loop import fit
+from thresher.losses.objective import Objective
 from thresher.observe.console import ConsoleTracker
 from thresher.runtime import open_runtime
 from thresher.stopping import stop_on_signals
@@ -54,18 +56,20 @@ class DPOPipeline:
         config = self.config
         # what needs no model and no worker comes first: a mistake is told in seconds
         check_engines(config)
-        build_objective(config)
+        objective = build_objective(config)
         stop_file(config).unlink(missing_ok=True)  # of an earlier run; from here on it is for this one
         checkpoint = find_checkpoint(config, self._announce)
-        return build_supervisor(config, self._announce).run(self._attempt, checkpoint)
+        return build_supervisor(config, self._announce).run(partial(self._attempt, objective), checkpoint)
 
-    def _attempt(self, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
+    def _attempt(self, objective: Objective, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
         """Go from a checkpoint to the end, with workers of its own; a part that dies is the supervisor's business."""
         config, announce = self.config, self._announce
         trackers = build_tracking(config, self._console)
 
-        with open_runtime(config) as runtime:  # devices that are not there are refused before pairs are prepared
-            inputs = open_inputs(config, announce, self._build_store)
+        with open_runtime(
+            config, objective
+        ) as runtime:  # devices that are not there are refused before pairs are prepared
+            inputs = open_inputs(config, objective, announce, self._build_store)
             plan = inputs.plan
 
             run = runtime.start(inputs, checkpoint, announce, self._progress)
@@ -77,7 +81,7 @@ class DPOPipeline:
             run.begin()
 
             with (
-                stop_on_signals(stop_file(config), config.stop_deadline, announce),
+                stop_on_signals(stop_file(config), config.graceful_stop_timeout, announce),
                 track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
                 log = supervisor.watching(trackers)

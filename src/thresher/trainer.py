@@ -62,7 +62,7 @@ class TrainerSettings:
 
     pairs_per_eval_batch: int
     logging_steps: int = 1
-    max_skipped_steps: int = 5
+    max_consecutive_skipped_steps: int = 5
     seed: int = 0
     stop_file: Path | None = None
     async_save: bool = False
@@ -162,7 +162,7 @@ class DPOTrainer:
             self.skipped = None
             self.objective = self.objective.advanced(outcome.metrics)
         else:
-            most = self._settings.max_skipped_steps
+            most = self._settings.max_consecutive_skipped_steps
             self.skipped = describe_skipped(outcome.fault, self.state, self._train.store, pair_ids, most)
         if self._extra is not None:
             self._extra.after_step(self.state.step)

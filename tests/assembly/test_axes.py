@@ -81,11 +81,11 @@ def test_a_step_has_a_share_for_every_data_rank_not_for_every_worker(config):
         ),
         (
             {"num_workers": 8, "pp_size": 8},
-            "actor_train: pp_size 8 with pp_chunks 1 makes 8 runs of layers, and the model has 4 layers; use at most 4",
+            "actor_train: pp_size 8 with virtual_pp_size 1 makes 8 stages, and the model has 4 layers; use at most 4",
         ),
         (
-            {"pp_size": 2, "pp_chunks": 3},
-            "actor_train: pp_size 2 with pp_chunks 3 makes 6 runs of layers, and the model has 4 layers; use at most 4",
+            {"pp_size": 2, "virtual_pp_size": 3},
+            "actor_train: pp_size 2 with virtual_pp_size 3 makes 6 stages, and the model has 4 layers; use at most 4",
         ),
         (
             {"role": "reference", "tp_size": 2},
@@ -130,7 +130,7 @@ def test_a_model_in_one_file_cannot_be_split_and_can_be_copied(tmp_path):
     [
         ({"tensor_parallel_size": 2}, "strategy_config has no key tensor_parallel_size; known: tp_size, pp_size"),
         ({"tp_size": 0}, "strategy_config.tp_size: Input should be greater than 0"),
-        ({"pp_chunks": 2}, "pp_chunks has no effect without pp_size; set pp_size"),
+        ({"virtual_pp_size": 2}, "virtual_pp_size has no effect without pp_size; set pp_size"),
     ],
     ids=str,
 )

@@ -151,7 +151,7 @@ def test_a_mistyped_key_in_a_process_of_its_own(config, tmp_path):
     path = config(actor_train__training_args__lerning_rate=1e-6)
     assert in_a_process(tmp_path, "train", path, "bta=0.2") == (
         2,
-        "the configuration has mistakes:\n"
+        "invalid configuration:\n"
         "  - actor_train.training_args.lerning_rate: unknown key; did you mean `learning_rate`?\n"
         "  - bta: unknown key; did you mean `beta`?",
     )
@@ -258,12 +258,12 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
-            "the configuration has mistakes:\n  - actor_train.strategy_args: strategy_config has no key "
-            "tensor_parallel_size; known: tp_size, pp_size, pp_chunks, cp_size, dp_replicate, cpu_offload",
+            "invalid configuration:\n  - actor_train.strategy_args: strategy_config has no key "
+            "tensor_parallel_size; known: tp_size, pp_size, virtual_pp_size, cp_size, dp_replicate, cpu_offload",
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},
-            "the configuration has mistakes:\n  - config: runtime: local is one process, and "
+            "invalid configuration:\n  - config: runtime: local is one process, but "
             "actor_train.device_mapping asks for 8; use runtime: ray",
         ),
     ],

@@ -30,7 +30,7 @@ REFUSED = {
         ["runtime=local"],
         "runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray",
     ),
-    "an unknown key": (["bta=1"], "the configuration has mistakes:\n  - bta: unknown key; did you mean `beta`?"),
+    "an unknown key": (["bta=1"], "invalid configuration:\n  - bta: unknown key; did you mean `beta`?"),
 }
 
 

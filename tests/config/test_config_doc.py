@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.paths import ROOT
 from thresher.config import DPOConfig
-from thresher.config.section import known_keys
+from thresher.config.aliases import ALIASES
+from thresher.config.section import Section, inner_section, known_keys
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,41 @@ def test_the_page_is_what_the_schema_says(config_doc: ModuleType) -> None:
 
 def test_every_key_has_a_row(config_doc: ModuleType) -> None:
     tables = config_doc.render()
-    for name, field in known_keys(DPOConfig):
-        if config_doc.inner_section(field.annotation) is None:
-            assert f"| `{name.rpartition('.')[2]}` |" in tables, name
+    sections = config_doc.find_places()
+    for cls in sections:
+        for name in cls.model_fields:
+            assert inner_section(cls, name) in sections or f"| `{name}` |" in tables, name
+    assert {key.rpartition(".")[2] for key, _ in known_keys(DPOConfig)} <= {
+        n for cls in sections for n in cls.model_fields
+    }
+
+
+def test_every_earlier_name_has_a_row(config_doc: ModuleType) -> None:
+    tables = config_doc.render()
+    for row in (
+        "| `stop_deadline` | `graceful_stop_timeout` |",
+        "| `reference.steps_ahead` | `reference.prefetch_steps` |",
+        "| `validation.data_args.special_tokens_in_text: refuse` "
+        "| `validation.data_args.special_tokens_in_text: reject` |",
+        "| `actor_train.strategy_args.strategy_config.pp_chunks` "
+        "| `actor_train.strategy_args.strategy_config.virtual_pp_size` |",
+    ):
+        assert row in tables
+    for aliases in ALIASES.values():
+        for old, new in aliases.keys.items():
+            assert f"{old}` | `" in tables, new
+
+
+def test_a_key_without_a_docstring_is_refused(config_doc: ModuleType) -> None:
+    class Bare(Section):
+        """A section."""
+
+        key: int = 1
+
+    with pytest.raises(ValueError, match="config key key has no docstring"):
+        config_doc._table(Bare, {"": Bare()}, ["key"], None)
 
 
 def test_a_page_without_markers_is_refused(config_doc: ModuleType) -> None:
-    with pytest.raises(ValueError, match="must hold the lines"):
+    with pytest.raises(ValueError, match="must contain the lines"):
         config_doc.with_tables("# Config\n", "")

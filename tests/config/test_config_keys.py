@@ -35,6 +35,10 @@ def refusal(values: dict) -> str:
         ("reference.sync_step", "sync_steps"),
         ("validation.data_args.file_names", "file_name"),
         ("actor_trian", "actor_train"),
+        ("stop_dedline", "graceful_stop_timeout"),  # near the earlier name stop_deadline
+        ("graceful_stop_timeot", "graceful_stop_timeout"),
+        ("hang_time", "heartbeat_timeout"),
+        ("reference.step_ahead", "prefetch_steps"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(typed, meant):
@@ -51,6 +55,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(typed, meant):
         ("validation.file_name", "validation.data_args.file_name"),
         ("file_name", "actor_train.data_args.file_name"),
         ("strategy_name", "actor_train.strategy_args.strategy_name"),
+        ("steps_ahead", "reference.prefetch_steps"),
+        ("actor_train.max_skipped_steps", "max_consecutive_skipped_steps"),
     ],
 )
 def test_a_key_in_the_wrong_section_is_told_where_it_belongs(typed, home):
@@ -65,7 +71,7 @@ def test_an_unknown_key_that_resembles_nothing_is_answered_with_all_keys_of_its_
 def test_every_mistake_is_told_at_once_one_line_each():
     lines = refusal({"bta": 1, "max_steps": 0, "pref_loss": 5}).splitlines()
     assert lines == [
-        "the configuration has mistakes:",
+        "invalid configuration:",
         "  - bta: unknown key; did you mean `beta`?",
         "  - pref_loss: Input should be a valid string, or Input should be a valid list, or Input should be a valid "
         "dictionary (got 5)",
@@ -158,7 +164,9 @@ def test_resume_from_checkpoint_is_false_a_path_or_auto(written, meaning):
 
 
 def test_resume_true_is_refused_because_it_does_not_say_what_a_first_start_means():
-    assert "use `auto` to go on from the newest checkpoint, or give a path" in refusal({"resume_from_checkpoint": True})
+    assert "use `auto` to resume from the newest checkpoint, or give a path" in refusal(
+        {"resume_from_checkpoint": True}
+    )
 
 
 def test_minus_one_is_no_limit():
@@ -207,10 +215,19 @@ def test_every_spelling_of_the_losses_resolves_to_names_and_weights(values, weig
         ({"simpo_loss": True, "pref_loss": "ipo"}, "simpo_loss: true contradicts pref_loss: ipo; keep one"),
         ({"ipo": True, "pref_loss": ["ipo", "sft"]}, "ipo: true contradicts pref_loss: ['ipo', 'sft']; keep one"),
         ({"ipo": True, "simpo_loss": True}, "ipo and simpo_loss are both true; keep one"),
-        ({"pref_loss": ["sigmoid", "sigmoid"]}, "adds up sigmoid + sigmoid; name each loss once, with its weight"),
-        ({"pref_loss": {"ipo": 1, "ipo_sum": 2}, "length_normalization": False}, "adds up ipo_sum + ipo_sum; name"),
+        (
+            {"pref_loss": ["sigmoid", "sigmoid"]},
+            "repeats a loss: sigmoid + sigmoid; name each loss once, with its weight",
+        ),
+        (
+            {"pref_loss": {"ipo": 1, "ipo_sum": 2}, "length_normalization": False},
+            "repeats a loss: ipo_sum + ipo_sum; name",
+        ),
         ({"pref_loss": {"sigmoid": 0.0}}, "greater than 0"),
-        ({"f_alpha_divergence_coef": 0.3}, "only acts with f_divergence_type=alpha_divergence"),
+        (
+            {"f_alpha_divergence_coef": 0.3},
+            "f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence",
+        ),
     ],
 )
 def test_losses_that_contradict_each_other_are_refused(values, message):
@@ -234,13 +251,21 @@ def test_losses_that_contradict_each_other_are_refused(values, message):
         (
             "actor_train.training_args",
             {"warmup_steps": 3, "lr_scheduler_type": "constant"},
-            "a constant schedule has no warm-up; use lr_scheduler_type=constant_with_warmup",
+            "lr_scheduler_type constant has no warm-up; use constant_with_warmup",
         ),
-        ("actor_train.training_args", {"min_lr_ratio": 0.2}, "only acts with lr_scheduler_type=cosine_with_min_lr"),
-        ("actor_train.training_args", {"lr_power": 2.0}, "only acts with lr_scheduler_type=polynomial"),
+        (
+            "actor_train.training_args",
+            {"min_lr_ratio": 0.2},
+            "min_lr_ratio has no effect without lr_scheduler_type=cosine_with_min_lr",
+        ),
+        ("actor_train.training_args", {"lr_power": 2.0}, "lr_power has no effect without lr_scheduler_type=polynomial"),
         ("actor_train.data_args", {"file_name": "a.json", "store": "b"}, "file_name and store are both set; keep one"),
         ("reference", {"sync_alpha": 0.5}, "sync_alpha has no effect without sync_steps; set sync_steps"),
-        ("reference", {"sync_steps": 5, "mode": "precompute"}, "must be alive: use mode=concurrent, not precompute"),
+        (
+            "reference",
+            {"sync_steps": 5, "mode": "precompute"},
+            "sync_steps needs a reference in mode concurrent, not precompute; set mode to concurrent",
+        ),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(path, values, message):
@@ -329,7 +354,7 @@ def test_any_values_at_all_give_a_config_or_one_readable_error(values):
     except UserError as error:
         message = str(error)
     if config is None:
-        assert message.startswith("the configuration has mistakes:\n  - ")
+        assert message.startswith("invalid configuration:\n  - ")
     else:
         assert parse_config(config.model_dump(mode="json")) == config
 
@@ -339,7 +364,7 @@ def test_any_values_at_all_give_a_config_or_one_readable_error(values):
     [
         ({"eval_steps": 5}, "eval_steps"),
         ({"eval_on_start": True}, "eval_on_start"),
-        ({"metric_for_best": "eval/rewards/accuracies"}, "metric_for_best"),
+        ({"metric_for_best_model": "eval/rewards/accuracies"}, "metric_for_best_model"),
         (
             {"actor_train": {"training_args": {"per_device_eval_batch_size": 2}}},
             "actor_train.training_args.per_device_eval_batch_size",

@@ -267,8 +267,8 @@ def test_rows_that_spell_nothing_keep_their_bytes_beside_one_that_does(
         assert one.prompt_ids.tolist() == other.prompt_ids.tolist()
 
 
-def test_refuse_makes_a_bad_row_that_names_the_token(tmp_path: Path, chat_tokenizer: Any, write_rows: Any) -> None:
-    settings = DataSettings(write_rows(texts(), texts(FORGED)), special_tokens_in_text="refuse")
+def test_reject_makes_a_bad_row_that_names_the_token(tmp_path: Path, chat_tokenizer: Any, write_rows: Any) -> None:
+    settings = DataSettings(write_rows(texts(), texts(FORGED)), special_tokens_in_text="reject")
     with pytest.raises(UserError, match=r"line 2: the text spells the control token '<\|im_end\|>'"):
         prepare(settings, chat_tokenizer, tmp_path / "s")
     report = prepare(replace(settings, on_bad_row="quarantine"), chat_tokenizer, tmp_path / "s")
@@ -278,18 +278,18 @@ def test_refuse_makes_a_bad_row_that_names_the_token(tmp_path: Path, chat_tokeni
 
 def test_the_setting_is_part_of_what_a_store_is(chat_tokenizer: Any, write_rows: Any) -> None:
     settings = DataSettings(write_rows(texts()))
-    refuse = replace(settings, special_tokens_in_text="refuse")
-    assert store_identity(settings, chat_tokenizer) != store_identity(refuse, chat_tokenizer)
-    with pytest.raises(UserError, match="special_tokens_in_text is 'token'; use one of text, refuse"):
+    reject = replace(settings, special_tokens_in_text="reject")
+    assert store_identity(settings, chat_tokenizer) != store_identity(reject, chat_tokenizer)
+    with pytest.raises(UserError, match="special_tokens_in_text is 'token'; use one of keep_as_text, reject"):
         replace(settings, special_tokens_in_text="token")  # type: ignore[arg-type]
 
 
 def test_the_config_says_what_such_text_is() -> None:
-    config = DPOConfig.model_validate({"actor_train": {"data_args": {"special_tokens_in_text": "refuse"}}})
+    config = DPOConfig.model_validate({"actor_train": {"data_args": {"special_tokens_in_text": "reject"}}})
     args = config.actor_train.data_args.model_copy(update={"file_name": ["a.jsonl"]})
-    assert data_settings(config, args).special_tokens_in_text == "refuse"
+    assert data_settings(config, args).special_tokens_in_text == "reject"
     with pytest.raises(ValueError, match="special_tokens_in_text has no effect on a store"):
-        DataArgs(store="s", special_tokens_in_text="refuse")
+        DataArgs(store="s", special_tokens_in_text="reject")
 
 
 def test_what_a_process_is_sent_can_travel(chat_tokenizer: Any) -> None:

@@ -137,7 +137,7 @@ def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str
         ("--sequence-length", "1024", "sequence_length=1024"),  # the default, said aloud, is still said
         ("--truncation", "prompt_start", "actor_train.data_args.truncation=prompt_start"),
         ("--on-bad-row", "skip", "actor_train.data_args.on_bad_row=skip"),
-        ("--special-tokens-in-text", "refuse", "actor_train.data_args.special_tokens_in_text=refuse"),
+        ("--special-tokens-in-text", "reject", "actor_train.data_args.special_tokens_in_text=reject"),
         ("--chosen-key", "good", "chosen_key=good"),
         ("--rejected-key", "bad", "rejected_key=bad"),
         ("--prompt-key", "question", "prompt_key=question"),

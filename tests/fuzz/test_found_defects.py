@@ -64,7 +64,7 @@ def test_a_signed_manifest_of_other_parts_is_refused(tmp_path: Path, key: str, v
     ids=["an integer too long to print", "a sum of 1,000 lists", "a sum of 20,000 lists"],
 )
 def test_a_config_value_without_measure_is_a_told_mistake(values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="the configuration has mistakes"):
+    with pytest.raises(UserError, match="invalid configuration"):
         parse_config({**CONFIG, **values})
 
 

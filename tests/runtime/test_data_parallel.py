@@ -97,7 +97,7 @@ def test_workers_make_the_run_of_one_process(in_process, on_workers, tmp_path, n
 
 def test_steps_that_are_not_finite_end_the_run_on_every_worker_and_what_came_before_is_logged(on_workers, tmp_path):
     """The last test of a cluster: whoever fails takes all others along."""
-    diverging = {"max_skipped_steps": 1, "actor_train": {"training_args": {"learning_rate": 1e30}}}
+    diverging = {"max_consecutive_skipped_steps": 1, "actor_train": {"training_args": {"learning_rate": 1e30}}}
     with pytest.raises(UserError, match="the loss or gradient was not finite in 1 steps in a row, up to step 2"):
         on_workers(diverging, tmp_path)
     assert [record["step"] for record in metric_log(tmp_path)] == [1]

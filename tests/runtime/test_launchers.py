@@ -128,7 +128,7 @@ def train(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_worker_ends_the_command_with_its_own_message_and_exit_code_2(tiny, head, tmp_path):
-    diverging = ["max_skipped_steps=1", "actor_train.training_args.learning_rate=1e30"]
+    diverging = ["max_consecutive_skipped_steps=1", "actor_train.training_args.learning_rate=1e30"]
     done = train(*tiny, *diverging, f"output_dir={tmp_path}", f"ray_address={head.address}")
     assert done.returncode == 2, done.stderr
     message = done.stderr.rpartition("error: ")[2]

@@ -147,11 +147,11 @@ def test_a_global_batch_is_the_steps_size_whatever_the_number_of_ranks():
     [
         (
             {"actor_train": {"device_mapping": [0], "num_workers": 2}},
-            "num_workers has no effect with device_mapping, which has one worker a device; keep one",
+            "num_workers has no effect with device_mapping, which has one worker per device; keep one",
         ),
         (
             {"runtime": "local", "reference": {"num_workers": 3}},
-            "runtime: local is one process, and reference.num_workers asks for 3; use runtime: ray",
+            "runtime: local is one process, but reference.num_workers asks for 3; use runtime: ray",
         ),
         (
             {"runtime": "local", "ray_address": "auto"},

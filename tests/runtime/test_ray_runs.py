@@ -131,7 +131,7 @@ def ahead(base, ray_here, tmp_path):
     long_steps = {"actor_train": {"training_args": {"global_batch_size": 20, "max_tokens_per_micro_batch": 16}}}
     config, inputs = open_small_inputs(merge(merge(merge(base, TWO), changes), long_steps))
     assert mode_of(config) == "concurrent"
-    with open_ray_runtime(config) as runtime:
+    with open_ray_runtime(config, inputs.objective) as runtime:
         yield config, inputs, runtime, runtime.start(inputs, None, print, print)
 
 
@@ -158,8 +158,8 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
     # back-pressure: a step is asked for when the one before the one before it is taken up, not earlier
     first = trained[0]
     for span in scored:
-        if span.step > config.reference.steps_ahead:
-            assert span.start > first[span.step - config.reference.steps_ahead - 1].start - 1e-3
+        if span.step > config.reference.prefetch_steps:
+            assert span.start > first[span.step - config.reference.prefetch_steps - 1].start - 1e-3
     # both at once: a later step is scored in the time in which an earlier one is trained
     assert any(
         score.step > train.step and score.start < train.stop and train.start < score.stop

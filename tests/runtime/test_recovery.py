@@ -78,8 +78,8 @@ def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, 
             stopped_at.append(time.time())
         lines.append(line)
 
-    hang_timeout = 16.0
-    config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "hang_timeout": hang_timeout})
+    heartbeat_timeout = 16.0
+    config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "heartbeat_timeout": heartbeat_timeout})
     DPOPipeline(config, announce=announce, console=stopper).run()
     told, *others = [line for line in lines if " hangs: " in line]
     assert not others, lines
@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, 
     work = r"(step \d: |saving step|evaluating after|building the|checking that|loading the|meeting the)[^;]*"
     assert re.match(rf"{words}{work}\(process {stopper.killed}\); the run goes on from", told), told
     # looked for within the timeout; until it is told, the other workers are ended and checkpoints verified
-    assert stopped_at[0] - stopper.time <= hang_timeout + 8
+    assert stopped_at[0] - stopper.time <= heartbeat_timeout + 8
     assert not Path(f"/proc/{stopper.killed}").exists()
     assert_equal_runs(tmp_path / "hung", whole)
 

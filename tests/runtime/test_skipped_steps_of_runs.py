@@ -97,7 +97,7 @@ def test_a_separate_run_sets_the_record_of_an_earlier_one_aside(poisoned, tmp_pa
 def test_too_many_in_a_row_end_a_run_of_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
     values, pair, _ = poisoned
     with pytest.raises(UserError, match=r"in 1 steps in a row, up to step 3; lower .* which .*skipped_steps\.jsonl"):
-        run(merge(values, {**TWO, "max_skipped_steps": 1}), tmp_path, Killer(-1, ""))
+        run(merge(values, {**TWO, "max_consecutive_skipped_steps": 1}), tmp_path, Killer(-1, ""))
     assert [[each["pair"] for each in record["pairs"]] for record in records(tmp_path)] == [[pair]]
 
 
@@ -106,7 +106,7 @@ def test_the_command_ends_with_exit_code_2_and_names_the_file(poisoned, tmp_path
 
     values, _, _ = poisoned
     config = tmp_path / "run.yaml"
-    config.write_text(json.dumps({**values, "output_dir": str(tmp_path / "out"), "max_skipped_steps": 1}))
+    config.write_text(json.dumps({**values, "output_dir": str(tmp_path / "out"), "max_consecutive_skipped_steps": 1}))
     monkeypatch.setattr(sys, "argv", ["thresher", "train", str(config)])
     with pytest.raises(SystemExit) as ended:
         main()

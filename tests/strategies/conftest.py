@@ -66,7 +66,7 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
     train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
     plain = Case(AxisSizes())
     not_its_concern = {
-        name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "pp_chunks")
+        name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size")
     }
     return lambda case: train(replace(case, recomputes_activations=False, **not_its_concern))
 
@@ -75,7 +75,7 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """What one process of our own engine makes of a case."""
     train = cache(lambda case: train_alone(case, *model_dirs(case.family)))
-    return lambda case: train(replace(case, sizes=AxisSizes(), also="", pp_chunks=1))
+    return lambda case: train(replace(case, sizes=AxisSizes(), also="", virtual_pp_size=1))
 
 
 @pytest.fixture

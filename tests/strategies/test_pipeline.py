@@ -53,7 +53,7 @@ def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, ca
 
 @pytest.mark.distributed
 def test_a_loss_that_couples_pairs_trains_as_in_one_process(two_ranks, model_dirs):
-    case = Case(TWO_STAGES, loss="aot", pp_chunks=INTERLEAVED)
+    case = Case(TWO_STAGES, loss="aot", virtual_pp_size=INTERLEAVED)
     alone = train_alone(case, *model_dirs("llama"))
     check_against(alone, two_ranks.run(train_split, case, *model_dirs("llama")), tuple(alone.metrics[0]))
 
@@ -69,7 +69,7 @@ def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("sizes", "pp_chunks", "shares"),
+    ("sizes", "virtual_pp_size", "shares"),
     [
         (AxisSizes(pp=4), 1, [[[0, 1, 2, 3]]]),
         (AxisSizes(pp=4), 1, [[[0, 1], [2], [3, 4]]]),
@@ -82,11 +82,11 @@ def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
     ],
     ids=["one of four", "three of four", "six", "1 and 5", "none", "a rank with fewer", "an empty one", "interleaved"],
 )
-def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, pp_chunks, shares):
+def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, virtual_pp_size, shares):
     path = model_dirs("llama")[0]
     everything = [[ids for share in shares for ids in share if ids]]
     alone = one_step(Case(AxisSizes(), loss="simpo"), path, everything)
-    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", pp_chunks=pp_chunks), path, shares)
+    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", virtual_pp_size=virtual_pp_size), path, shares)
     for rank in ranks:
         assert rank.metrics == pytest.approx(alone.metrics, rel=1e-5, abs=1e-5)
         assert rank.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
@@ -96,11 +96,11 @@ def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs,
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["shared", "padded"])
-@pytest.mark.parametrize("pp_chunks", [1, INTERLEAVED], ids=["1f1b", "interleaved"])
-def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, pp_chunks):
+@pytest.mark.parametrize("virtual_pp_size", [1, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, virtual_pp_size):
     path, batches = model_dirs("qwen2")[0], [[4, 1, 7, 2, 9], [3], []]
     expected = score(Case(AxisSizes(), layout), path, batches)
-    for scored in two_ranks.run(score, Case(TWO_STAGES, layout, pp_chunks=pp_chunks), path, batches):
+    for scored in two_ranks.run(score, Case(TWO_STAGES, layout, virtual_pp_size=virtual_pp_size), path, batches):
         for ours, theirs in zip(scored, expected, strict=True):
             for side in ("chosen", "rejected"):
                 ours_of_side, theirs_of_side = getattr(ours, side), getattr(theirs, side)
@@ -126,7 +126,7 @@ def test_a_stage_holds_hidden_states_of_the_micro_batches_under_way_alone(four_r
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("axes", [{"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2, "tp_size": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"pp_size": 2}, {"pp_size": 2, "virtual_pp_size": 2, "tp_size": 2}], ids=str)
 def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):
     path = model_dirs("llama")[0]
     alone = train_from_config(path, {}, "shared", lora_rank=4)
@@ -148,7 +148,11 @@ def test_dropout_with_a_coupled_loss_is_refused(two_ranks, model_dirs):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
-    [Case(TWO_STAGES), Case(TWO_STAGES, "padded"), Case(TWO_STAGES, "packed", family="gemma2", pp_chunks=INTERLEAVED)],
+    [
+        Case(TWO_STAGES),
+        Case(TWO_STAGES, "padded"),
+        Case(TWO_STAGES, "packed", family="gemma2", virtual_pp_size=INTERLEAVED),
+    ],
     ids=str,
 )
 def test_the_start_up_check_accepts_sound_stages(two_ranks, model_dirs, case):

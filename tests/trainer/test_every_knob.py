@@ -94,7 +94,7 @@ REFERENCE_CASES = {
     "sync_alpha": Case({"sync_alpha": 0.1}, "later losses", {"sync_steps": 1}),
     "mode": Case({"mode": "concurrent"}, "nothing"),
     "infer_batch_size": Case({"infer_batch_size": 3}, "nothing"),
-    "steps_ahead": Case({"steps_ahead": 3}, "nothing", {"mode": "concurrent"}),
+    "prefetch_steps": Case({"prefetch_steps": 3}, "nothing", {"mode": "concurrent"}),
 }
 REFERENCE_MODEL_CASES = {
     # rounding moves each pair's margin a little, up or down, so one step's mean may stay by chance
@@ -116,8 +116,14 @@ NO_NUMBERS = {
     DPOConfig: {
         *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
         "async_save",
-        *("resume_from_checkpoint", "save_total_limit", "metric_for_best", "greater_is_better", "max_skipped_steps"),
-        *("max_restarts", "stop_deadline", "hang_timeout", "elastic"),
+        *(
+            "resume_from_checkpoint",
+            "save_total_limit",
+            "metric_for_best_model",
+            "greater_is_better",
+            "max_consecutive_skipped_steps",
+        ),
+        *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
         *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node"),
     },

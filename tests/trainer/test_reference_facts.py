@@ -80,7 +80,7 @@ def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
     """ROLL's overflowing steps raise, or accumulate forever."""
-    run = build_run(merge(base, {"max_skipped_steps": 3}), noise_pairs(12))
+    run = build_run(merge(base, {"max_consecutive_skipped_steps": 3}), noise_pairs(12))
     run.trainer.training_step()
     weights = run.trainer.strategy.weights()
     with torch.no_grad():

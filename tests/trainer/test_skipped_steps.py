@@ -135,7 +135,7 @@ def test_a_loss_that_couples_pairs_blames_the_one_whose_logps_are_bad(apart, mod
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(apart):
     pairs = PairsInMemory([replace(pair, weight=HUGE, margin=20.0) for pair in noise_pairs(12).pairs])
-    run = build_run(merge(apart, {"max_skipped_steps": 2}), pairs)
+    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2}), pairs)
     with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* which .*skipped_steps\.jsonl names"):
         run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1, 2]
@@ -145,7 +145,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(a
 
 def test_a_step_that_is_made_starts_the_count_anew(apart):
     pairs = with_pair(noise_pairs(12), weight=HUGE, margin=20.0)
-    run = build_run(merge(apart, {"max_skipped_steps": 2, "num_train_epochs": 4}), pairs)
+    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
     run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1] * 4
 

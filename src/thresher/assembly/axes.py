@@ -79,11 +79,11 @@ def check_axes(role: RoleConfig, section: str, family: PreTrainedConfig, layout:
         )
     own = f"{heads // sizes.tp} heads with {kv_heads // sizes.tp} of keys and values"
     _check(section, "cp_size", sizes.cp, cp_fits, own + (" a worker" if sizes.tp > 1 else ""), heads // sizes.tp)
-    stages = sizes.pp * settings.pp_chunks
+    stages = sizes.pp * settings.virtual_pp_size
     if stages > layers:
         raise UserError(
-            f"{section}: pp_size {sizes.pp} with pp_chunks {settings.pp_chunks} makes {stages} runs of layers, and the "
-            f"model has {layers} layers; use at most {layers}"
+            f"{section}: pp_size {sizes.pp} with virtual_pp_size {settings.virtual_pp_size} makes {stages} stages, and "
+            f"the model has {layers} layers; use at most {layers}"
         )
 
 

@@ -123,7 +123,7 @@ def _place(
             compute_dtype,
             device,
             offload=axes.cpu_offload,
-            pp_chunks=axes.pp_chunks,
+            virtual_pp_size=axes.virtual_pp_size,
         )
     if module is not plain:
         start_adapters(plain, seed)

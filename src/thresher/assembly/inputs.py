@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from thresher.assembly.data import StoreBuilder, open_stores
-from thresher.assembly.objective import build_objective
 from thresher.assembly.run import build_layout
 from thresher.config import DPOConfig
 from thresher.data.plan import Plan, make_plan
@@ -26,9 +25,10 @@ class RunInputs:
     plan: Plan
 
 
-def open_inputs(config: DPOConfig, announce: Callable[[str], None], build_store: StoreBuilder) -> RunInputs:
+def open_inputs(
+    config: DPOConfig, objective: Objective, announce: Callable[[str], None], build_store: StoreBuilder
+) -> RunInputs:
     """Build what needs no model, preparing pairs that are not yet there; a mistake is told in seconds."""
-    objective = build_objective(config)
     tokenizer, layout = build_layout(config, announce)
     train, validation = open_stores(config, tokenizer, announce, build_store)
     return RunInputs(objective, layout, train, validation, build_plan(config, len(train)))

@@ -135,10 +135,14 @@ def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[
     works_ahead: the reference has workers of its own that score coming steps.
     """
     own = config.reference.model_args
-    idle = [f"model_args.{name}" for name in own.turned(*type(own).model_fields)] if mode in ("adapter", "none") else []
-    idle += config.reference.turned("infer_batch_size", "cache_dir") if mode != "precompute" else []
-    idle += config.reference.turned("steps_ahead") if not works_ahead else []
-    idle += config.reference.turned("device_mapping", "num_workers") if mode in ("adapter", "none") else []
+    idle = (
+        [f"model_args.{name}" for name in own.non_default(*type(own).model_fields)]
+        if mode in ("adapter", "none")
+        else []
+    )
+    idle += config.reference.non_default("infer_batch_size", "cache_dir") if mode != "precompute" else []
+    idle += config.reference.non_default("prefetch_steps") if not works_ahead else []
+    idle += config.reference.non_default("device_mapping", "num_workers") if mode in ("adapter", "none") else []
     return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
 
 

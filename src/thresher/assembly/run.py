@@ -14,6 +14,7 @@ from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.keeper import CheckpointKeeper
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
+from thresher.config.stored import from_stored
 from thresher.data.balance import CostModel
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
@@ -63,7 +64,7 @@ def trainer_settings(config: DPOConfig) -> TrainerSettings:
     return TrainerSettings(
         pairs_per_eval_batch=config.actor_train.training_args.pairs_per_eval_batch,
         logging_steps=config.logging_steps,
-        max_skipped_steps=config.max_skipped_steps,
+        max_consecutive_skipped_steps=config.max_consecutive_skipped_steps,
         seed=config.seed,
         stop_file=stop_file(config),
         async_save=config.async_save,
@@ -98,7 +99,7 @@ def build_checkpoints(config: DPOConfig, report: Callable[[str], None]) -> Check
     return CheckpointKeeper(
         root=Path(config.output_dir) / "checkpoints",
         keep_last=config.save_total_limit,
-        metric_for_best=config.metric_for_best,
+        metric_for_best=config.metric_for_best_model,
         higher_is_better=config.greater_is_better,
         report=report,
     )
@@ -159,7 +160,7 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     saved = load_json(checkpoint / "config.json")
     if not isinstance(saved, dict):
         raise CheckpointError(f"the config in {checkpoint} is none; resume from another checkpoint")
-    then = _flat(saved)
+    then = _flat(from_stored(saved))
     now = _flat(redact(config.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | (_ELASTIC if config.elastic else set())
     names = [name for name in now if name not in free and then.get(name) != now[name]]
@@ -167,7 +168,10 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
 
 
 _PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
-_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts", "stop_deadline", "hang_timeout"}
+_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts"} | {
+    "graceful_stop_timeout",
+    "heartbeat_timeout",
+}
 _ELASTIC = {f"{role}.{key}" for role in ("actor_train", "reference") for key in ("num_workers", "device_mapping")} | {
     f"{role}.strategy_args.strategy_config.dp_replicate" for role in ("actor_train", "reference")
 }

@@ -27,7 +27,7 @@ def score_ahead(
             f"the reference's mode is {mode} here, which reads no cache, so there is nothing to score ahead; set "
             "reference.mode=precompute, with a loss that needs a reference"
         )
-    inputs = open_inputs(config, announce, build_store)
+    inputs = open_inputs(config, objective, announce, build_store)
     train, validation = inputs.train, inputs.validation
     path = str(config.reference_path)
     family = load_family(path, trust_remote_code=config.trusts_reference_code)

@@ -11,6 +11,7 @@ from thresher.assembly.objective import build_schedule
 from thresher.assembly.reference import ReferenceParts
 from thresher.assembly.run import build_checkpoints, build_micro_batching, config_changes, trainer_settings
 from thresher.config import DPOConfig
+from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
 from thresher.loop import Standing
 from thresher.redact import redact
@@ -66,7 +67,7 @@ def build_trainer(
             "seed": plan.seed,
             "reference": reference.digest,
         },
-        config=redact(config.model_dump(mode="json")),
+        config=redact(to_stored(config)),
         extra=reference.synced,
     )
     notes = list(reference.notes)

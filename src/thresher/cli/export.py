@@ -23,6 +23,7 @@ def export(
     from thresher.checkpoint.retention import best as best_checkpoint
     from thresher.checkpoint.retention import latest
     from thresher.cli.terminal import announce, quiet_libraries
+    from thresher.config.stored import from_stored
     from thresher.errors import UserError
 
     quiet_libraries()
@@ -35,10 +36,10 @@ def export(
     if best and checkpoint == source:
         raise UserError(f"{source} is one checkpoint, so there is no best among several; give the run's output_dir")
     if best:
-        config = load_json(checkpoint / "config.json")
         try:
-            metric, greater = str(config["metric_for_best"]), bool(config["greater_is_better"])
-        except (KeyError, TypeError) as error:
+            config = from_stored(load_json(checkpoint / "config.json"))
+            metric, greater = str(config["metric_for_best_model"]), bool(config["greater_is_better"])
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"the config in {checkpoint} does not say which is the best; leave --best out") from error
         checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
         if checkpoint is None:

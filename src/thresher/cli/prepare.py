@@ -54,8 +54,8 @@ def prepare(
     truncation: Annotated[str, typer.Option(help="drop, prompt_start or response_end.")] = "drop",
     on_bad_row: Annotated[str, typer.Option(help="fail, skip or quarantine.")] = "fail",
     special_tokens_in_text: Annotated[
-        str, typer.Option(help="Text of a row that spells a control token: text (keep it as text) or refuse.")
-    ] = "text",
+        str, typer.Option(help="Rows whose text contains a special token: keep_as_text or reject.")
+    ] = "keep_as_text",
     chosen_key: Annotated[str | None, typer.Option(help="Column of the chosen response.")] = None,
     rejected_key: Annotated[str | None, typer.Option(help="Column of the rejected response.")] = None,
     prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
@@ -159,6 +159,9 @@ def _as_on_bad_row(value: str) -> OnBadRow:
 
 
 def _as_special_tokens_in_text(value: str) -> SpecialTokensInText:
+    from thresher.config.aliases import ALIASES
+
+    _, value = ALIASES["DataArgs"].current("special_tokens_in_text", value)
     return value  # type: ignore[return-value]  # as above
 
 

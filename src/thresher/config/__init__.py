@@ -1,4 +1,4 @@
-"""DPOConfig and its sections: data, validated once at the edge."""
+"""DPOConfig and its sections: frozen values, validated once on load."""
 
 from thresher.config.dpo import DPOConfig, LossConfig
 from thresher.config.load import load_config, parse_config

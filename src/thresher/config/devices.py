@@ -1,4 +1,4 @@
-"""Parse `device_mapping`: global device ids as a list, or spelled as a string; no code is evaluated."""
+"""Parse `device_mapping`: global device ids as a list or as text; no code is evaluated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_DEVICES = 1_000_000
 
 
 def parse_device_mapping(value: object) -> list[int] | None:
-    """Return the global device ids of a role, None for CPU workers."""
+    """Return the global device ids of a role; None for CPU workers."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -33,7 +33,7 @@ def _from_text(text: str) -> list[int]:
     try:
         return _ids(tree)
     except RecursionError:
-        raise ValueError(f"a sum of too many lists; {_EXAMPLES}") from None
+        raise ValueError(f"too many lists are added; {_EXAMPLES}") from None
 
 
 def _ids(node: ast.expr) -> list[int]:
@@ -47,7 +47,7 @@ def _ids(node: ast.expr) -> list[int]:
         case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
             bounds = [_integer(arg) for arg in args]
             if max(map(abs, bounds)) > _MOST_DEVICES or bounds[2:] == [0]:
-                raise ValueError(f"a range that names no devices, or too many of them; {_EXAMPLES}")
+                raise ValueError(f"range has step 0 or a bound above {_MOST_DEVICES}; {_EXAMPLES}")
             return list(range(*bounds))
     raise ValueError(f"not a device list; {_EXAMPLES}")
 

@@ -1,4 +1,4 @@
-"""DPOConfig: the whole run as data, under the key names that users of ROLL's DPO pipeline know."""
+"""DPOConfig: the whole run as data, with the key names of ROLL's DPO pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, StrictBool, field_validator, model_vali
 from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section
 
-# Knobs that a loss or modifier may take; None leaves the loss's own default in force.
+# Parameters of the losses; None leaves the default of the loss.
 LOSS_KNOBS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
 EVAL_METRICS = tuple(
     f"eval/{name}"
@@ -20,43 +20,50 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class LossConfig(Section):
-    """The objective. Knobs left out take the chosen loss's own default (`thresher losses` lists them)."""
+    """The objective. A parameter left out takes the default of the chosen loss (`thresher losses` lists them)."""
 
     pref_loss: str | list[str] | dict[str, Positive] = "sigmoid"
-    """A loss by name, a list of them, or a mapping from name to weight (MPO)."""
+    """Name of a loss, a list of names, or a mapping from name to weight (MPO)."""
     ipo: StrictBool | None = None
-    """`true` is another spelling of pref_loss=ipo."""
+    """`true` is the same as pref_loss=ipo."""
     simpo_loss: StrictBool | None = None
-    """`true` is another spelling of pref_loss=simpo."""
+    """`true` is the same as pref_loss=simpo."""
     beta: Positive | None = None
+    """DPO temperature: larger values keep the policy closer to the reference. The default of the loss when absent."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Assumed probability that a label is flipped. The default of the loss when absent."""
     gamma: float | None = None
-    """Target margin of simpo."""
+    """SimPO: target reward margin. The default of the loss when absent."""
     length_normalization: bool | None = None
-    """sigmoid: true is sigmoid_norm; ipo: false is ipo_sum."""
+    """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm, `false` turns ipo into
+    ipo_sum."""
     cpo_alpha: Annotated[float, Field(ge=0)] | None = None
+    """CPO: weight of the NLL term. The default of the loss when absent."""
     discopop_tau: Positive | None = None
+    """DiscoPOP: temperature of the gate. The default of the loss when absent."""
     rpo_alpha: Positive | None = None
-    """Add this much NLL of the chosen response."""
+    """RPO: weight of an added NLL term on the chosen response."""
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """f-DPO: divergence between policy and reference."""
     f_alpha_divergence_coef: float = 0.5
+    """f-DPO: alpha of alpha_divergence; 0 gives forward KL, 1 reverse KL."""
     ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    """LD-DPO: weight of the tokens past the shorter side's length."""
+    """LD-DPO: weight of the tokens beyond the length of the shorter response."""
     use_wpo: bool = False
-    """WPO: weight pairs by how likely the policy finds them."""
+    """WPO: weight each pair by its probability under the policy."""
     length_penalty: Annotated[float, Field(ge=0)] | None = None
-    """R-DPO: reward that a response owes for each of its tokens."""
+    """R-DPO: reward subtracted per response token."""
 
     @model_validator(mode="before")
     @classmethod
-    def _switches_name_the_loss(cls, values: Any) -> Any:
+    def _resolve_loss_aliases(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "pref_loss" in values:
             return values
         named = [name for switch, name in _SWITCHES.items() if values.get(switch) is True]
         return {**values, "pref_loss": named[0]} if named else values
 
     @model_validator(mode="after")
-    def _spellings_agree(self) -> LossConfig:
+    def _validate_loss(self) -> LossConfig:
         if self.ipo and self.simpo_loss:
             raise ValueError("ipo and simpo_loss are both true; keep one")
         for switch, name in _SWITCHES.items():
@@ -64,14 +71,14 @@ class LossConfig(Section):
                 raise ValueError(f"{switch}: true contradicts pref_loss: {self.pref_loss}; keep one")
         names = [name for name, _ in self._terms]
         if len(set(names)) != len(names):
-            raise ValueError(f"pref_loss adds up {' + '.join(names)}; name each loss once, with its weight")
-        if self.turned("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
-            raise ValueError("f_alpha_divergence_coef only acts with f_divergence_type=alpha_divergence")
+            raise ValueError(f"pref_loss repeats a loss: {' + '.join(names)}; name each loss once, with its weight")
+        if self.non_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
+            raise ValueError("f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence")
         return self
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Loss names with their weights, every accepted spelling resolved."""
+        """Loss names with their weights, aliases resolved."""
         return dict(self._terms)
 
     @property
@@ -86,99 +93,109 @@ class LossConfig(Section):
 
     @property
     def given_knobs(self) -> dict[str, float]:
-        """The loss knobs that the user set."""
+        """Loss parameters that the user set."""
         return {name: getattr(self, name) for name in LOSS_KNOBS if getattr(self, name) is not None}
 
 
 class TrackerArgs(Section):
-    """Settings of the trackers that have some."""
+    """Settings of the trackers."""
 
     wandb_project: str = "thresher"
+    """Project on Weights & Biases."""
     wandb_entity: str | None = None
+    """Team or user on Weights & Biases; the default entity of the account when absent."""
     wandb_mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: online where a key is at hand, offline otherwise."""
+    """auto: online if an API key is configured, otherwise offline."""
     mlflow_tracking_uri: str | None = None
-    """A server or store; below the log directory when absent."""
+    """MLflow server or store; a local store in logging_dir when absent."""
 
 
 class DPOConfig(LossConfig):
-    """Everything a run needs to know."""
+    """All settings of a run."""
 
     exp_name: str = "thresher"
+    """Name of the run on trackers."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of the pair order, adapter initialization and all other randomness."""
     output_dir: str = "./output"
-    """Run directory: checkpoints, prepared pairs and, unless logging_dir says otherwise, logs."""
+    """Run directory: checkpoints, prepared pairs and, unless logging_dir is set, logs."""
     logging_dir: str | None = None
-    """Metric logs; `output_dir`/logs when absent."""
+    """Directory of the metric logs; `output_dir`/logs when absent."""
     max_steps: PositiveInt | None = None
+    """Maximum number of optimizer steps; no limit when absent or -1."""
     num_train_epochs: Positive | None = None
-    """Fractions are fine. With max_steps as well, whichever ends first; with neither, one epoch."""
+    """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first; with neither, after
+    one epoch."""
     save_steps: Annotated[int, Field(ge=0)] = 100
-    """0 saves the final step only."""
+    """Steps between checkpoints; 0 saves the final step only."""
     async_save: bool = True
-    """Train on while a checkpoint is written; it takes a copy of weights and optimizer state in host memory."""
+    """Write checkpoints in the background while training continues; needs host memory for a copy of the weights and the
+    optimizer state."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
-    """0 evaluates at the end only."""
+    """Steps between evaluations; 0 evaluates at the end only."""
     eval_on_start: bool = False
-    """Evaluate before the first step as well."""
+    """Also evaluate before the first step."""
     logging_steps: PositiveInt = 1
+    """Steps between log entries, which hold means since the previous entry. The final step is always logged."""
     resume_from_checkpoint: Literal[False] | str | None = None
-    """Absent: go on from the newest checkpoint of a run with this very config. `auto`: whatever its config; `false`:
-    start anew; or the path of a checkpoint."""
+    """Absent: resume from the newest checkpoint in output_dir, which must have the same config. `auto`: resume from it
+    even if the config changed. `false`: start from scratch. Otherwise the path of a checkpoint."""
     save_total_limit: PositiveInt = 3
-    """How many of the newest checkpoints stay; the best stays as well."""
-    metric_for_best: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
+    """Number of newest checkpoints to keep; the best one is kept as well."""
+    metric_for_best_model: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
+    """Evaluation metric that selects the best checkpoint."""
     greater_is_better: bool = False
-    max_skipped_steps: PositiveInt = 5
-    """Stop after so many steps in a row with a non-finite loss or gradient."""
+    """Whether a higher metric_for_best_model is better."""
+    max_consecutive_skipped_steps: PositiveInt = 5
+    """Stop after this many consecutive steps with a non-finite loss or gradient."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """On Ray: how often all workers are built again after one failed, counted anew after every checkpoint."""
-    hang_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """On Ray: seconds after which a worker that gives no sign of life counts as lost."""
+    """On Ray: maximum consecutive restarts without a new checkpoint."""
+    heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """On Ray: seconds without a heartbeat after which a worker counts as lost."""
     elastic: bool = False
-    """On Ray: after a node is lost, go on with fewer workers and the same steps; a node that joins is used after the
-    next checkpoint."""
-    stop_deadline: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds after SIGTERM or SIGINT for the step under way to be finished and saved; then the run leaves at once."""
+    """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
+    the next checkpoint."""
+    graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds after SIGTERM or SIGINT to finish and save the current step; after that the run exits immediately."""
 
     runtime: Literal["auto", "local", "ray"] = "auto"
-    """One process, or workers on Ray; auto: Ray where a role has several devices or workers, or ray_address is set."""
+    """local: a single process; ray: workers on Ray; auto: ray if a role has several devices or workers, or if
+    ray_address is set."""
     ray_address: str | None = None
-    """A running Ray cluster, HOST:PORT; when absent, Ray is started on this machine for the length of the run."""
+    """HOST:PORT of a running Ray cluster; when absent, the run starts Ray on this machine and stops it at the end."""
     num_gpus_per_node: PositiveInt | None = None
-    """Devices that device_mapping counts on each node; what the cluster's nodes have when absent."""
+    """Devices per node, for numbering in device_mapping; detected when absent."""
 
     pretrain: str | None = None
-    """The model that policy and reference start from."""
+    """Initial model of policy and reference."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
-    """How pairs lie in a batch: prompts computed once, sequences end to end, or padded; auto: the fastest that fits."""
+    """Batch layout. shared: packed, with each prompt computed once per pair; packed: sequences concatenated; padded;
+    auto: the fastest that the model supports."""
     sequence_length: Annotated[int, Field(ge=2)] = 1024
-    """Longest prompt plus response, in tokens."""
+    """Maximum tokens of prompt plus response."""
     chosen_key: str | None = None
+    """Column of the chosen response, if its name is not recognized."""
     rejected_key: str | None = None
+    """Column of the rejected response, if its name is not recognized."""
     prompt_key: str | None = None
+    """Column of the prompt, if its name is not recognized."""
 
     actor_train: PolicyConfig = PolicyConfig()
     reference: ReferenceConfig = ReferenceConfig()
     validation: ValidationConfig | None = None
     track_with: StringList = ["console"]
-    """console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
+    """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
-
-    @field_validator("max_steps", "num_train_epochs", mode="before")
-    @classmethod
-    def _minus_one_is_unlimited(cls, value: object) -> object:
-        return None if value == -1 else value
 
     @field_validator("resume_from_checkpoint", mode="before")
     @classmethod
-    def _true_says_too_little(cls, value: object) -> object:
+    def _validate_resume(cls, value: object) -> object:
         if value is True:
-            raise ValueError("use `auto` to go on from the newest checkpoint, or give a path")
-        return False if value in ("false", "False", "") else value
+            raise ValueError("use `auto` to resume from the newest checkpoint, or give a path")
+        return value
 
     @model_validator(mode="after")
-    def _precisions_of_the_reference_fit(self) -> DPOConfig:
+    def _validate_reference_dtypes(self) -> DPOConfig:
         own, policy = self.reference.model_args, self.actor_train.model_args
         if (own.dtype or policy.dtype) == "fp32" and (own.master_dtype or policy.master_dtype) == "bf16":
             raise ValueError(
@@ -187,23 +204,23 @@ class DPOConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _evaluation_needs_pairs(self) -> DPOConfig:
-        idle = self.turned("eval_steps", "eval_on_start", "metric_for_best", "greater_is_better")
-        idle += [
+    def _validate_evaluation(self) -> DPOConfig:
+        unused = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better")
+        unused += [
             f"actor_train.training_args.{name}"
-            for name in self.actor_train.training_args.turned("per_device_eval_batch_size")
+            for name in self.actor_train.training_args.non_default("per_device_eval_batch_size")
         ]
-        if self.validation is None and idle:
-            raise ValueError(f"{', '.join(idle)} has no effect without validation.data_args; add it or remove this")
+        if self.validation is None and unused:
+            raise ValueError(f"{', '.join(unused)} has no effect without validation.data_args; set that or remove this")
         return self
 
     @model_validator(mode="after")
-    def _runtime_fits(self) -> DPOConfig:
+    def _validate_runtime(self) -> DPOConfig:
         for name, role in (("actor_train", self.actor_train), ("reference", self.reference)):
             if self.runtime == "local" and role.num_processes > 1:
                 what = "device_mapping" if role.device_mapping else "num_workers"
                 raise ValueError(
-                    f"runtime: local is one process, and {name}.{what} asks for {role.num_processes}; use runtime: ray"
+                    f"runtime: local is one process, but {name}.{what} asks for {role.num_processes}; use runtime: ray"
                 )
         if self.runtime == "local" and self.ray_address is not None:
             raise ValueError("ray_address has no effect with runtime: local; use runtime: ray")
@@ -232,7 +249,7 @@ class DPOConfig(LossConfig):
 
     @property
     def reference_dtype(self) -> DType:
-        """The policy's where it has none of its own: otherwise step 0 would not start at margin 0."""
+        """The policy's dtype unless set: with equal dtypes the margin at step 0 is 0."""
         return self.reference.model_args.dtype or self.actor_train.model_args.dtype
 
     @property
@@ -241,7 +258,7 @@ class DPOConfig(LossConfig):
 
     @property
     def trusts_reference_code(self) -> bool:
-        """Trust is given to a model: the policy's reaches the reference only where that is the same one."""
+        """Whether remote code may run; the policy's setting applies only if both are the same model."""
         own, policy = self.reference.model_args.trust_remote_code, self.actor_train.model_args.trust_remote_code
         return policy and self.reference_path == self.policy_path if own is None else own
 

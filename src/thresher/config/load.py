@@ -1,4 +1,4 @@
-"""Read a config: a YAML composed by Hydra plus `key=value` overrides, validated once."""
+"""Load a config: a YAML file composed by Hydra with `key=value` overrides, validated once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from thresher.config.section import readable_errors
 from thresher.errors import UserError
 from thresher.redact import redact_overrides
 
+# raised by Hydra on defaults lists and nesting that it does not check
 _UNFORESEEN = (TypeError, AttributeError, KeyError, AssertionError, RecursionError)
 
 
@@ -22,7 +23,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:
-    """Validate plain values; mistakes come back as one readable message."""
+    """Validate plain values; all errors are reported in one message."""
     try:
         return DPOConfig.model_validate(values)
     except ValidationError as error:
@@ -30,7 +31,7 @@ def parse_config(values: Mapping[str, Any]) -> DPOConfig:
 
 
 def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Let Hydra resolve defaults lists, interpolations and overrides."""
+    """Return the values of a YAML file after Hydra resolved defaults lists, interpolations and overrides."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -41,13 +42,13 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"config file {path} does not exist; give the path of a YAML file")
     if path.suffix != ".yaml":
-        raise UserError(f"config file {path} is not named like a config; Hydra reads `.yaml` files only, so rename it")
+        raise UserError(f"config file {path} does not end in `.yaml`; Hydra reads `.yaml` files only, so rename it")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
-    # OSError: no mapping, or a file that cannot be read; the others: defaults and nesting that Hydra does not foresee
+    # OSError: the file is unreadable or not a mapping
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, *_UNFORESEEN) as error:
         raise UserError(f"config {path} cannot be read: {redact_overrides(str(error).strip(), overrides)}") from None
     if not isinstance(values, dict):
@@ -56,13 +57,13 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _added(override: str, config_dir: Path) -> str:
-    """Let `key=value` set a key that the YAML leaves out; the schema judges whether it exists."""
+    """Prefix an override so that it may add a key; validation rejects unknown keys."""
     if override.startswith("~"):
         return override
     key, separator, value = override.partition("=")
     if not separator or not key.strip("+ "):
         raise UserError(f"override {override!r} is not of the form key=value")
     if key.endswith("device_mapping") and "(" in value and not value.startswith(("'", '"')):
-        override = f'{key}="{value}"'  # Hydra would read `list(range(0,8))` as a call of its own
+        override = f'{key}="{value}"'  # Hydra would parse `list(range(0,8))` as one of its functions
     is_group = (config_dir / key.partition("@")[0]).is_dir()
     return override if is_group or override.startswith("+") else f"++{override}"

@@ -1,11 +1,20 @@
-"""The blocks of one role (policy or reference): model, training, data, strategy, devices."""
+"""Sections of one role (policy or reference): model, training, data, strategy, devices."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from thresher.config.aliases import resolve_aliases
 from thresher.config.devices import parse_device_mapping
 from thresher.config.section import Section
 
@@ -14,7 +23,7 @@ DType = Literal["fp32", "bf16"]
 
 
 def _as_list(value: object) -> object:
-    # a bare string is one name, never a sequence of characters
+    # a string is one name, never a sequence of characters
     return [value] if isinstance(value, str) else value
 
 
@@ -22,58 +31,61 @@ StringList = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class ModelArgs(Section):
-    """Which weights, in which precision, with which adapter."""
+    """Model weights, precision and LoRA adapter."""
 
     model_name_or_path: str | None = None
-    """Directory or GGUF file; `pretrain` when absent."""
+    """Model directory or GGUF file; `pretrain` when absent."""
     model_type: Literal["causal_lm"] | None = None
-    """Only causal language models are trained; kept for configs that name it."""
+    """Accepted for compatibility; all models are causal language models."""
     dtype: DType = "bf16"
-    """Precision of forward and backward."""
+    """Precision of the forward and backward passes."""
     master_dtype: DType = "fp32"
-    """Precision of the stored weights and the optimizer's state."""
+    """Precision of the master weights and the optimizer state."""
     attn_implementation: str | None = None
-    """sdpa, eager, flash_attention_2; when absent, sdpa where the family has it."""
+    """sdpa, eager or flash_attention_2; sdpa when absent, if the model family supports it."""
     pad_token: str | None = None
-    """An existing token to pad with, for tokenizers that have none."""
+    """Existing token to use for padding, for tokenizers without a pad token."""
     trust_remote_code: bool = False
-    """Run Python code that a model repository brings. Off unless you trust it."""
+    """Allow Python code from the model repository to run. Enable only for models that you trust."""
     lora_rank: PositiveInt | None = None
-    """Rank of LoRA adapters; absent trains all weights."""
+    """Rank of the LoRA adapters; full fine-tuning when absent."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
-    """LoRA scale; twice the rank when absent."""
+    """LoRA alpha; twice the rank when absent."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapters. All other dropout is disabled."""
     lora_target: StringList = ["all-linear"]
-    """Modules that get an adapter: names, or `all-linear`."""
+    """Names of the modules that get an adapter, or `all-linear`."""
 
     @model_validator(mode="after")
-    def _precisions_fit(self) -> ModelArgs:
+    def _validate_dtypes(self) -> ModelArgs:
         if self.dtype == "fp32" and self.master_dtype == "bf16":
             raise ValueError("dtype fp32 cannot compute from master_dtype bf16; set master_dtype to fp32")
         return self
 
     @model_validator(mode="after")
-    def _lora_settings_need_a_rank(self) -> ModelArgs:
-        turned = self.turned("lora_alpha", "lora_dropout", "lora_target")
-        if self.lora_rank is None and turned:
-            raise ValueError(f"{', '.join(turned)} has no effect without lora_rank; set lora_rank")
+    def _validate_lora(self) -> ModelArgs:
+        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target")
+        if self.lora_rank is None and unused:
+            raise ValueError(f"{', '.join(unused)} has no effect without lora_rank; set lora_rank")
         return self
 
 
 class ReferenceModelArgs(Section):
-    """What the reference may have of its own; the rest is as for the policy, so that step 0 is at margin 0."""
+    """Model settings that may differ from the policy's; the others are shared, so the margin at step 0 is 0."""
 
     model_name_or_path: str | None = None
-    """Directory or GGUF file; `pretrain` when absent."""
+    """Model directory or GGUF file; `pretrain` when absent."""
     model_type: Literal["causal_lm"] | None = None
+    """Accepted for compatibility; all models are causal language models."""
     dtype: DType | None = None
-    """Precision of the forward; the policy's when absent."""
+    """Precision of the forward pass; the policy's when absent."""
     master_dtype: DType | None = None
-    """Precision of the stored weights; the policy's when absent."""
+    """Precision of the loaded weights; the policy's when absent."""
     attn_implementation: str | None = None
-    """The policy's when absent."""
+    """sdpa, eager or flash_attention_2; the policy's when absent."""
     trust_remote_code: bool | None = None
-    """The policy's when absent and the model is the same; otherwise off."""
+    """Allow Python code from the model repository to run; when absent, the policy's setting if both are the same model,
+    otherwise false."""
 
 
 SCHEDULES = (
@@ -88,53 +100,62 @@ SCHEDULES = (
 
 
 class TrainingArgs(Section):
-    """Optimizer, schedule and micro-batches. Batch sizes are in pairs."""
+    """Optimizer, learning-rate schedule and micro-batches. Batch sizes are in pairs."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 5e-7
+    """Peak learning rate of AdamW."""
     per_device_train_batch_size: PositiveInt = 8
-    """Pairs of one data-parallel rank in a step, before accumulation. The micro-batch of a padded layout."""
+    """Pairs per data-parallel rank and accumulation step. With the padded layout, this is the micro-batch size."""
     gradient_accumulation_steps: PositiveInt = 1
+    """Multiples of per_device_train_batch_size per optimizer step."""
     global_batch_size: PositiveInt | None = None
-    """Pairs of a step over all ranks, whatever their number; instead of gradient_accumulation_steps. When absent,
-    per_device_train_batch_size * gradient_accumulation_steps * ranks."""
+    """Pairs per optimizer step over all ranks; replaces gradient_accumulation_steps. When absent,
+    per_device_train_batch_size * gradient_accumulation_steps * data-parallel ranks."""
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """Most tokens of a training micro-batch; chosen when absent. Does not change the pairs of a step."""
+    """Token budget per training micro-batch; chosen automatically when absent. Does not change the pairs per step."""
     per_device_eval_batch_size: PositiveInt | None = None
-    """Pairs in one evaluation batch; the training size when absent."""
+    """Pairs per rank and evaluation batch; per_device_train_batch_size when absent."""
     weight_decay: NonNegative = 0.0
+    """Weight decay of AdamW for matrices; not applied to norms and biases."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """beta1 of AdamW."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """beta2 of AdamW."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """epsilon of AdamW."""
     max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0 leaves it alone."""
+    """Maximum global gradient norm; 0 disables clipping."""
     lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    """Learning-rate schedule over the whole run."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Number of warm-up steps; set this or warmup_ratio."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of all steps that warm up; give this or warmup_steps."""
+    """Fraction of all steps used for warm-up; set this or warmup_steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Floor of `cosine_with_min_lr`, as a share of learning_rate."""
+    """Minimum of `cosine_with_min_lr`, as a fraction of learning_rate."""
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     torch_compile: bool = False
-    """Compile the layers with torch.compile: faster steps in bf16, and a minute or so before the first."""
+    """Compile the layers with torch.compile: faster steps in bf16, about a minute of compilation before the first."""
 
     @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> TrainingArgs:
-        if self.global_batch_size is not None and self.turned("gradient_accumulation_steps"):
+    def _validate_schedule(self) -> TrainingArgs:
+        if self.global_batch_size is not None and self.non_default("gradient_accumulation_steps"):
             raise ValueError("gradient_accumulation_steps has no effect with global_batch_size; keep one")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both set; keep one")
-        if self.turned("min_lr_ratio") and self.lr_scheduler_type != "cosine_with_min_lr":
-            raise ValueError("min_lr_ratio only acts with lr_scheduler_type=cosine_with_min_lr")
-        if self.turned("lr_power") and self.lr_scheduler_type != "polynomial":
-            raise ValueError("lr_power only acts with lr_scheduler_type=polynomial")
+        if self.non_default("min_lr_ratio") and self.lr_scheduler_type != "cosine_with_min_lr":
+            raise ValueError("min_lr_ratio has no effect without lr_scheduler_type=cosine_with_min_lr")
+        if self.non_default("lr_power") and self.lr_scheduler_type != "polynomial":
+            raise ValueError("lr_power has no effect without lr_scheduler_type=polynomial")
         if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
-            raise ValueError("a constant schedule has no warm-up; use lr_scheduler_type=constant_with_warmup")
+            raise ValueError("lr_scheduler_type constant has no warm-up; use constant_with_warmup")
         return self
 
     def pairs_per_step(self, num_ranks: int) -> int:
-        """Pairs of a step over all data-parallel ranks."""
+        """Pairs per optimizer step over all data-parallel ranks."""
         each = self.per_device_train_batch_size * self.gradient_accumulation_steps
         return self.global_batch_size or each * num_ranks
 
@@ -149,27 +170,32 @@ class TrainingArgs(Section):
 
 
 class DataArgs(Section):
-    """Where pairs come from and how rows become tokens."""
+    """Source files and tokenization of the pairs."""
 
     file_name: StringList = []
-    """One file, directory, glob or URL, or a list of them."""
+    """File, directory, glob or URL, or a list of them."""
     store: str | None = None
-    """A store made by `thresher prepare`; instead of file_name."""
+    """Store written by `thresher prepare`; replaces file_name."""
     template: str = "auto"
-    """`auto`: the tokenizer's chat template; `raw`: plain text; or the path of a Jinja file."""
+    """`auto`: chat template of the tokenizer; `raw`: plain text; otherwise the path of a Jinja file."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
+    """Handling of pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the
+    responses."""
     on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
-    special_tokens_in_text: Literal["text", "refuse"] = "text"
-    """What a row's text that spells a control token, such as `<|im_end|>`, is: plain text, or a bad row."""
+    """Handling of unreadable rows: stop, skip them, or write them to a separate file."""
+    special_tokens_in_text: Literal["keep_as_text", "reject"] = "keep_as_text"
+    """Handling of rows whose text contains a special token such as `<|im_end|>`: tokenize it as plain text, or treat
+    the row as bad (see on_bad_row)."""
     preprocessing_num_workers: PositiveInt = 1
+    """Number of tokenizing processes; does not change the result."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataArgs:
+    def _validate_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
-        of_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
-        if self.store and (turned := self.turned(*of_files)):
-            raise ValueError(f"{', '.join(turned)} has no effect on a store, which is prepared already; remove it")
+        for_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
+        if self.store and (unused := self.non_default(*for_files)):
+            raise ValueError(f"{', '.join(unused)} has no effect on a store, which is already prepared; remove it")
         return self
 
 
@@ -185,45 +211,52 @@ STRATEGIES = (
 
 
 class Axes(Section):
-    """How a model is split over the workers of its role. What these leave of the workers shards it (FSDP2)."""
+    """`strategy_config` of the fsdp2 strategies. The workers left over by these axes shard the model (FSDP2)."""
 
     tp_size: PositiveInt = 1
-    """Workers that split every matrix."""
+    """Tensor-parallel size: workers that split each weight matrix."""
     pp_size: PositiveInt = 1
-    """Stages of a pipeline: workers that have some of the layers each."""
-    pp_chunks: PositiveInt = 1
-    """Runs of layers that one stage has; more than one interleaves them, for smaller gaps in the pipeline."""
+    """Pipeline-parallel size: number of stages, each with a part of the layers."""
+    virtual_pp_size: PositiveInt = 1
+    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
+    bubble."""
     cp_size: PositiveInt = 1
-    """Workers that split every packed row, for long sequences."""
+    """Context-parallel size: workers that split each packed row, for long sequences."""
     dp_replicate: PositiveInt = 1
-    """Whole copies; the workers of one copy shard it. As many as workers: nothing is sharded."""
+    """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
     cpu_offload: bool = False
-    """Keep shards of weights, gradients and optimizer in host memory between their uses."""
+    """Keep shards of weights, gradients and optimizer state in host memory between uses."""
 
     @property
     def workers_per_data_rank(self) -> int:
         return self.tp_size * self.pp_size * self.cp_size
 
     @model_validator(mode="after")
-    def _chunks_need_a_pipeline(self) -> Axes:
-        if self.pp_chunks > 1 and self.pp_size == 1:
-            raise ValueError("pp_chunks has no effect without pp_size; set pp_size")
+    def _validate_virtual_stages(self) -> Axes:
+        if self.virtual_pp_size > 1 and self.pp_size == 1:
+            raise ValueError("virtual_pp_size has no effect without pp_size; set pp_size")
         return self
 
 
 class StrategyArgs(Section):
-    """Which engine runs the role."""
+    """Training or inference engine of a role."""
 
     strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
-    """fsdp2_train for the policy and hf_infer for the reference when absent."""
+    """Engine; when absent, fsdp2_train for the policy and hf_infer for the reference. The deepspeed and megatron names
+    are reserved."""
     strategy_config: dict[str, int | bool] = {}
-    """Settings of the engine. For fsdp2: tp_size, pp_size, pp_chunks, cp_size, dp_replicate (whole numbers, 1 when
-    absent) and cpu_offload; what they leave of the workers shards the model. See
-    docs/concepts/parallelism-and-layouts.md."""
+    """Settings of the engine. For fsdp2: tp_size, pp_size, virtual_pp_size, cp_size, dp_replicate and cpu_offload, see
+    below."""
+
+    @field_validator("strategy_config", mode="before")
+    @classmethod
+    def _resolve_axis_aliases(cls, value: Any, info: ValidationInfo) -> Any:
+        is_native = isinstance(value, dict) and _is_native(info.data.get("strategy_name"))
+        return resolve_aliases(Axes.__name__, value) if is_native else value
 
     @model_validator(mode="after")
-    def _axes_are_known(self) -> StrategyArgs:
-        if not self._is_native:
+    def _validate_axes(self) -> StrategyArgs:
+        if not _is_native(self.strategy_name):
             return self
         if unknown := sorted(self.strategy_config.keys() - Axes.model_fields.keys()):
             raise ValueError(f"strategy_config has no key {', '.join(unknown)}; known: {', '.join(Axes.model_fields)}")
@@ -237,27 +270,27 @@ class StrategyArgs(Section):
 
     @property
     def axes(self) -> Axes:
-        """How the native engine splits a model; other engines have settings of their own."""
-        return Axes.model_validate(self.strategy_config) if self._is_native else Axes()
+        """Parallel axes of the native engine; all 1 for other engines."""
+        return Axes.model_validate(self.strategy_config) if _is_native(self.strategy_name) else Axes()
 
-    @property
-    def _is_native(self) -> bool:
-        name: str | None = self.strategy_name
-        return name is None or name.startswith(("fsdp2", "hf"))
+
+def _is_native(strategy_name: str | None) -> bool:
+    return strategy_name is None or strategy_name.startswith(("fsdp2", "hf"))
 
 
 class RoleConfig(Section):
-    """What policy and reference have in common."""
+    """Settings common to policy and reference."""
 
     strategy_args: StrategyArgs = StrategyArgs()
     device_mapping: list[int] | None = None
+    """Global device ids, one worker per device: a list, or text like `list(range(0,8))`. Roles may share devices."""
     num_workers: PositiveInt | None = None
-    """Workers of a role that runs on CPUs; one when absent. With device_mapping there is one a device."""
+    """Number of CPU workers; 1 when absent. Cannot be combined with device_mapping, which has one worker per device."""
 
     @model_validator(mode="after")
-    def _devices_or_workers(self) -> RoleConfig:
+    def _validate_devices(self) -> RoleConfig:
         if self.device_mapping and self.num_workers is not None:
-            raise ValueError("num_workers has no effect with device_mapping, which has one worker a device; keep one")
+            raise ValueError("num_workers has no effect with device_mapping, which has one worker per device; keep one")
         return self
 
     @property
@@ -266,7 +299,7 @@ class RoleConfig(Section):
 
     @property
     def num_data_ranks(self) -> int:
-        """Shares of a step: workers that split a model along other axes have one together."""
+        """Number of data-parallel ranks; workers along tp, pp and cp form one rank."""
         return max(1, self.num_processes // self.strategy_args.axes.workers_per_data_rank)
 
     @field_validator("device_mapping", mode="before")
@@ -276,7 +309,7 @@ class RoleConfig(Section):
 
 
 class PolicyConfig(RoleConfig):
-    """`actor_train`: the model in training."""
+    """`actor_train`: the policy."""
 
     model_args: ModelArgs = ModelArgs()
     training_args: TrainingArgs = TrainingArgs()
@@ -288,27 +321,32 @@ class ReferenceConfig(RoleConfig):
 
     model_args: ReferenceModelArgs = ReferenceModelArgs()
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
+    """How reference log-probabilities are computed. precompute: before training, and cached; concurrent: during
+    training; adapter: by the policy without its LoRA adapter; none: for losses without a reference. auto: none if the
+    loss needs no reference, adapter with LoRA on the same model, concurrent with sync_steps, otherwise precompute."""
     infer_batch_size: PositiveInt = 8
-    """Pairs scored at once when the reference is precomputed."""
+    """Pairs per forward pass in mode precompute."""
     cache_dir: str | None = None
-    """Where precomputed logps are kept; `$THRESHER_CACHE_DIR`, or the user's cache directory, when absent."""
-    steps_ahead: PositiveInt = 2
-    """Steps that workers of a concurrent reference are ahead of the policy at most."""
+    """Directory of precomputed log-probabilities; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
+    prefetch_steps: PositiveInt = 2
+    """Maximum number of steps that workers of a concurrent reference run ahead of the policy."""
     sync_steps: PositiveInt | None = None
-    """TR-DPO: pull the reference towards the policy every so many steps."""
+    """TR-DPO: steps between updates of the reference towards the policy; never when absent."""
     sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """TR-DPO: share of the policy in the pulled reference."""
+    """TR-DPO: weight of the policy in the updated reference."""
 
     @model_validator(mode="after")
-    def _sync_settings_agree(self) -> ReferenceConfig:
-        if self.sync_steps is None and self.turned("sync_alpha"):
+    def _validate_sync(self) -> ReferenceConfig:
+        if self.sync_steps is None and self.non_default("sync_alpha"):
             raise ValueError("sync_alpha has no effect without sync_steps; set sync_steps")
         if self.sync_steps is not None and self.mode not in ("auto", "concurrent"):
-            raise ValueError(f"a reference that is synced must be alive: use mode=concurrent, not {self.mode}")
+            raise ValueError(
+                f"sync_steps needs a reference in mode concurrent, not {self.mode}; set mode to concurrent"
+            )
         return self
 
 
 class ValidationConfig(Section):
-    """`validation`: the held-out pairs."""
+    """`validation`: held-out pairs."""
 
     data_args: DataArgs = DataArgs()

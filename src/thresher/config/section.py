@@ -1,4 +1,4 @@
-"""The base of every config section: frozen; an unknown key is an error that names the nearest known one."""
+"""Base of every config section: frozen; an unknown key is an error that names the nearest known key."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
+from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
 from thresher.errors import UserError
 
 
@@ -22,31 +24,36 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def turned(self, *names: str) -> list[str]:
-        """Name those of these settings that are not at their default."""
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_aliases(cls, values: Any) -> Any:
+        return resolve_aliases(cls.__name__, values) if isinstance(values, dict) else values
+
+    def non_default(self, *names: str) -> list[str]:
+        """Return the settings among `names` whose value is not the default."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
-    """Turn pydantic's report into one message: a line a problem, each with what to write instead."""
-    known = dict(known_keys(root))
+    """Turn pydantic's report into one message with one line per problem, each with a fix."""
+    spellings = dict(_spellings(root))
     unknown: list[str] = []
-    wrong: dict[str, list[str]] = {}
+    invalid: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            unknown.append(f"{path}: unknown key; {_suggest(path, known)}")
+            unknown.append(f"{path}: unknown key; {_suggest(path, spellings)}")
             continue
-        # a value of several allowed types fails once for each; below the key stands only which type was tried
-        key = next((key for key in _prefixes(problem["loc"]) if key in known), path)
-        wrong.setdefault(key, []).append(problem["msg"].removeprefix("Value error, "))
+        # a union reports one problem per member, at a path that continues below the key with the member's type
+        key = next((key for key in _prefixes(problem["loc"]) if key in spellings), path)
+        invalid.setdefault(key, []).append(problem["msg"].removeprefix("Value error, "))
         got.setdefault(key, problem["input"])
     lines = [
         *unknown,
-        *(f"{key or 'config'}: {', or '.join(messages)}{_shown(got[key])}" for key, messages in wrong.items()),
+        *(f"{key or 'config'}: {', or '.join(messages)}{_shown(got[key])}" for key, messages in invalid.items()),
     ]
-    return UserError("the configuration has mistakes:\n" + "\n".join(f"  - {line}" for line in lines))
+    return UserError("invalid configuration:\n" + "\n".join(f"  - {line}" for line in lines))
 
 
 def _prefixes(parts: tuple[int | str, ...]) -> Iterator[str]:
@@ -55,36 +62,63 @@ def _prefixes(parts: tuple[int | str, ...]) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    # a section is no value that anybody typed on one line
+    # a whole section would bury the message
     if isinstance(value, dict):
         return ""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # integers of many thousand digits, lists without an end
+    except (ValueError, RecursionError):  # integers with thousands of digits, lists that contain themselves
         text = f"a {type(value).__name__} that is too large to show"
     return f" (got {text if len(text) <= 100 else text[:97] + '...'})"
 
 
-def _suggest(path: str, known: dict[str, Any]) -> str:
+def _suggest(path: str, spellings: dict[str, str]) -> str:
+    """Return a hint for an unknown key; an earlier name leads to the current one."""
     parent, _, key = path.rpartition(".")
-    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
-    elsewhere = [name for name in known if name.rpartition(".")[2] == key]
+    siblings = {_leaf(name): _leaf(meant) for name, meant in spellings.items() if name.rpartition(".")[0] == parent}
+    elsewhere = [meant for name, meant in spellings.items() if _leaf(name) == key]
     if elsewhere:
         inside = [name for name in elsewhere if name.startswith(f"{parent}.")]
         return f"it belongs at `{(inside or elsewhere)[0]}`"
     if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
-        return f"did you mean `{near[0]}`?"
-    all_leaves = {name.rpartition(".")[2]: name for name in known}
+        return f"did you mean `{siblings[near[0]]}`?"
+    all_leaves = {_leaf(name): meant for name, meant in spellings.items()}
     if near := difflib.get_close_matches(key, all_leaves, n=1, cutoff=0.75):
         return f"did you mean `{all_leaves[near[0]]}`?"
-    return f"known keys here: {', '.join(sorted(siblings))}"
+    return f"known keys here: {', '.join(sorted(set(siblings.values())))}"
 
 
-def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _spellings(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every accepted dotted key, earlier names last, with the current dotted key."""
+    yield from ((key, key) for key, _ in known_keys(section, prefix))
+    for dotted, cls in _sections(section, prefix):
+        for old, new in ALIASES.get(cls.__name__, Aliases()).keys.items():
+            yield f"{dotted}{old}", f"{dotted}{new}"
+
+
+def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    yield prefix, section
+    for name in section.model_fields:
+        if (inner := inner_section(section, name)) is not None:
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every dotted key of a section with its field."""
     for name, field in section.model_fields.items():
-        dotted = f"{prefix}{name}"
-        yield dotted, field
-        for inner in (field.annotation, *get_args(field.annotation)):
-            if isinstance(inner, type) and issubclass(inner, Section):
-                yield from known_keys(inner, f"{dotted}.")
+        yield f"{prefix}{name}", field
+        if (inner := inner_section(section, name)) is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def inner_section(section: type[Section], name: str) -> type[Section] | None:
+    """Return the section that a key holds, optional or not; None for a plain value or an unknown key."""
+    field = section.model_fields.get(name)
+    for each in () if field is None else (field.annotation, *get_args(field.annotation)):
+        if isinstance(each, type) and issubclass(each, Section):
+            return each
+    return None

@@ -130,9 +130,10 @@ class BlockWorker:
         spelled = self._control_tokens.find(row)
         if spelled is None:
             return render(row, self._template, self._tokenizer)
-        if self._settings.special_tokens_in_text == "refuse":
+        if self._settings.special_tokens_in_text == "reject":
             raise BadRowError(
-                f"the text spells the control token {spelled!r}; data_args.special_tokens_in_text=text takes it as text"
+                f"the text spells the control token {spelled!r}; set data_args.special_tokens_in_text=keep_as_text to "
+                "tokenize it as text"
             )
         return self._control_tokens.render_as_text(row)
 

@@ -17,6 +17,9 @@ from thresher.data.template import Template, load_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# stores and their fingerprints keep the values under which they were first written
+_STORED_SPECIAL_TOKENS_IN_TEXT = {"keep_as_text": "text", "reject": "refuse"}
+
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Digest how text becomes ids: vocabulary, merges, normalisers, BOS and EOS; not the chat template, not padding."""
@@ -40,7 +43,7 @@ def settings_that_matter(settings: DataSettings) -> dict[str, Any]:
         "sequence_length": settings.sequence_length,
         "truncation": settings.truncation,
         "on_bad_row": settings.on_bad_row,
-        "special_tokens_in_text": settings.special_tokens_in_text,
+        "special_tokens_in_text": _STORED_SPECIAL_TOKENS_IN_TEXT[settings.special_tokens_in_text],
         "column_names": dict(settings.column_names),
     }
 

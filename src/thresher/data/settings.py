@@ -13,7 +13,7 @@ from thresher.errors import UserError
 
 Truncation = Literal["drop", "prompt_start", "response_end"]
 OnBadRow = Literal["fail", "skip", "quarantine"]
-SpecialTokensInText = Literal["text", "refuse"]
+SpecialTokensInText = Literal["keep_as_text", "reject"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DataSettings:
     sequence_length: int | None = 1024
     truncation: Truncation = "drop"
     on_bad_row: OnBadRow = "fail"
-    special_tokens_in_text: SpecialTokensInText = "text"
+    special_tokens_in_text: SpecialTokensInText = "keep_as_text"
     chosen_key: str | None = None
     rejected_key: str | None = None
     prompt_key: str | None = None

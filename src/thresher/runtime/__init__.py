@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # a run that is only submitted must not wait for models and t
     from thresher.assembly.precompute import Announce, Progress
     from thresher.config import DPOConfig
     from thresher.loop import Standing, Trainable
+    from thresher.losses.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Runtime(Protocol):
     def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started: ...
 
 
-def open_runtime(config: DPOConfig) -> AbstractContextManager[Runtime]:
+def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:
     """Take what the run needs of this machine or cluster, or refuse at once; leaving gives it back."""
     if config.uses_ray:
         from thresher.runtime.environment import set_environment
@@ -41,7 +42,7 @@ def open_runtime(config: DPOConfig) -> AbstractContextManager[Runtime]:
         set_environment(config.ray_address)
         from thresher.runtime.ray_runtime import open_ray_runtime
 
-        return open_ray_runtime(config)
+        return open_ray_runtime(config, objective)
     from thresher.runtime.local import open_local_runtime
 
     return open_local_runtime(config)

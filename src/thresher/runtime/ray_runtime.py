@@ -13,12 +13,12 @@ import torch
 
 from thresher.assembly.axes import axis_sizes
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.objective import build_objective
 from thresher.assembly.precompute import Announce, Progress
 from thresher.assembly.reference import frozen_files_digest, reference_mode
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
 from thresher.errors import RegroupError, UserError
+from thresher.losses.objective import Objective
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
@@ -82,7 +82,7 @@ class RayRuntime:
         self._mode = mode
         self._resources = resources
         self._elasticity = elasticity or Elasticity(config, alive_nodes, ray.available_resources)
-        self._watch = Watch(config.hang_timeout)
+        self._watch = Watch(config.heartbeat_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
@@ -133,7 +133,7 @@ class RayRuntime:
             return []
         return [
             f"reference.{name} has no effect here: a synced reference lives in the policy's workers"
-            for name in self._config.reference.turned("device_mapping", "num_workers")
+            for name in self._config.reference.non_default("device_mapping", "num_workers")
         ]
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
@@ -174,9 +174,9 @@ def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:
 
 
 @contextlib.contextmanager
-def open_ray_runtime(config: DPOConfig) -> Iterator[RayRuntime]:
+def open_ray_runtime(config: DPOConfig, objective: Objective) -> Iterator[RayRuntime]:
     """Connect, reserve what the roles ask for, and give it all back at the end."""
-    mode = reference_mode(config, build_objective(config))
+    mode = reference_mode(config, objective)
     if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_plain:
         raise UserError(
             "a reference that works ahead has a whole copy in every worker; set reference.strategy_args.strategy_name "

@@ -169,7 +169,7 @@ def _ahead(
         lambda step: worker_of(step).score_step.remote(step, ranks.rank),
         units=range(first_step, plan.num_steps),
         repeats=False,
-        ahead=config.reference.steps_ahead,
+        ahead=config.reference.prefetch_steps,
         device=policy.device,
     )
     if inputs.validation is None:
@@ -181,7 +181,7 @@ def _ahead(
         lambda at: worker_of(at).score_held_out.remote(at, ranks.rank),
         units=range(len(batches)),
         repeats=True,
-        ahead=config.reference.steps_ahead,
+        ahead=config.reference.prefetch_steps,
         device=policy.device,
     )
     return train, validation

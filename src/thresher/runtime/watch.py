@@ -44,9 +44,9 @@ class Watch:
     What counts is looks, not time: a driver that was suspended finds old questions, and gives everyone time to answer.
     """
 
-    def __init__(self, hang_timeout: float = math.inf):
-        self._patience = _SHARE_WITHOUT_ANSWER * hang_timeout
-        self._seconds = min(hang_timeout / _LOOKS, _MOST_SECONDS_BETWEEN_LOOKS)
+    def __init__(self, heartbeat_timeout: float = math.inf):
+        self._patience = _SHARE_WITHOUT_ANSWER * heartbeat_timeout
+        self._seconds = min(heartbeat_timeout / _LOOKS, _MOST_SECONDS_BETWEEN_LOOKS)
         self._next_look = time.monotonic()
         self._watched: list[_Watched] = []
 

@@ -190,7 +190,7 @@ class ReferenceWorker(Worker):
         flat = flatten([self._score(self._inputs.train, ids) for ids in batches])
         self._spans.append(Span("reference", step, started, time.time()))
         self._recent[step, rank] = flat
-        if len(self._recent) > self._num_ranks * self._config.reference.steps_ahead:
+        if len(self._recent) > self._num_ranks * self._config.reference.prefetch_steps:
             del self._recent[next(iter(self._recent))]
         return flat
 

@@ -173,7 +173,7 @@ CONFIG: dict[str, Any] = {
     "actor_train": {
         "model_args": {"dtype": "fp32", "lora_rank": 4, "lora_target": "all-linear"},
         "training_args": {"learning_rate": 1e-5, "warmup_ratio": 0.1, "lr_scheduler_type": "linear"},
-        "data_args": {"file_name": ["a.jsonl"], "template": "raw", "special_tokens_in_text": "text"},
+        "data_args": {"file_name": ["a.jsonl"], "template": "raw", "special_tokens_in_text": "keep_as_text"},
         "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {"tp_size": 2, "cpu_offload": True}},
         "device_mapping": "list(range(0,4))",
     },

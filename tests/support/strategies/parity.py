@@ -82,7 +82,7 @@ class Case:
     max_grad_norm: float = 1.0
     recomputes_activations: bool = False
     spoilt_pair: int | None = None
-    pp_chunks: int = 1
+    virtual_pp_size: int = 1
 
     def __str__(self) -> str:
         """A name that `pytest -k` takes."""
@@ -178,7 +178,9 @@ def leaves_rows_out(case: Case, model_dir: Path) -> bool:
 
 def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, Placement]:
     model = empty_model(str(path), dtype=torch.float32)
-    return model, place_model(model, str(path), mesh_of(case.sizes), case.dtype, CPU, pp_chunks=case.pp_chunks)
+    return model, place_model(
+        model, str(path), mesh_of(case.sizes), case.dtype, CPU, virtual_pp_size=case.virtual_pp_size
+    )
 
 
 def _train(

@@ -49,7 +49,7 @@ def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
         model, placement = load_model(str(path)), Placement()
     else:
         model = empty_model(str(path), dtype=torch.float32)
-        placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
+        placement = place_model(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
     return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, placement)
 
 
@@ -101,7 +101,7 @@ def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
     """What the check at start-up says of a layout, or of one whose positions are wrong."""
     mesh = Mesh.of(case.sizes, CPU)
     model = empty_model(str(path), dtype=torch.float32)
-    placement = place_model(model, str(path), mesh, case.dtype, CPU, pp_chunks=case.pp_chunks)
+    placement = place_model(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
     layout = _Stretched(shares_prompt=True) if spoiled else LAYOUTS[case.layout]
     try:
         NativeInfer(model, layout, case.dtype, placement).check_logps(batch_of([0, 1, 2]))

@@ -58,11 +58,11 @@ class Stage:
             own.add_(other)
 
 
-def cut_model(model: PreTrainedModel, pipeline: Group, pp_chunks: int = 1) -> Stage:
+def cut_model(model: PreTrainedModel, pipeline: Group, virtual_pp_size: int = 1) -> Stage:
     """Take away from an empty model what other stages compute; parameters that stay keep their names."""
     check_passes_hidden_states(model)
     decoder = model.get_decoder()
-    num_chunks = pipeline.size * pp_chunks
+    num_chunks = pipeline.size * virtual_pp_size
     parts = deal_layers(len(decoder.layers), num_chunks)
     chunks = tuple(
         Chunk(index, parts[index], is_last=index == num_chunks - 1)
@@ -90,7 +90,7 @@ def deal_layers(num_layers: int, num_chunks: int) -> list[range]:
     """
     if num_layers < num_chunks:
         raise UserError(
-            f"a model of {num_layers} layers cannot be cut into {num_chunks} chunks; lower pp_size or pp_chunks"
+            f"a model of {num_layers} layers cannot be cut into {num_chunks} chunks; lower pp_size or virtual_pp_size"
         )
     sizes = [num_layers // num_chunks] * num_chunks
     for index in [*range(1, num_chunks - 1), 0][: num_layers % num_chunks]:

@@ -61,11 +61,11 @@ def place_model(
     device: torch.device,
     *,
     offload: bool = False,
-    pp_chunks: int = 1,
+    virtual_pp_size: int = 1,
 ) -> Placement:
     """Split an empty model along every axis of a mesh, then fill what is ours; the order of axes is that of nesting."""
     sizes, devices = mesh.sizes, mesh.device_mesh
-    stage = cut_model(model, mesh.group("pp"), pp_chunks) if sizes.pp > 1 else None
+    stage = cut_model(model, mesh.group("pp"), virtual_pp_size) if sizes.pp > 1 else None
     seen_in_part = split_matrices(model, devices["tp"]) if sizes.tp > 1 else frozenset()
     if sizes.shards > 1:
         axes = ("dp_replicate", "shard") if sizes.dp_replicate > 1 else "shard"
