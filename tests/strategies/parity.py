@@ -37,9 +37,9 @@ from thresher.losses.registry import make_losses  # noqa: E402
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout  # noqa: E402
 from thresher.models.load import load_model  # noqa: E402
 from thresher.models.load_split import empty_model  # noqa: E402
-from thresher.observe.skipped import SkippedStep  # noqa: E402
 from thresher.reference.scorers import LiveReference  # noqa: E402
 from thresher.schedule import Schedule  # noqa: E402
+from thresher.skipping import SkippedStep  # noqa: E402
 from thresher.strategies.native.infer import NativeInfer  # noqa: E402
 from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh  # noqa: E402
 from thresher.strategies.native.placement import Placement, place_model  # noqa: E402

@@ -11,7 +11,7 @@ from parity import LAYOUTS, LOSSES_WITH_REFERENCE, NUM_STEPS, Case, make_policy,
 from torch.distributed.tensor import DTensor
 
 from thresher.losses.objective import Objective
-from thresher.observe.skipped import SkippedStep
+from thresher.skipping import SkippedStep
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import DPOTrainer

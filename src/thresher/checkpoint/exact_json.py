@@ -7,11 +7,11 @@ whatever JSON would silently change is refused.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thresher import durable
 from thresher.errors import CheckpointError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | tuple[Json, ...] | Mapping[str, Json] | None"
@@ -24,6 +24,12 @@ def dumps(value: Json, *, sort_keys: bool = False) -> str:
     return json.dumps(_spell(value), allow_nan=False, ensure_ascii=False, indent=1, sort_keys=sort_keys)
 
 
+def encode(value: Json, *, sort_keys: bool = False) -> bytes:
+    """Spell a value as the bytes of a file."""
+    # A lone surrogate is a legal Python string but no legal UTF-8; it must survive as well.
+    return dumps(value, sort_keys=sort_keys).encode("utf-8", errors="surrogatepass")
+
+
 def loads(text: str) -> Any:
     """Read what `dumps` wrote."""
     return json.loads(text, object_hook=_unspell, parse_constant=_refuse_constant)
@@ -31,12 +37,7 @@ def loads(text: str) -> Any:
 
 def save_json(path: Path, value: Json) -> None:
     """Write a value as JSON and flush it to the disk."""
-    # A lone surrogate is a legal Python string but no legal UTF-8; it must survive as well.
-    data = dumps(value).encode("utf-8", errors="surrogatepass")
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    durable.write(path, encode(value))
 
 
 def load_json(path: Path) -> Any:

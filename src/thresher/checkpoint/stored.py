@@ -38,9 +38,8 @@ class _Whole:
 class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
     """The tensors under one stem; `tied` names those that share another's memory."""
 
-    def __init__(self, directory: Path, stem: str, *, device: str | torch.device = "cpu"):
+    def __init__(self, directory: Path, stem: str):
         self._directory = directory
-        self._device = str(device)
         self._files: dict[str, Any] = {}
         self._wholes: dict[str, _Whole] = {}
         self.tied: dict[str, str] = {}
@@ -83,9 +82,9 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
                 piece = self._read_piece(file, name, shape, _relative(common, offset))
             if tuple(piece.shape) == size:
                 return piece
-            result = torch.empty(size, dtype=whole.dtype, device=self._device) if result is None else result
+            result = torch.empty(size, dtype=whole.dtype) if result is None else result
             result[_relative(common, [side.start for side in box])] = piece
-        return torch.empty(size, dtype=whole.dtype, device=self._device) if result is None else result
+        return torch.empty(size, dtype=whole.dtype) if result is None else result
 
     def _read_piece(self, file: str, name: str, shape: Shape, box: Box) -> Tensor:
         opened = self._files[file]
@@ -97,7 +96,7 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
 
     def _add(self, file: str) -> None:
         # Read, not mapped: the tensors outlive the checkpoint, which retention may delete.
-        opened: Any = safe_open(self._directory / file, framework="pt", device=self._device, backend="pread")
+        opened: Any = safe_open(self._directory / file, framework="pt", backend="pread")
         self._files[file] = opened
         header = json.loads((opened.metadata() or {}).get(HEADER_KEY, "{}"))
         self.tied |= header.get("tied", {})
@@ -144,9 +143,9 @@ class OwnParts(Mapping[str, Tensor]):
         return len(list(self._stored))
 
 
-def load_tensors(directory: Path, stem: str, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def load_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
     """Read everything under a stem, whole."""
-    with StoredTensors(directory, stem, device=device) as stored:
+    with StoredTensors(directory, stem) as stored:
         tensors = {name: stored.read(name) for name in stored}
         return tensors | {name: tensors[first] for name, first in stored.tied.items()}
 
