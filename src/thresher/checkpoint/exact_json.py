@@ -7,7 +7,8 @@ whatever JSON would silently change is refused.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,17 +43,22 @@ def save_json(path: Path, value: Json) -> None:
 
 def load_json(path: Path) -> Any:
     """Read a value that `save_json` wrote."""
-    try:
+    # beside what is no JSON: a number spelled by something else, or nesting without an end
+    with reading(path, "the JSON it should be", ValueError, TypeError, OverflowError, RecursionError):
         return loads(path.read_bytes().decode("utf-8", errors="surrogatepass"))
+
+
+@contextmanager
+def reading(path: Path, what: str, *faults: type[Exception]) -> Iterator[None]:
+    """Say which file of a checkpoint cannot be read: it is absent, the disk refuses, or one of `faults` is found."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); resume from another one") from error
-    # beside what is no JSON: a number spelled by something else, or nesting without an end
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not the JSON it should be ({error}); resume from another checkpoint"
-        ) from error
+    except faults as error:
+        raise CheckpointError(f"{path} is not {what} ({error}); resume from another checkpoint") from error
 
 
 def _spell(value: object) -> Any:

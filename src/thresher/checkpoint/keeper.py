@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from thresher.checkpoint.directory import recover, step_name
-from thresher.checkpoint.parts import Alone, HostCopies, Processes
+from thresher.checkpoint.parts import HostCopies, Processes
 from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
 from thresher.checkpoint.saving import Write, save_together
 from thresher.errors import CheckpointError
@@ -25,14 +25,14 @@ class CheckpointKeeper:
     higher_is_better: bool
     report: Callable[[str], None]
 
-    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes | None = None) -> Path:
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes) -> Path:
         """Publish what all processes write into one directory, then let go of what need not stay."""
         published = self.place(step)
 
         def clean_up() -> None:
             prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        save_together(self.root, step, write, metrics, processes or Alone(), clean_up)
+        save_together(self.root, step, write, metrics, processes, clean_up)
         return published
 
     def place(self, step: int) -> Path:

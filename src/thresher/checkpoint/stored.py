@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thresher.checkpoint.exact_json import reading
 from thresher.checkpoint.parts import FileNumber
 from thresher.checkpoint.tensors import HEADER_KEY
 from thresher.errors import CheckpointError
@@ -113,17 +114,9 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
                 )
             whole.pieces[offset] = (shape, file)  # what two processes share may be in both files
 
-    @contextlib.contextmanager
-    def _readable_errors(self, file: str) -> Iterator[None]:
-        path = self._directory / file
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
-        except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error}); resume from another checkpoint"
-            ) from error
+    def _readable_errors(self, file: str) -> contextlib.AbstractContextManager[None]:
+        faults = (SafetensorError, ValueError, TypeError, AttributeError)
+        return reading(self._directory / file, "a readable safetensors file", *faults)
 
 
 class OwnParts(Mapping[str, Tensor]):
