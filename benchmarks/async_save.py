@@ -45,7 +45,7 @@ class TimedKeeper(CheckpointKeeper):
 
     published_at: list[float] = field(default_factory=list)
 
-    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes | None = None) -> Path:
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes) -> Path:
         place = super().save(step, write, metrics, processes)
         self.published_at.append(time.perf_counter())
         return place

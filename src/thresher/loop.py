@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thresher.errors import StoppedError, UserError
-from thresher.observe.skipped import SkippedStep, SkippedSteps
+from thresher.skipping import SkippedStep, SkippedSteps
 from thresher.trainer import Record
 
 

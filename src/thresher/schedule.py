@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
-import torch
-from transformers import get_scheduler
 
 
 @dataclass(frozen=True)
@@ -26,16 +21,26 @@ class Schedule:
         """Return the rate for step `step`, counted from 0."""
         return self.learning_rate * self._multiplier(step)
 
-    @cached_property
-    def _multiplier(self) -> Callable[[int], float]:
-        specific: dict[str, dict[str, Any]] = {
-            "cosine_with_min_lr": {"min_lr_rate": self.min_lr_ratio},
-            "polynomial": {"lr_end": 0.0, "power": self.power},
-        }
-        # transformers' formulas without its state: only the multiplier is taken out of the scheduler it builds
-        carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=self.learning_rate)
-        scheduler = get_scheduler(
-            self.name, carrier, self.num_warmup_steps, self.num_steps, scheduler_specific_kwargs=specific.get(self.name)
-        )
-        multiplier: Callable[[int], float] = scheduler.lr_lambdas[0]
-        return multiplier
+    def _multiplier(self, step: int) -> float:
+        """The formulas of transformers' `get_scheduler`, to the bit."""
+        if self.name == "constant":
+            return 1.0
+        warmup = self.num_warmup_steps
+        if step < warmup:
+            return step / warmup
+        progress = (step - warmup) / max(1, self.num_steps - warmup)
+        match self.name:
+            case "constant_with_warmup":
+                return 1.0
+            case "linear":
+                return max(0.0, (self.num_steps - step) / max(1, self.num_steps - warmup))
+            case "cosine" | "cosine_with_min_lr":
+                floor = self.min_lr_ratio if self.name == "cosine_with_min_lr" else 0.0
+                return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - floor) + floor)
+            case "polynomial":
+                # not without the rate: multiplied by it and divided again, a few values round differently
+                return self.learning_rate * math.pow(max(0.0, 1 - progress), self.power) / self.learning_rate
+            case "inverse_sqrt":
+                timescale = warmup or 10_000
+                return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+        raise ValueError(f"there is no learning rate schedule {self.name!r}")

@@ -15,6 +15,7 @@ from typing import TypeVar
 from thresher.checkpoint.manifest import read_manifest, verify
 from thresher.errors import CheckpointError, LostError, RegroupError, ResourceError, WorkerError
 from thresher.loop import MetricLog
+from thresher.observe.tracker import START_OVER
 
 T = TypeVar("T")
 _LONGEST_WAIT = 60.0
@@ -57,7 +58,7 @@ class Supervisor:
 
     @property
     def resume_step(self) -> int | None:
-        """The last step whose records stay in the log; None where this run has none yet."""
+        """The last step whose records stay in the log, or START_OVER; None where this run has no log yet."""
         return self._resume_step
 
     def run(self, attempt: Callable[[Supervisor, Path | None], T], checkpoint: Path | None) -> T:
@@ -82,8 +83,8 @@ class Supervisor:
                         raise
                 if checkpoint is not None:
                     self._resume_step = self._resumed_step
-                elif self._has_begun:  # started over, our log keeps nothing, not even what was measured at step 0
-                    self._resume_step = -1
+                elif self._has_begun:
+                    self._resume_step = START_OVER
                 self._go_on(checkpoint, error, in_a_row)
 
     def _go_back_to(self, given: Path | None, first_step: int) -> Path | None:

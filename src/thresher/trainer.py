@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.background import BackgroundSaver
 from thresher.checkpoint.exact_json import load_json, save_json
-from thresher.checkpoint.keeper import CheckpointKeeper
+from thresher.checkpoint.keeper import BackgroundSaver, CheckpointKeeper
 from thresher.checkpoint.parts import HostCopies
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
 from thresher.checkpoint.saving import Write
@@ -29,10 +28,9 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.memory import memory_metrics
 from thresher.observe.pulse import doing
-from thresher.observe.skipped import SkippedStep
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
 from thresher.schedule import Schedule
-from thresher.skipping import describe_skipped
+from thresher.skipping import SkippedStep, describe_skipped
 from thresher.strategies.accumulate import evaluate_objective
 from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TrainStrategy

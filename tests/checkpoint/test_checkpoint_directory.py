@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from thresher.checkpoint import (
-    create_staging,
-    discard,
-    latest,
-    publish,
-    read_manifest,
-    record_files,
-    recover,
-    staging,
-    verify,
-)
+from tests.support.staged import staging
+from thresher.checkpoint.directory import create_staging, discard, publish, recover
+from thresher.checkpoint.manifest import read_manifest, record_files, verify
+from thresher.checkpoint.retention import latest
 from thresher.errors import CheckpointError
 
 

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from thresher.checkpoint import latest, prune, recover, save_tensors, staging, verify
+from tests.support.staged import staging
+from thresher.checkpoint.directory import recover
+from thresher.checkpoint.manifest import verify
+from thresher.checkpoint.retention import latest, prune
+from thresher.checkpoint.tensors import save_tensors
 from thresher.errors import CheckpointError
 
 _DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -152,15 +156,17 @@ def test_a_write_that_the_system_refuses_is_a_readable_error(tmp_path: Path) -> 
 
 _SAVE_FOREVER = """
 import sys, itertools, pathlib
-from thresher.checkpoint import latest, prune, recover, staging
+from thresher.checkpoint.directory import create_staging, publish, recover
+from thresher.checkpoint.retention import latest, prune
 root = pathlib.Path(sys.argv[1])
 recover(root)
 found = latest(root)
 print("ready", flush=True)
 for step in itertools.count(0 if found is None else int(found.name[5:])):
-    with staging(root, step) as directory:
-        for shard in range(3):
-            (directory / f"{shard}.bin").write_bytes(bytes([step % 256]) * 300_000)
+    stage = create_staging(root, step)
+    for shard in range(3):
+        (stage.path / f"{shard}.bin").write_bytes(bytes([step % 256]) * 300_000)
+    publish(stage)
     prune(root, 2)
 """
 

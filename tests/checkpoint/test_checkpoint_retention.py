@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from thresher.checkpoint import best, latest, list_checkpoints, prune, resolve_resume, staging
+from tests.support.staged import staging
+from thresher.checkpoint.retention import best, latest, list_checkpoints, prune, resolve_resume
 from thresher.errors import CheckpointError
 
 
@@ -49,13 +50,6 @@ def test_false_ignores_checkpoints(tmp_path: Path) -> None:
     assert resolve_resume(False, tmp_path) is None
 
 
-def test_true_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="use `auto` to start afresh"):
-        resolve_resume(True, tmp_path)
-    path = save(tmp_path, 1)
-    assert resolve_resume(True, tmp_path) == path
-
-
 def test_a_path_is_verified(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert resolve_resume(str(path), tmp_path / "other") == path
@@ -87,7 +81,7 @@ def test_prune_keeps_the_last_ones_and_the_best(tmp_path: Path) -> None:
     deleted = prune(tmp_path, 2, best(tmp_path, "loss", higher_is_better=False))
     assert [path.name for path in deleted] == ["step-00000001", "step-00000003"]
     assert steps(tmp_path) == [2, 4, 5]
-    assert prune(tmp_path, 2, 2) == []
+    assert prune(tmp_path, 2, tmp_path / "step-00000002") == []
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -13,22 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thresher.checkpoint import (
-    State,
-    capture_rng,
-    join_rng,
-    load_json,
-    load_optimizer_state,
-    load_state,
-    load_tensors,
-    optimizer_state,
-    restore_rng,
-    restore_rng_of_rank,
-    save_json,
-    save_state,
-    save_tensors,
-)
-from thresher.checkpoint.exact_json import dumps, loads
+from thresher.checkpoint.exact_json import dumps, load_json, loads, save_json
+from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng, restore_rng_of_rank
+from thresher.checkpoint.state import State, load_state, save_state
+from thresher.checkpoint.stored import load_tensors
+from thresher.checkpoint.tensors import save_tensors
 from thresher.errors import CheckpointError
 
 DTYPES = [
@@ -68,33 +58,26 @@ def any_tensor(draw: st.DrawFn) -> Tensor:
 
 
 @many_examples
-@given(
-    tensors=st.dictionaries(st.text("abc./", min_size=1, max_size=6), any_tensor(), max_size=5),
-    limit=st.none() | st.integers(1, 200),
-)
+@given(tensors=st.dictionaries(st.text("abc./", min_size=1, max_size=6), any_tensor(), max_size=5))
 def test_any_tensors_come_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor], limit: int | None
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor]
 ) -> None:
     directory = tmp_path_factory.mktemp("tensors")
-    names = save_tensors(directory, "model", tensors, max_shard_bytes=limit)
-    assert sorted(names) == sorted(path.name for path in directory.iterdir())
+    name = save_tensors(directory, "model", tensors)
+    assert [name] == [path.name for path in directory.iterdir()]
     loaded = load_tensors(directory, "model")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert_same_bits(loaded[name], tensor)
 
 
-@pytest.mark.parametrize("limit", [None, 16])
-def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path, limit: int | None) -> None:
+def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
     weight = torch.randn(4, 4)
-    names = save_tensors(
-        tmp_path, "model", {"embed": weight, "head": weight, "other": torch.randn(8)}, max_shard_bytes=limit
-    )
+    name = save_tensors(tmp_path, "model", {"embed": weight, "head": weight, "other": torch.randn(8)})
     loaded = load_tensors(tmp_path, "model")
     assert loaded["head"] is loaded["embed"]
     assert_same_bits(loaded["head"], weight)
-    num_bytes = sum((tmp_path / name).stat().st_size for name in names if name.endswith(".safetensors"))
-    assert num_bytes < 2 * weight.nbytes + 32 + 400
+    assert (tmp_path / name).stat().st_size < 2 * weight.nbytes + 32 + 400
 
 
 def test_overlapping_views_come_back_as_separate_copies(tmp_path: Path) -> None:
@@ -106,15 +89,6 @@ def test_overlapping_views_come_back_as_separate_copies(tmp_path: Path) -> None:
         assert_same_bits(loaded[name], tensor)
     loaded["base"].zero_()
     assert loaded["row"].tolist() == [3.0, 4.0, 5.0]
-
-
-def test_shards_stay_below_the_limit_unless_one_tensor_exceeds_it(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(100), "d": torch.zeros(5)}
-    names = save_tensors(tmp_path, "model", tensors, max_shard_bytes=80)
-    assert names == [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)] + ["model.safetensors.index.json"]
-    index = load_json(tmp_path / names[-1])
-    assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2]}
-    assert index["metadata"] == {"total_size": 500}
 
 
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:

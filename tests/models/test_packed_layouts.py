@@ -12,11 +12,10 @@ from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of,
 from thresher.data.batch import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import SidesLogps
-from thresher.models.attention import Segment
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import query_slices
+from thresher.models.attention.segments import Segment, query_slices
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import turn_dropout_off
 from thresher.models.logps import PairModel

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from thresher.errors import UserError
-from thresher.observe import JsonlTracker, RunInfo, read_metrics
+from thresher.observe.jsonl import JsonlTracker, read_metrics
+from thresher.observe.tracker import RunInfo
 
 
 def run_in(directory: Path) -> RunInfo:

@@ -11,16 +11,11 @@ import pytest
 from rich.console import Console
 
 from thresher.errors import DiskError, UserError
-from thresher.observe import (
-    ConsoleTracker,
-    JsonlTracker,
-    RunInfo,
-    Status,
-    Trackers,
-    make_trackers,
-    memory_metrics,
-    read_metrics,
-)
+from thresher.observe.console import ConsoleTracker
+from thresher.observe.jsonl import JsonlTracker, read_metrics
+from thresher.observe.make import make_trackers
+from thresher.observe.memory import memory_metrics
+from thresher.observe.tracker import RunInfo, Status, Trackers
 
 
 def run_in(directory: Path, **config: object) -> RunInfo:
@@ -176,7 +171,8 @@ def test_a_terminal_gets_a_bar_and_whole_messages() -> None:
 
 def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
     code = (
-        "import pathlib; from thresher.observe import *; t = make_trackers(['console']); "
+        "import pathlib; from thresher.observe.tracker import RunInfo; "
+        "from thresher.observe.make import make_trackers; t = make_trackers(['console']); "
         f"t.start(RunInfo('r', pathlib.Path({str(tmp_path)!r}), {{}}, 2, 2), None); "
         "t.log(1, {'loss': 0.5}); t.close('finished')"
     )
@@ -187,7 +183,7 @@ def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
 
 def test_peak_memory_sees_an_allocation() -> None:
     code = (
-        "from thresher.observe import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
+        "from thresher.observe.memory import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
         "print(b['memory/peak_rss_gb'] - a['memory/peak_rss_gb'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -137,7 +137,7 @@ def ahead(base, ray_here, tmp_path):
 
 def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):
     from thresher.assembly.run import loop_settings
-    from thresher.observe.skipped import SkippedSteps
+    from thresher.skipping import SkippedSteps
 
     config, inputs, runtime, started = ahead
     started.begin()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.attacks import CommandLine, Run, sign
-from thresher.checkpoint import list_checkpoints, prune, staging
+from tests.support.staged import staging
 from thresher.checkpoint.directory import recover
+from thresher.checkpoint.retention import list_checkpoints, prune
 from thresher.errors import CheckpointError, UserError
 from thresher.file_names import lies_within
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.strategies.parity import PAIRS, Case
 from tests.support.strategies.skipped_runs import train_spoilt
 from thresher.data.pair_columns import hash_pair
-from thresher.observe.skipped import SpoiltPair
+from thresher.skipping import SpoiltPair
 from thresher.strategies.native.mesh import AxisSizes
 
 pytestmark = pytest.mark.distributed

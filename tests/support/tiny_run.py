@@ -24,7 +24,7 @@ from thresher.loop import Standing, fit
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family
-from thresher.observe.skipped import SkippedSteps
+from thresher.skipping import SkippedSteps
 from thresher.trainer import DPOTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)

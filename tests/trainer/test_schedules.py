@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from thresher.assembly.objective import build_schedule
 from thresher.config import parse_config
 from thresher.data.plan import make_plan
+from thresher.schedule import Schedule
 
 PEAK = 1e-3
 
@@ -41,6 +44,16 @@ def test_a_schedule_equals_its_hand_derived_values(name):
     found = rates(10, lr_scheduler_type=name, warmup_steps=2, **EXTRA.get(name, {}))
     for step, share in EXPECTED[name].items():
         assert found[step] == pytest.approx(share * PEAK, rel=1e-12, abs=1e-18), step
+
+
+@pytest.mark.parametrize("name", ["constant", *EXPECTED])
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (97, 0), (97, 13), (1000, 999)])
+def test_a_schedule_equals_that_of_transformers_to_the_bit(name, num_steps, warmup):
+    specific = {"cosine_with_min_lr": {"min_lr_rate": 0.3}, "polynomial": {"lr_end": 0.0, "power": 1.7}}.get(name)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
+    theirs = get_scheduler(name, optimizer, warmup, num_steps, scheduler_specific_kwargs=specific).lr_lambdas[0]
+    ours = Schedule(name, PEAK, warmup, num_steps, min_lr_ratio=0.3, power=1.7)
+    assert [ours(step) for step in range(num_steps + 1)] == [PEAK * theirs(step) for step in range(num_steps + 1)]
 
 
 def test_a_constant_schedule_is_constant():

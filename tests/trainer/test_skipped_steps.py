@@ -21,7 +21,7 @@ from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.load import load_model
-from thresher.observe.skipped import SkippedStep
+from thresher.skipping import SkippedStep
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from thresher.checkpoint.directory import staging
+from tests.support.staged import staging
 from thresher.errors import DiskError, LostError, RegroupError, ResourceError, UserError, WorkerError
 from thresher.supervisor import Supervisor
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from thresher import durable
 from thresher.assembly.engines import attach_adapters
 from thresher.checkpoint.exact_json import load_json
 from thresher.checkpoint.manifest import verify
@@ -46,8 +47,7 @@ def export_checkpoint(
     plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, path)
     # written aside and renamed: a directory that is there is whole
     staging = output.with_name(f".{output.name}.partial")
-    if staging.is_symlink():
-        raise UserError(f"{staging} is a link, and nothing is exported through one; remove it")
+    durable.refuse_link(staging)
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
     plain.save_pretrained(staging)

@@ -27,9 +27,9 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.load import load_family, load_tokenizer, set_pad_token
 from thresher.observe.console import ConsoleTracker
 from thresher.observe.make import TrackerSettings, make_trackers
-from thresher.observe.skipped import SkippedSteps
 from thresher.observe.tracker import RunInfo, Trackers
 from thresher.redact import redact
+from thresher.skipping import SkippedSteps
 from thresher.supervisor import Supervisor
 from thresher.trainer import TrainerSettings
 

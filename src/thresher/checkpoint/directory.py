@@ -2,7 +2,7 @@
 
 Decides names and the order of disk operations; what the files hold is left to the caller. Several ranks may
 write into one staging directory: rank 0 calls `create_staging`, all write, and after a barrier rank 0 calls
-`publish`. One process uses `staging`.
+`publish`.
 
 Saving a step that exists already: if the old checkpoint verifies and its manifest is the same, it is kept and
 the new copy dropped (a resumed run saves the same bytes again); otherwise the new one takes its place,
@@ -11,18 +11,18 @@ first moved aside; `recover` moves it back after a crash in between.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from thresher.checkpoint.exact_json import Json
+from thresher import durable
 from thresher.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -32,7 +32,7 @@ from thresher.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from thresher.errors import CheckpointError, DiskError
+from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging-"
@@ -89,7 +89,6 @@ def publish(
     staging: Staging,
     *,
     metrics: Mapping[str, float] | None = None,
-    metadata: Mapping[str, Json] | None = None,
     records: Mapping[str, FileRecord] | None = None,
 ) -> Path:
     """Make a filled staging directory the checkpoint of its step and return where it is.
@@ -109,11 +108,11 @@ def publish(
                 )
             _sync_tree(staging.path)
             known |= record_files(staging.path, [name for name in names if name not in known])
-            write_manifest(staging.path, Manifest(staging.step, known, metrics or {}, metadata or {}))
-            sync_directory(staging.path)
+            write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
+            durable.sync_directory(staging.path)
             if not _is_same_checkpoint(staging.path, target):
                 _move_in(staging.path, target)
-            sync_directory(staging.root)
+            durable.sync_directory(staging.root)
     finally:
         discard(staging)
     return target
@@ -123,25 +122,6 @@ def discard(staging: Staging) -> None:
     """Remove a staging directory (if it was not published) and let go of its lock."""
     shutil.rmtree(staging.path, ignore_errors=True)
     _release(staging.path, staging.lock)
-
-
-@contextlib.contextmanager
-def staging(
-    root: Path,
-    step: int,
-    *,
-    metrics: Mapping[str, float] | None = None,
-    metadata: Mapping[str, Json] | None = None,
-) -> Iterator[Path]:
-    """Give a directory to write into; leaving the block publishes it, an exception removes it."""
-    stage = create_staging(root, step)
-    try:
-        with readable_errors(root, step):
-            yield stage.path
-    except BaseException:
-        discard(stage)
-        raise
-    publish(stage, metrics=metrics, metadata=metadata)
 
 
 def recover(root: Path) -> list[str]:
@@ -156,7 +136,7 @@ def recover(root: Path) -> list[str]:
         if _staging_in_use(root, target.name):
             continue
         if target.exists():
-            remove_tree(path, is_shared=True)
+            durable.remove(path, is_shared=True)
         else:
             path.rename(target)
             done.append(f"moved {target.name} back: a save of the same step was cut off")
@@ -167,12 +147,12 @@ def recover(root: Path) -> list[str]:
             path.unlink(missing_ok=True)
     for path in sorted(root.glob(f"{_STAGING}*")):
         if path.is_dir() and not _is_locked(_lock_path(path)):
-            remove_tree(path)
+            durable.remove(path)
             _lock_path(path).unlink(missing_ok=True)
             done.append(f"removed {path.name}: its save was cut off")
     for path in sorted(root.glob(f"{_DELETED}*")):
-        remove_tree(path, is_shared=True)
-    sync_directory(root)
+        durable.remove(path, is_shared=True)
+    durable.sync_directory(root)
     return done
 
 
@@ -180,32 +160,8 @@ def delete(path: Path) -> None:
     """Delete a checkpoint so that a crash on the way leaves no torn one."""
     hidden = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(6)}")
     path.rename(hidden)
-    sync_directory(path.parent)
-    remove_tree(hidden)
-
-
-def remove_tree(path: Path, *, is_shared: bool = False) -> None:
-    """Remove a directory with all that is in it; of a link only the link, and nothing where it leads.
-
-    is_shared: another process may be about to remove it as well.
-    """
-    if path.is_symlink():
-        path.unlink(missing_ok=is_shared)
-    else:
-        shutil.rmtree(path, ignore_errors=is_shared)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot flush a directory and need not.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+    durable.sync_directory(path.parent)
+    durable.remove(hidden)
 
 
 def _move_in(source: Path, target: Path) -> None:
@@ -219,8 +175,8 @@ def _move_in(source: Path, target: Path) -> None:
     except OSError:
         aside.rename(target)
         raise
-    sync_directory(target.parent)
-    remove_tree(aside)
+    durable.sync_directory(target.parent)
+    durable.remove(aside)
 
 
 def _is_same_checkpoint(new: Path, old: Path) -> bool:
@@ -236,12 +192,8 @@ def _is_same_checkpoint(new: Path, old: Path) -> bool:
 def _sync_tree(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
-            descriptor = os.open(Path(directory, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(Path(directory))
+            durable.sync_file(Path(directory, name))
+        durable.sync_directory(Path(directory))
 
 
 def _lock_path(path: Path) -> Path:
@@ -271,15 +223,11 @@ def _staging_in_use(root: Path, name: str) -> bool:
     return any(_is_locked(path) for path in root.glob(f"{_STAGING}{name}-*{_LOCK}"))
 
 
-@contextlib.contextmanager
-def readable_errors(root: Path, step: int) -> Iterator[None]:
-    """Turn an error of the disk into what a person can mend."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free some space there or keep fewer checkpoints" if full else "check that this place can be written"
-        raise (DiskError if DiskError.fits(error) else CheckpointError)(
-            f"could not save the checkpoint of step {step} in {root}: {error.strerror or error}; {mend}. "
-            "Older checkpoints are unharmed"
-        ) from error
+def readable_errors(root: Path, step: int) -> AbstractContextManager[None]:
+    """Say of an error of the disk what could not be saved, and what to do."""
+    return durable.translate_os_errors(
+        f"could not save the checkpoint of step {step} in {root}",
+        if_full="free some space there or keep fewer checkpoints",
+        also=". Older checkpoints are unharmed",
+        kind=CheckpointError,
+    )

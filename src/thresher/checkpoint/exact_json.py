@@ -7,11 +7,12 @@ whatever JSON would silently change is refused.
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thresher import durable
 from thresher.errors import CheckpointError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | tuple[Json, ...] | Mapping[str, Json] | None"
@@ -24,6 +25,12 @@ def dumps(value: Json, *, sort_keys: bool = False) -> str:
     return json.dumps(_spell(value), allow_nan=False, ensure_ascii=False, indent=1, sort_keys=sort_keys)
 
 
+def encode(value: Json, *, sort_keys: bool = False) -> bytes:
+    """Spell a value as the bytes of a file."""
+    # A lone surrogate is a legal Python string but no legal UTF-8; it must survive as well.
+    return dumps(value, sort_keys=sort_keys).encode("utf-8", errors="surrogatepass")
+
+
 def loads(text: str) -> Any:
     """Read what `dumps` wrote."""
     return json.loads(text, object_hook=_unspell, parse_constant=_refuse_constant)
@@ -31,27 +38,27 @@ def loads(text: str) -> Any:
 
 def save_json(path: Path, value: Json) -> None:
     """Write a value as JSON and flush it to the disk."""
-    # A lone surrogate is a legal Python string but no legal UTF-8; it must survive as well.
-    data = dumps(value).encode("utf-8", errors="surrogatepass")
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    durable.write(path, encode(value))
 
 
 def load_json(path: Path) -> Any:
     """Read a value that `save_json` wrote."""
-    try:
+    # beside what is no JSON: a number spelled by something else, or nesting without an end
+    with reading(path, "the JSON it should be", ValueError, TypeError, OverflowError, RecursionError):
         return loads(path.read_bytes().decode("utf-8", errors="surrogatepass"))
+
+
+@contextmanager
+def reading(path: Path, what: str, *faults: type[Exception]) -> Iterator[None]:
+    """Say which file of a checkpoint cannot be read: it is absent, the disk refuses, or one of `faults` is found."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); resume from another one") from error
-    # beside what is no JSON: a number spelled by something else, or nesting without an end
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not the JSON it should be ({error}); resume from another checkpoint"
-        ) from error
+    except faults as error:
+        raise CheckpointError(f"{path} is not {what} ({error}); resume from another checkpoint") from error
 
 
 def _spell(value: object) -> Any:

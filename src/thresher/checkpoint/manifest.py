@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.checkpoint.exact_json import Json, dumps, load_json, save_json
+from thresher.checkpoint.exact_json import Json, encode, load_json, save_json
 from thresher.errors import CheckpointError
 
 FORMAT = 1
@@ -32,7 +32,6 @@ class Manifest:
     step: int
     files: Mapping[str, FileRecord]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    metadata: Mapping[str, Json] = field(default_factory=dict)
 
 
 def list_files(directory: Path) -> list[str]:
@@ -88,11 +87,10 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {
         name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
     }
-    manifest = Manifest(content["step"], files, content["metrics"], content["metadata"])
+    manifest = Manifest(content["step"], files, content["metrics"])
     sound = (
         type(manifest.step) is int
         and all(type(each.size) is int and type(each.sha256) is str for each in files.values())
-        and isinstance(manifest.metadata, dict)
         and all(type(value) in (int, float) for value in manifest.metrics.values())
     )
     if not sound:
@@ -142,10 +140,10 @@ def _body(manifest: Manifest) -> dict[str, Json]:
         "format": FORMAT,
         "step": manifest.step,
         "metrics": dict(manifest.metrics),
-        "metadata": dict(manifest.metadata),
+        "metadata": {},  # part of format 1, without use
         "files": files,
     }
 
 
 def _digest_of(body: Mapping[str, Json]) -> str:
-    return hashlib.sha256(dumps(body, sort_keys=True).encode("utf-8", errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(encode(body, sort_keys=True)).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -22,18 +22,14 @@ class Part:
     offset: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, like: Tensor | None = None) -> Part:
+    def of(cls, tensor: Tensor, like: Tensor) -> Part:
         """This process's part of a tensor; `like` is a tensor that is split as the one that these values are of."""
-        like = tensor if like is None else like
         offset = tuple(place.start for place in own_part(like))
         return cls(local_part(tensor).detach(), tuple(like.shape), offset)
 
     @property
     def is_whole(self) -> bool:
         return tuple(self.values.shape) == self.shape
-
-    def with_values(self, values: Tensor) -> Part:
-        return replace(self, values=values)
 
 
 @dataclass(frozen=True)
@@ -59,15 +55,6 @@ class Processes(Protocol):
     def share(self, value: T) -> list[T]:
         """Give every process the values of all, in the order of the ranks."""
         ...
-
-
-class Alone:
-    """One process."""
-
-    rank = 0
-
-    def share(self, value: T) -> list[T]:
-        return [value]
 
 
 class HostCopies:

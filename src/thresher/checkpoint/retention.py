@@ -7,8 +7,9 @@ stopped.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-from thresher.checkpoint.directory import delete, step_name, step_of
+from thresher.checkpoint.directory import delete, step_of
 from thresher.checkpoint.manifest import Manifest, verify
 from thresher.errors import CheckpointError
 
@@ -32,22 +33,15 @@ def latest(root: Path, report: Callable[[str], None] | None = None) -> Path | No
     return None
 
 
-def resolve_resume(value: bool | str | Path, root: Path, report: Callable[[str], None] | None = None) -> Path | None:
+def resolve_resume(value: Literal[False] | str, root: Path, report: Callable[[str], None] | None = None) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
-    False: none. `auto`: the newest that verifies, or none. True: the same, but there must be one. A path:
-    that one.
+    False: none. `auto`: the newest that verifies, or none. A path: that one.
     """
     if value is False:
         return None
-    if value is True or value == "auto":
-        found = latest(root, report)
-        if found is None and value is True:
-            raise CheckpointError(
-                f"resume_from_checkpoint is true, but no checkpoint in {root} verifies; "
-                "use `auto` to start afresh when there is none"
-            )
-        return found
+    if value == "auto":
+        return latest(root, report)
     path = Path(value)
     inner = list_checkpoints(path)
     if inner:
@@ -72,7 +66,7 @@ def best(root: Path, metric: str, *, higher_is_better: bool) -> Path | None:
     return found
 
 
-def prune(root: Path, keep_last: int, best: Path | int | None = None, *, trusted: Path | None = None) -> list[Path]:
+def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path | None = None) -> list[Path]:
     """Delete all but the newest `keep_last` checkpoints and the best one; return what was deleted.
 
     Where none of those verifies, the newest one that does is kept too. `trusted` is a checkpoint that this
@@ -83,7 +77,7 @@ def prune(root: Path, keep_last: int, best: Path | int | None = None, *, trusted
     everything = list_checkpoints(root)
     keep = set(everything[-keep_last:])
     if best is not None:
-        keep.add(root / (step_name(best) if isinstance(best, int) else best.name))
+        keep.add(best)
     doomed = [path for path in everything if path not in keep]
     kept = [path for path in everything if path in keep]
     if doomed and trusted not in keep:

@@ -18,11 +18,11 @@ class State(NamedTuple):
     values: Mapping[str, Any]
 
 
-def save_state(directory: Path, stem: str, state: State, *, max_shard_bytes: int | None = None) -> list[str]:
-    """Write `<stem>.safetensors` (or its shards) and `<stem>.json`; return the names of the files."""
-    names = save_tensors(directory, stem, state.tensors, max_shard_bytes=max_shard_bytes)
+def save_state(directory: Path, stem: str, state: State) -> list[str]:
+    """Write `<stem>.safetensors` and `<stem>.json`; return the names of the files."""
+    name = save_tensors(directory, stem, state.tensors)
     save_json(directory / f"{stem}.json", state.values)
-    return [*names, f"{stem}.json"]
+    return [name, f"{stem}.json"]
 
 
 def load_state(directory: Path, stem: str) -> State:

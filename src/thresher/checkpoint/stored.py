@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thresher.checkpoint.exact_json import reading
 from thresher.checkpoint.parts import FileNumber
 from thresher.checkpoint.tensors import HEADER_KEY
 from thresher.errors import CheckpointError
@@ -38,9 +39,8 @@ class _Whole:
 class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
     """The tensors under one stem; `tied` names those that share another's memory."""
 
-    def __init__(self, directory: Path, stem: str, *, device: str | torch.device = "cpu"):
+    def __init__(self, directory: Path, stem: str):
         self._directory = directory
-        self._device = str(device)
         self._files: dict[str, Any] = {}
         self._wholes: dict[str, _Whole] = {}
         self.tied: dict[str, str] = {}
@@ -83,9 +83,9 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
                 piece = self._read_piece(file, name, shape, _relative(common, offset))
             if tuple(piece.shape) == size:
                 return piece
-            result = torch.empty(size, dtype=whole.dtype, device=self._device) if result is None else result
+            result = torch.empty(size, dtype=whole.dtype) if result is None else result
             result[_relative(common, [side.start for side in box])] = piece
-        return torch.empty(size, dtype=whole.dtype, device=self._device) if result is None else result
+        return torch.empty(size, dtype=whole.dtype) if result is None else result
 
     def _read_piece(self, file: str, name: str, shape: Shape, box: Box) -> Tensor:
         opened = self._files[file]
@@ -97,7 +97,7 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
 
     def _add(self, file: str) -> None:
         # Read, not mapped: the tensors outlive the checkpoint, which retention may delete.
-        opened: Any = safe_open(self._directory / file, framework="pt", device=self._device, backend="pread")
+        opened: Any = safe_open(self._directory / file, framework="pt", backend="pread")
         self._files[file] = opened
         header = json.loads((opened.metadata() or {}).get(HEADER_KEY, "{}"))
         self.tied |= header.get("tied", {})
@@ -114,17 +114,9 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
                 )
             whole.pieces[offset] = (shape, file)  # what two processes share may be in both files
 
-    @contextlib.contextmanager
-    def _readable_errors(self, file: str) -> Iterator[None]:
-        path = self._directory / file
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
-        except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error}); resume from another checkpoint"
-            ) from error
+    def _readable_errors(self, file: str) -> contextlib.AbstractContextManager[None]:
+        faults = (SafetensorError, ValueError, TypeError, AttributeError)
+        return reading(self._directory / file, "a readable safetensors file", *faults)
 
 
 class OwnParts(Mapping[str, Tensor]):
@@ -144,9 +136,9 @@ class OwnParts(Mapping[str, Tensor]):
         return len(list(self._stored))
 
 
-def load_tensors(directory: Path, stem: str, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def load_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
     """Read everything under a stem, whole."""
-    with StoredTensors(directory, stem, device=device) as stored:
+    with StoredTensors(directory, stem) as stored:
         tensors = {name: stored.read(name) for name in stored}
         return tensors | {name: tensors[first] for name, first in stored.tied.items()}
 

@@ -7,7 +7,6 @@ made contiguous. A file's header says where its parts lie in their wholes. Nothi
 
 import errno
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,35 +16,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thresher.checkpoint.exact_json import save_json
+from thresher import durable
 from thresher.checkpoint.parts import FileNumber, Part
 
 # One header key only: safetensors writes several in random order, and equal states must give equal bytes.
 HEADER_KEY = "thresher"
 
 
-def save_tensors(
-    directory: Path, stem: str, tensors: Mapping[str, Tensor], *, max_shard_bytes: int | None = None
-) -> list[str]:
-    """Write tensors to `<stem>.safetensors`, or to numbered shards and an index if they exceed the limit.
-
-    A tensor is never split, so one larger than the limit gets a shard of its own. Returns the names of the
-    files.
-    """
+def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to `<stem>.safetensors`; return the name of the file."""
     first_names, tied = _find_tied(tensors)
-    shards = _split(first_names, max_shard_bytes)
-    names = [FileNumber(index, len(shards)).name(stem) for index in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        own_ties = {name: first for name, first in tied.items() if first in shard}
-        _write(directory / name, shard, {"tied": own_ties} if own_ties else {})
-    if len(shards) == 1:
-        return names
-    file_of = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    # The same index that transformers and the hub use.
-    num_bytes = sum(tensor.nbytes for tensor in first_names.values())
-    index = f"{stem}.safetensors.index.json"
-    save_json(directory / index, {"metadata": {"total_size": num_bytes}, "weight_map": file_of})
-    return [*names, index]
+    name = FileNumber().name(stem)
+    _write(directory / name, first_names, {"tied": tied} if tied else {})
+    return name
 
 
 def save_parts(directory: Path, stem: str, parts: Mapping[str, Part], number: FileNumber) -> str:
@@ -75,20 +58,6 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     return first_names, tied
 
 
-def _split(tensors: Mapping[str, Tensor], max_shard_bytes: int | None) -> list[dict[str, Tensor]]:
-    if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise ValueError(f"a shard must hold at least one byte, got {max_shard_bytes}")
-    shards: list[dict[str, Tensor]] = [{}]
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and max_shard_bytes is not None and num_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            num_bytes = 0
-        shards[-1][name] = tensor
-        num_bytes += tensor.nbytes
-    return shards
-
-
 def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     metadata = {HEADER_KEY: json.dumps(header, sort_keys=True)} if header else None
     path.touch()
@@ -102,8 +71,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any])
     # safetensors writes files that only their owner may read; use the mode that the user's umask gives.
     path.chmod(mode)
     # Flushed by the rank that wrote it: on a network file system nobody else can.
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    durable.sync_file(path)
 
 
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

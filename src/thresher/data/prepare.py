@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thresher import durable
 from thresher.data.account import Account
 from thresher.data.blocks import BadRow, BlockWorker
 from thresher.data.identity import digest_sources, make_identity, settings_that_matter, store_identity, tokenizer_digest
@@ -195,8 +195,7 @@ class _Quarantine:
 
     def sync(self) -> int:
         """Bring the file to the disk; return its size."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        durable.sync_stream(self._stream)
         return self._stream.tell()
 
     def publish(self, output: Path) -> None:

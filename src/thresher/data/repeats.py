@@ -6,7 +6,6 @@ to sort: equal keys meet in the same part.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from thresher import durable
 from thresher.data.lint import NUM_EXAMPLES, Finding, Keys
 
 KEYS_PER_PART = 1 << 18
@@ -46,8 +46,7 @@ class SpilledKeys:
     def sync(self) -> None:
         """Bring all keys to the disk."""
         for stream in self._streams:
-            stream.flush()
-            os.fsync(stream.fileno())
+            durable.sync_stream(stream)
 
     def close(self) -> None:
         for stream in self._streams:

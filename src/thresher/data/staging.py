@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thresher import durable
 from thresher.errors import UserError
 
 _PROGRESS = "progress.json"
@@ -58,18 +59,14 @@ class Staging:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Note how far the work has come; the files that it speaks of are on disk already."""
-        new = self.directory / f"{_PROGRESS}.new"
-        with new.open("w", encoding="utf-8") as stream:
-            json.dump({"fits": self._fits, "state": state}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(self.directory / _PROGRESS)
+        content = json.dumps({"fits": self._fits, "state": state})
+        durable.replace(self.directory / _PROGRESS, content.encode())
         self._is_worth_keeping = self._fits is not None
 
     def clear(self) -> None:
         """Begin with nothing."""
         for entry in self.directory.iterdir():
-            _remove(entry)
+            durable.remove(entry)
         self.content.mkdir()
         self.state = None
         self._is_worth_keeping = False
@@ -87,9 +84,7 @@ class Staging:
 
     def _take(self) -> int:
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        if self.directory.is_symlink():
-            # whatever lies where it leads would be cleared away
-            raise UserError(f"{self.directory} is a link, and pairs are not prepared through one; remove it")
+        durable.refuse_link(self.directory)
         while True:
             self.directory.mkdir(exist_ok=True)
             try:
@@ -120,22 +115,6 @@ class Staging:
             return None
         is_ours = self._fits is not None and found["fits"] == self._fits and self.content.is_dir()
         return found["state"] if is_ours else None
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:

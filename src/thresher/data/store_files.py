@@ -7,7 +7,6 @@ and wherever a process was killed and another went on.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from thresher import durable
 from thresher.data.pair_columns import canonical, lengths_of, value_bytes
-from thresher.data.staging import sync_file
 from thresher.data.store import HASH_BYTES, LENGTH_DTYPE, ROWS_PER_RECORD_BATCH, SCHEMA, StoreFile
 
 _CONTENT_DTYPE = np.dtype([("hash", f"V{HASH_BYTES}"), ("weight", "<f4"), ("margin", "<f4")])
@@ -71,10 +70,9 @@ class StoreFiles:
     def sync(self) -> dict[str, Any]:
         """Bring what is written to the disk; return what another process needs to go on after it."""
         for stream in (self._lengths, self._scored):
-            stream.flush()
-            os.fsync(stream.fileno())
+            durable.sync_stream(stream)
         if self._writer is not None:
-            sync_file(self._directory / self._shard_name())
+            durable.sync_file(self._directory / self._shard_name())
         return {
             "shards": [asdict(shard) for shard in self._shards],
             "batches_in_shard": self._batches_in_shard,
@@ -213,5 +211,5 @@ def _write_array(stream: BinaryIO, array: npt.NDArray[Any]) -> None:
 def _describe(directory: Path, name: str, num_pairs: int = 0) -> StoreFile:
     with (directory / name).open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        os.fsync(stream.fileno())
+    durable.sync_file(directory / name)
     return StoreFile(name, (directory / name).stat().st_size, digest, num_pairs)

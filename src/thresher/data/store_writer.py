@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from thresher import durable
 from thresher.data.staging import Staging
 from thresher.data.store import FORMAT_VERSION
 from thresher.data.store_files import StoreFiles
@@ -89,10 +89,7 @@ class StoreWriter:
         described = self._files.finish()
         listed = {name: described.pop(name) for name in ("indexes", "shards")}
         manifest = {"format_version": FORMAT_VERSION, **described, **fields, **listed}
-        with (self._staging.content / "manifest.json").open("w", encoding="utf-8") as stream:
-            json.dump(manifest, stream, indent=1, ensure_ascii=False)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        content = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+        durable.write(self._staging.content / "manifest.json", content.encode())
         self._staging.publish(overwrite=overwrite)
         return self._output

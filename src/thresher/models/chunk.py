@@ -25,6 +25,17 @@ class PassBy(nn.Module):
         return hidden_states
 
 
+def own_layers(decoder: nn.Module, setting: str, mend: str) -> list[nn.Module]:
+    """The layers that this process computes; `setting` and `mend` are for a model that is no stack of layers."""
+    layers = getattr(decoder, "layers", None)
+    if not layers:
+        raise UserError(
+            f"{setting} needs a model that is a stack of layers, and {type(decoder).__name__} keeps none under "
+            f"`layers`; {mend}"
+        )
+    return [layer for layer in layers if not isinstance(layer, PassBy)]
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive layers by their numbers; the last chunk has the last norm and the head, too."""

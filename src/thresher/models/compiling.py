@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from thresher.errors import UserError
-from thresher.models.chunk import PassBy
+from thresher.models.chunk import own_layers
 
 
 def compile_layers(backbone: nn.Module) -> None:
     """Compile every layer of a stack for rows of any length."""
-    layers = getattr(backbone, "layers", None)
-    if not layers:
-        raise UserError(
-            f"training_args.torch_compile needs a model that is a stack of layers, and {type(backbone).__name__} keeps "
-            "none under `layers`; leave torch_compile out"
-        )
-    for layer in layers:
-        if isinstance(layer, PassBy):
-            continue
+    for layer in own_layers(backbone, "training_args.torch_compile", "leave torch_compile out"):
         # dynamic: every micro-batch has another number of rows
         layer.compile(dynamic=True)

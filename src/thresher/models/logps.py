@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from thresher.losses.pairs import ResponseLogps, SidesLogps
-from thresher.models.attention import PAIR_ATTENTION, register_pair_attention
+from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
 from thresher.models.chunk import Chunk
 from thresher.models.head import Head, LogitTransform, VocabShare, log_collision, target_logps

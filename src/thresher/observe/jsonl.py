@@ -7,11 +7,11 @@ which `float()` reads, because JSON has no word for them.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from thresher import durable
 from thresher.errors import UserError
 from thresher.observe.tracker import RunInfo, Status, set_aside
 
@@ -49,7 +49,7 @@ class JsonlTracker:
         file, self._file = self._file, None
         if file is not None:
             with file:
-                os.fsync(file.fileno())
+                durable.sync_stream(file)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -60,12 +60,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def keep_through(path: Path, step: int) -> None:
     """Rewrite a log, in one atomic move, without its records of later steps and without a torn last line."""
     kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    durable.replace(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _whole_lines(path: Path) -> list[str]:

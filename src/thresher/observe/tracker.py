@@ -6,17 +6,20 @@ training run.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from thresher.errors import DiskError, UserError
+from thresher import durable
+from thresher.errors import UserError
 from thresher.redact import redact, redact_text
 
 Status = Literal["finished", "failed", "interrupted"]
+# the resume_step of a run that starts over and goes on in its own log: no record stays, not even one of step 0
+START_OVER = -1
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Tracker(Protocol):
         """The name that a configuration calls it by."""
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Begin, or go on after `resume_step`: what was logged for later steps is to be logged again."""
+        """Begin a new log (None), or go on after `resume_step`: what was logged for later steps is logged again."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step. A step may come in several parts, but steps never go back."""
@@ -99,17 +102,9 @@ class Trackers:
                 )
 
 
-@contextmanager
-def readable_errors() -> Iterator[None]:
+def readable_errors() -> AbstractContextManager[None]:
     """Say what a person can do about a log that cannot be written; without it a run does not go on."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise (DiskError if DiskError.fits(error) else UserError)(
-            f"could not write the log of the run{where}: {error.strerror or error}; free some space there, or check "
-            "that this place can be written"
-        ) from error
+    return durable.translate_os_errors("could not write the log of the run")
 
 
 def _refuse_links(directory: Path) -> None:

@@ -37,7 +37,8 @@ class WandbTracker:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Begin a run, or go on with the one that this directory belongs to."""
         self._state_path = run.run_dir / "wandb_run.json"
-        state = _read_state(self._state_path) if resume_step is not None else None
+        has_state = resume_step is not None and self._state_path.exists()
+        state: dict[str, Any] | None = json.loads(self._state_path.read_text()) if has_state else None
         self._run_id = state["id"] if state else secrets.token_hex(4)
         self._skip_through = self._last_step = state["complete_through"] if state else -1
         self._run = self._library.init(
@@ -95,10 +96,3 @@ class WandbTracker:
         temporary = self._state_path.with_name(f".{self._state_path.name}.new")
         temporary.write_text(json.dumps({"id": self._run_id, "complete_through": complete_through}))
         temporary.replace(self._state_path)
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    state: dict[str, Any] = json.loads(path.read_text())
-    return state

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from thresher.checkpoint.exact_json import Json, save_json
+from thresher import durable
+from thresher.checkpoint.exact_json import Json, encode
 from thresher.data.open_shards import OpenShards
 from thresher.data.store import Hashes
 from thresher.errors import UserError
@@ -120,8 +121,8 @@ class ReferenceCache:
             "scoring_version": SCORING_VERSION,
         }
         aside = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
-        save_json(aside, hints | asdict(self._identity))
-        aside.rename(self.directory / IDENTITY_NAME)
+        content = encode(hints | asdict(self._identity))
+        durable.replace(self.directory / IDENTITY_NAME, content, temporary=aside)
 
 
 class FoundLogps:

@@ -7,10 +7,7 @@ writes aside, flushes and renames.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
-import os
 import re
 import secrets
 import time
@@ -24,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.checkpoint.directory import sync_directory
+from thresher import durable
 from thresher.data.store import HASH_BYTES, Hashes
-from thresher.errors import DiskError, UserError
 
 Logps = npt.NDArray[np.float32]
 
@@ -165,22 +161,12 @@ def write_shard(
     created = time.time_ns() // 1_000_000
     path = directory / f"{created:013d}-{len(keys)}-{sha256}.arrow"
     aside = directory / f"{PARTIAL}{secrets.token_hex(8)}"
-    try:
-        with aside.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.rename(path)
-        sync_directory(directory)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free some space there (`thresher cache prune`)" if full else "check that this place can be written"
-        raise (DiskError if DiskError.fits(error) else UserError)(
-            f"could not write to the reference cache in {directory}: {error.strerror or error}; {mend}, or set "
-            "reference.cache_dir to another one"
-        ) from error
+    with durable.translate_os_errors(
+        f"could not write to the reference cache in {directory}",
+        if_full="free some space there (`thresher cache prune`)",
+        also=", or set reference.cache_dir to another one",
+    ):
+        durable.replace(path, content, temporary=aside)
     return ShardFile(path, created / 1000, len(keys), sha256)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +43,6 @@ def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextMana
         from thresher.runtime.ray_runtime import open_ray_runtime
 
         return open_ray_runtime(config, objective)
-    from thresher.runtime.local import open_local_runtime
+    from thresher.runtime.local import LocalRuntime
 
-    return open_local_runtime(config)
+    return nullcontext(LocalRuntime(config))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +27,3 @@ class LocalRuntime:
         reference = build_reference_parts(self.config, inputs, policy, progress, announce)
         parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
         return Started(parts.trainer, parts.standing, reference.mode, str(policy.device), parts.notes, parts.begin)
-
-
-@contextlib.contextmanager
-def open_local_runtime(config: DPOConfig) -> Iterator[LocalRuntime]:
-    """Give the runtime of one process, which takes nothing and leaves nothing."""
-    yield LocalRuntime(config)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from datetime import timedelta
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from thresher.strategies.ranks import Group
 Address = tuple[str, int]
 # a peer that died is noticed by the driver at once; this is for one that hangs
 _PEER_TIMEOUT = timedelta(minutes=30)
-_SIOCGIFADDR = 0x8915  # Linux: ask for an interface's address
 
 
 def host_meeting(size: int) -> tuple[TCPStore, Address]:
@@ -51,11 +48,6 @@ def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -
 
 
 def _interface_of(address: str) -> str | None:
-    """Name the network interface that has this IPv4 address; None where the system does not say."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+    """Name the network interface that has this address; None where no interface of this machine has it."""
+    every = psutil.net_if_addrs().items()
+    return next((name for name, own in every if address in {each.address for each in own}), None)

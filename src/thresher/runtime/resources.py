@@ -74,20 +74,10 @@ class ResourceManager:
 
 def alive_nodes() -> list[Node]:
     """The nodes of the cluster in the order in which device ids count them: the head first, then by address."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    alive.sort(
-        key=lambda node: (
-            "node:__internal_head__" not in node["Resources"],
-            node["NodeManagerAddress"],
-            node["NodeID"],
-        )
-    )
-    return [
-        Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            node["Resources"].get("CPU", 0.0),
-            int(node["Resources"].get("GPU", 0)),
-        )
-        for node in alive
-    ]
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            has, address = node["Resources"], node["NodeManagerAddress"]
+            described = Node(node["NodeID"], address, has.get("CPU", 0.0), int(has.get("GPU", 0)))
+            found.append(("node:__internal_head__" not in has, address, node["NodeID"], described))
+    return [described for *_, described in sorted(found, key=lambda each: each[:3])]

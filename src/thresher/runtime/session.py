@@ -16,6 +16,8 @@ from ray.exceptions import AuthenticationError, RayError
 
 from thresher.errors import ResourceError, UserError
 
+SECONDS_TO_CONNECT = 10
+
 
 @contextlib.contextmanager
 def ray_session(address: str | None) -> Iterator[None]:
@@ -27,7 +29,7 @@ def ray_session(address: str | None) -> Iterator[None]:
         if address is None:
             ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            _knock(address)
+            _check_cluster(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         raise refusal(str(address), error) from None
@@ -51,9 +53,14 @@ def refusal(cluster: str, error: AuthenticationError) -> UserError:
     )
 
 
-def _knock(address: str) -> None:
+def _check_cluster(address: str) -> None:
     """Fail at once where nobody listens, or our token is refused: Ray would go on trying, for minutes and for 20 s."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=10).close()
+        knock(host, int(port))
         GcsClient(address=address)
+
+
+def knock(host: str, port: int) -> None:
+    """Fail within seconds where nobody listens: Ray's clients know no time-out, or a long one."""
+    socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT).close()

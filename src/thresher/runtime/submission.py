@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +24,9 @@ from ray.job_submission import JobSubmissionClient
 
 from thresher.errors import UserError
 from thresher.redact import redact_text
-from thresher.runtime.session import refusal
+from thresher.runtime.session import knock, refusal
 
 CONFIG_NAME = "thresher_job.yaml"
-SECONDS_TO_CONNECT = 10
 _SEND_LESS = (
     "; files that a job needs are sent along, so leave large ones out of --working-dir or name them in its .rayignore, "
     "and give their paths on a file system that all nodes share"
@@ -51,7 +49,8 @@ class JobServer:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         with self._told():
-            _knock(self.url)
+            parts = urlsplit(self.url)
+            knock(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
             # Ray lets RAY_ADDRESS overrule the argument; this variable overrules both, and then they agree
             os.environ["RAY_API_SERVER_ADDRESS"] = self.url
             self._client = JobSubmissionClient(self.url)
@@ -109,13 +108,6 @@ class JobServer:
             raise UserError(
                 f"the server at {url} did not take the job: {reason}{_SEND_LESS if too_large else ''}"
             ) from None
-
-
-def _knock(url: str) -> None:
-    """Fail within seconds where nobody listens: Ray's client knows no time-out."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname or "", port), timeout=SECONDS_TO_CONNECT).close()
 
 
 def _package(directory: Path, config: Mapping[str, Any], working_dir: Path | None) -> Path:

@@ -31,9 +31,9 @@ from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import load_model
 from thresher.models.load_split import empty_model
-from thresher.observe.skipped import SkippedStep
 from thresher.reference.scorers import LiveReference
 from thresher.schedule import Schedule
+from thresher.skipping import SkippedStep
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh
 from thresher.strategies.native.placement import Placement, place_model

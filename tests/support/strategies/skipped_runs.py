@@ -19,7 +19,7 @@ from tests.support.strategies.parity import (
     split_model,
 )
 from thresher.losses.objective import Objective
-from thresher.observe.skipped import SkippedStep
+from thresher.skipping import SkippedStep
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.trainer import DPOTrainer

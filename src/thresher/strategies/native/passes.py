@@ -49,9 +49,9 @@ def count_tokens(arranged: ArrangedBatch) -> TokenCounts:
 
 def none_of(sides: SidesLogps) -> SidesLogps:
     """No pairs, on the graph of some: their backward goes through the model and adds nothing."""
-    return SidesLogps(__none_of_side(sides.chosen), __none_of_side(sides.rejected))
+    return SidesLogps(_none_of_side(sides.chosen), _none_of_side(sides.rejected))
 
 
-def __none_of_side(side: ResponseLogps) -> ResponseLogps:
+def _none_of_side(side: ResponseLogps) -> ResponseLogps:
     collision = None if side.log_collision is None else side.log_collision[:0]
     return ResponseLogps(side.values[:0], side.lengths[:0], collision)

@@ -6,6 +6,7 @@ The files do not say how many processes there were, or along which axes: a part 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,4 +95,4 @@ def _split_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _copied(stem: str, parts: Mapping[str, Part], copies: HostCopies) -> dict[str, Part]:
-    return {name: part.with_values(copies.take(f"{stem}/{name}", part.values)) for name, part in parts.items()}
+    return {name: replace(part, values=copies.take(f"{stem}/{name}", part.values)) for name, part in parts.items()}

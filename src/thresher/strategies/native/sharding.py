@@ -14,19 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from thresher.errors import UserError
-from thresher.models.chunk import PassBy
+from thresher.models.chunk import own_layers
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
     """Split every parameter over the last axis of a mesh; a first axis, if there is one, replicates."""
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not layers:
-        raise UserError(
-            f"sharding needs a model that is a stack of layers, and {type(decoder).__name__} keeps none under "
-            "`layers`; use one worker, or dp_replicate with as many copies as there are workers"
-        )
+    mend = "use one worker, or dp_replicate with as many copies as there are workers"
+    layers = own_layers(model.get_decoder(), "sharding", mend)
     rest: dict[str, Any] = {"mesh": mesh}
     if offload:
         rest["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -38,8 +32,6 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.d
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False)
         in_layers["mp_policy"] = precision
     for layer in layers:
-        if isinstance(layer, PassBy):
-            continue  # another stage of a pipeline has it
         fully_shard(layer, **rest, **in_layers)
     if not model.config.get_text_config().tie_word_embeddings:
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):

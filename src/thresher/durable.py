@@ -1,0 +1,100 @@
+"""Files that survive a crash: on the disk when a call returns, and whole whenever they have their name.
+
+An atomic write goes to a temporary file first: write, fsync, rename, fsync of the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from thresher.errors import DiskError, UserError
+
+
+def sync_stream(stream: IO[Any]) -> None:
+    """Flush an open file to the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Flush a closed file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        # Some network file systems cannot flush a directory and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file that nobody reads before its directory is renamed; flush it to the disk."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        sync_stream(stream)
+
+
+def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
+    """Write a file atomically: after a crash it has the old content or the new.
+
+    temporary: a name in the same directory; `.<name>.new` unless given. A link of that name is removed, not followed.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.new")
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as stream:
+            stream.write(content)
+            sync_stream(stream)
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove(path: Path, *, is_shared: bool = False) -> None:
+    """Remove a file, or a directory with all that is in it; of a link only the link, and nothing where it leads.
+
+    is_shared: another process may be about to remove it as well.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=is_shared)
+    else:
+        path.unlink(missing_ok=is_shared)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise if a directory that is about to be cleared and filled is a link: what it leads to is not ours."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and nothing is written through one; remove it")
+
+
+@contextmanager
+def translate_os_errors(
+    failed: str, *, if_full: str = "free some space there", also: str = "", kind: type[UserError] = UserError
+) -> Iterator[None]:
+    """Turn an OSError into `<failed>: <reason>; <what to do><also>`: a DiskError where trying again may help."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = if_full if is_full else "check that this place can be written"
+        raise (DiskError if DiskError.fits(error) else kind)(
+            f"{failed}{where}: {error.strerror or error}; {mend}{also}"
+        ) from error
