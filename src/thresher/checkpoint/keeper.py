@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from thresher.checkpoint.parts import Alone, Processes
 from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
 from thresher.checkpoint.saving import Write, save_together
 from thresher.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,6 @@ class CheckpointKeeper:
     keep_last: int
     metric_for_best: str
     higher_is_better: bool
-    report: Callable[[str], None]
 
     def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes | None = None) -> Path:
         """Publish what all processes write into one directory, then let go of what need not stay."""
@@ -43,8 +45,8 @@ class CheckpointKeeper:
     def resume(self, setting: bool | str) -> Path | None:
         """Clear away what a crash left and find the checkpoint to go on from."""
         for line in recover(self.root):
-            self.report(line)
-        found = resolve_resume(setting, self.root, self.report)
+            logger.info("%s", line)
+        found = resolve_resume(setting, self.root)
         if setting != "auto":
             self._refuse_newer_than(found)
         return found

@@ -4,13 +4,15 @@ Everything is read from the disk, so that a run that was killed and started agai
 stopped.
 """
 
+import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from thresher.checkpoint.directory import delete, step_name, step_of
 from thresher.checkpoint.manifest import Manifest, verify
 from thresher.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -21,18 +23,17 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(root: Path, report: Callable[[str], None] | None = None) -> Path | None:
-    """Find the newest checkpoint that verifies. `report` is told why each newer one was passed over."""
+def latest(root: Path) -> Path | None:
+    """Find the newest checkpoint that verifies; warn of each newer one that does not."""
     for path in reversed(list_checkpoints(root)):
         fault = _fault(path)
         if fault is None:
             return path
-        if report is not None:
-            report(f"passed over a checkpoint: {fault}")
+        logger.warning("passed over a checkpoint: %s", fault)
     return None
 
 
-def resolve_resume(value: bool | str | Path, root: Path, report: Callable[[str], None] | None = None) -> Path | None:
+def resolve_resume(value: bool | str | Path, root: Path) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
     False: none. `auto`: the newest that verifies, or none. True: the same, but there must be one. A path:
@@ -41,7 +42,7 @@ def resolve_resume(value: bool | str | Path, root: Path, report: Callable[[str],
     if value is False:
         return None
     if value is True or value == "auto":
-        found = latest(root, report)
+        found = latest(root)
         if found is None and value is True:
             raise CheckpointError(
                 f"resume_from_checkpoint is true, but no checkpoint in {root} verifies; "
