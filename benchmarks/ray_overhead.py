@@ -121,8 +121,8 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     config = parse_config({**values, "output_dir": str(output)})
     trackers = build_tracking(config, None)
     with open_runtime(config) as runtime:
-        inputs = open_inputs(config, print, prepare)
-        started = runtime.start(inputs, None, print, lambda what, done, total: None)
+        inputs = open_inputs(config, prepare)
+        started = runtime.start(inputs, None, lambda what, done, total: None)
         started.begin()
         with track(trackers, config, inputs.plan, resume_step=None):
             yield lambda until: time_range(started.trainable, until, trackers)

@@ -10,6 +10,7 @@ import pytest
 from small_runs import assert_same_run
 
 from compared_runs import merge
+from logged import logged
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
@@ -28,9 +29,9 @@ def address(ray_environment) -> Iterator[str]:
 
 
 def run(values: dict[str, Any], output: Path) -> list[str]:
-    lines: list[str] = []
-    DPOPipeline(parse_config({**values, "output_dir": str(output)}), announce=lines.append).run()
-    return lines
+    with logged() as records:
+        DPOPipeline(parse_config({**values, "output_dir": str(output)})).run()
+    return [record.getMessage() for record in records]
 
 
 @pytest.fixture(scope="module")
