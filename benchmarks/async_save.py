@@ -71,7 +71,7 @@ def made_up_pairs(count: int) -> list[Pair]:
 def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[DPOTrainer, TimedKeeper]:
     store = write_store(made_up_pairs(PAIRS_PER_STEP * 4), directory / "pairs")
     plan = Plan(len(store), seed=0, pairs_per_step=PAIRS_PER_STEP, num_steps=num_steps)
-    keeper = TimedKeeper(directory / "checkpoints", 1, "eval/loss", False, print)
+    keeper = TimedKeeper(directory / "checkpoints", 1, "eval/loss", False)
     policy = NativeTrain(
         MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)
     )

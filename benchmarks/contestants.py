@@ -144,7 +144,7 @@ def thresher_trainer(
         train=Split(store, reference),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=8),
-        checkpoints=CheckpointKeeper(directory / "checkpoints", 1, "eval/loss", False, print),
+        checkpoints=CheckpointKeeper(directory / "checkpoints", 1, "eval/loss", False),
         identity={},
         config={},
     )

@@ -123,8 +123,8 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     trackers = build_tracking(config, None)
     objective = build_objective(config)
     with open_runtime(config, objective) as runtime:
-        inputs = open_inputs(config, objective, print, prepare)
-        started = runtime.start(inputs, None, print, lambda what, done, total: None)
+        inputs = open_inputs(config, objective, prepare)
+        started = runtime.start(inputs, None, lambda what, done, total: None)
         started.begin()
         with track(trackers, config, inputs.plan, resume_step=None):
             yield lambda until: time_range(started.trainable, until, trackers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import tempfile
 import time
@@ -92,9 +93,6 @@ class Watcher:
     def close(self, status: str) -> None:
         pass
 
-    def print(self, message: str) -> None:
-        print(message)
-
     def values(self, role: str, quantity: str) -> list[float]:
         return [sample[quantity] for sample in self.seen[role]]
 
@@ -153,7 +151,7 @@ def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> 
 
 def soak(values: Mapping[str, Any], watcher: Watcher) -> Watcher:
     """Run a config to its end under the eyes of a watcher."""
-    DPOPipeline(parse_config(dict(values)), console=watcher, announce=watcher.print).run()  # type: ignore[arg-type]
+    DPOPipeline(parse_config(dict(values)), console=watcher).run()  # type: ignore[arg-type]
     return watcher
 
 
@@ -178,6 +176,7 @@ def main() -> None:
     parser.add_argument("--place", choices=PLACES, default="ray")
     parser.add_argument("--samples", type=Path, help="write every sample to this file")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         values = values_of_run(Path(directory), arguments.steps, PLACES[arguments.place])

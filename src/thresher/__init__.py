@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ _HOMES = {
     "UserError": "thresher.errors",
     "load_config": "thresher.config",
 }
+
+
+# an application decides what is shown; without a handler Python would print warnings by itself
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from thresher.assembly.run import (
     build_tracking,
     describe_run,
     find_checkpoint,
+    logging_dir,
     loop_settings,
     stop_file,
     track,
@@ -24,16 +26,19 @@ from thresher.data.prepare import prepare
 from thresher.loop import fit
 from thresher.losses.objective import Objective
 from thresher.observe.console import ConsoleTracker
+from thresher.observe.run_log import run_log
 from thresher.runtime import open_runtime
 from thresher.stopping import stop_on_signals
 from thresher.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
 
 
 class DPOPipeline:
     """One run, in this process or on a Ray cluster, as the config says.
 
-    announce takes lines for a person, progress takes (what, done, total), build_store prepares pairs that are not yet
-    there, and console is where a person watches the training.
+    progress takes (what, done, total), build_store prepares pairs that are not yet there, and console is where a person
+    watches the training. What happens is logged below the logger `thresher`, and in run.log of the log directory.
     """
 
     def __init__(
@@ -41,13 +46,11 @@ class DPOPipeline:
         config: DPOConfig,
         *,
         console: ConsoleTracker | None = None,
-        announce: Callable[[str], None] = lambda line: None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
         build_store: StoreBuilder = prepare,
     ):
         self.config = config
         self._console = console
-        self._announce = announce
         self._progress = progress
         self._build_store = build_store
 
@@ -57,31 +60,30 @@ class DPOPipeline:
         # what needs no model and no worker comes first: a mistake is told in seconds
         check_engines(config)
         objective = build_objective(config)
-        stop_file(config).unlink(missing_ok=True)  # of an earlier run; from here on it is for this one
-        checkpoint = find_checkpoint(config, self._announce)
-        return build_supervisor(config, self._announce).run(partial(self._attempt, objective), checkpoint)
+        with run_log(logging_dir(config)):
+            stop_file(config).unlink(missing_ok=True)  # of an earlier run; from here on it is for this one
+            checkpoint = find_checkpoint(config)
+            return build_supervisor(config).run(partial(self._attempt, objective), checkpoint)
 
     def _attempt(self, objective: Objective, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
         """Go from a checkpoint to the end, with workers of its own; a part that dies is the supervisor's business."""
-        config, announce = self.config, self._announce
+        config = self.config
         trackers = build_tracking(config, self._console)
 
-        with open_runtime(
-            config, objective
-        ) as runtime:  # devices that are not there are refused before pairs are prepared
-            inputs = open_inputs(config, objective, announce, self._build_store)
+        # devices that are not there are refused before pairs are prepared
+        with open_runtime(config, objective) as runtime:
+            inputs = open_inputs(config, objective, self._build_store)
             plan = inputs.plan
 
-            run = runtime.start(inputs, checkpoint, announce, self._progress)
-            for line in run.notes:
-                announce(line)
-            announce(
-                describe_run(inputs.objective, plan, run.reference_mode, inputs.layout.name, run.place, checkpoint)
-            )
+            run = runtime.start(inputs, checkpoint, self._progress)
+            for note in run.notes:
+                logger.warning("%s", note)
+            mode, layout = run.reference_mode, inputs.layout.name
+            logger.info("%s", describe_run(inputs.objective, plan, mode, layout, run.place, checkpoint))
             run.begin()
 
             with (
-                stop_on_signals(stop_file(config), config.graceful_stop_timeout, announce),
+                stop_on_signals(stop_file(config), config.graceful_stop_timeout),
                 track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
                 log = supervisor.watching(trackers)

@@ -5,6 +5,7 @@ login in a URL, a signed URL, a token with a well-known prefix. Words of this fi
 secrets (`max_tokens`, `pad_token`) stay.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -56,6 +57,13 @@ def redact_text(text: str) -> str:
 def printable(text: str) -> str:
     """Spell out control characters, which a terminal would obey: rows and names of files may hold any."""
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
+class RedactingFormatter(logging.Formatter):
+    """Format a record, its traceback included, without secrets and without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(redact_text(super().format(record)))
 
 
 def redact_overrides(text: str, overrides: Sequence[str]) -> str:

@@ -7,21 +7,24 @@ runs; all others learn it from that one at the same step.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from thresher.errors import LostError, RegroupError, StoppedError, WorkerError
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "stop"
 
 
 @contextmanager
-def stop_on_signals(file: Path, deadline: float, announce: Callable[[str], None]) -> Iterator[None]:
+def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
     """Turn the first SIGTERM or SIGINT into the file; after a second one, or after the deadline, leave at once.
 
     A run that was asked to stop does not go on after a failure: what asked it may have ended its workers as well.
@@ -42,9 +45,10 @@ def stop_on_signals(file: Path, deadline: float, announce: Callable[[str], None]
         timers[0].daemon = True
         timers[0].start()
         name = signal.Signals(number).name
-        announce(
-            f"{name}: the step that is under way is finished and saved, within {deadline:.0f} s; once more to leave at "
-            "once"
+        logger.warning(
+            "%s: the step that is under way is finished and saved, within %.0f s; once more to leave at once",
+            name,
+            deadline,
         )
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -6,6 +6,7 @@ The first failure ends the whole group of workers (see `runtime`); here it is de
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from thresher.checkpoint.manifest import read_manifest, verify
 from thresher.errors import CheckpointError, LostError, RegroupError, ResourceError, WorkerError
 from thresher.loop import MetricLog
 from thresher.observe.tracker import START_OVER
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LONGEST_WAIT = 60.0
@@ -42,13 +45,11 @@ class Supervisor:
         max_restarts: int,
         newest: Callable[[], Path | None],
         record: Path,
-        announce: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._max_restarts = max_restarts
         self._newest = newest
         self._record = record
-        self._announce = announce
         self._sleep = sleep
         self._reached = 0
         self._failures: list[Failure] = []  # those since which the run has not been back at a step
@@ -109,12 +110,16 @@ class Supervisor:
     def _go_on(self, checkpoint: Path | None, error: Exception, in_a_row: int) -> None:
         where = "from the start" if checkpoint is None else f"from {checkpoint}"
         if isinstance(error, RegroupError):
-            self._announce(f"{error}; the run goes on {where} with them")
+            logger.info("%s; the run goes on %s with them", error, where)
             return
         seconds = min(_LONGEST_WAIT, 2.0 ** (in_a_row - 1))
-        self._announce(
-            f"{_first_line(error)}; the run goes on {where} in {seconds:.0f} s (restart {in_a_row} of at most "
-            f"{self._max_restarts} without a new checkpoint)"
+        logger.warning(
+            "%s; the run goes on %s in %.0f s (restart %d of at most %d without a new checkpoint)",
+            _first_line(error),
+            where,
+            seconds,
+            in_a_row,
+            self._max_restarts,
         )
         self._sleep(seconds)
 
@@ -138,8 +143,8 @@ class Supervisor:
             with self._record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # no reason to end a run that is back
-            self._announce(f"could not note the recovery in {self._record}: {error.strerror or error}")
-        self._announce(f"back at step {step} after {seconds:.0f} s; {line['steps_repeated']} steps are repeated")
+            logger.warning("could not note the recovery in %s: %s", self._record, error.strerror or error)
+        logger.info("back at step %d after %.0f s; %d steps are repeated", step, seconds, line["steps_repeated"])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`thresher score` and `thresher cache`: what they say, count, find and remove."""
+"""`thresher precompute-reference` and `thresher cache`: what they say, count, find and remove."""
 
 from __future__ import annotations
 
@@ -67,14 +67,21 @@ def counts(printed: str) -> tuple[int, int]:
 
 
 def test_a_training_run_finds_what_was_scored_ahead(thresher, config):
-    assert counts(thresher("score", config)[1]) == (0, 8 + NUM_HELD_OUT)  # two steps of four pairs
+    assert counts(thresher("precompute-reference", config)[1]) == (0, 8 + NUM_HELD_OUT)  # two steps of four pairs
     code, printed = thresher("train", config, "beta=0.3", "actor_train.training_args.learning_rate=1e-4")
     assert (code, counts(printed)) == (0, (8 + NUM_HELD_OUT, 0))
 
 
-def test_every_pair_serves_runs_of_any_length_and_seed(thresher, config):
-    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
+def test_all_pairs_serve_runs_of_any_length_and_seed(thresher, config):
+    assert counts(thresher("precompute-reference", config, "--all-pairs")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
     assert counts(thresher("train", config, "max_steps=5", "seed=1")[1]) == (NUM_PAIRS + NUM_HELD_OUT, 0)
+
+
+def test_the_earlier_names_of_the_command_and_its_option_work_and_are_not_shown(thresher, config):
+    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
+    shown = thresher("--help")[1] + thresher("precompute-reference", "--help")[1]
+    assert "--all-pairs" in shown
+    assert not re.search(r"every-pair|│ score\b", shown)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +96,18 @@ def test_every_pair_serves_runs_of_any_length_and_seed(thresher, config):
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
 def test_a_template_or_a_precision_misses_and_a_loss_does_not(thresher, config, changes, num_scored):
-    thresher("score", config, "--every-pair")
-    code, printed = thresher("score", config, "--every-pair", *changes)
+    thresher("precompute-reference", config, "--all-pairs")
+    code, printed = thresher("precompute-reference", config, "--all-pairs", *changes)
     assert (code, counts(printed)) == (0, (NUM_PAIRS + NUM_HELD_OUT - num_scored, num_scored))
 
 
 @pytest.mark.parametrize("truncation", ["response_end", "prompt_start"])
 def test_a_truncation_misses_the_pairs_that_it_cuts(thresher, config, truncation):
-    thresher("score", config, "--every-pair")
+    thresher("precompute-reference", config, "--all-pairs")
     cut = [f"{role}.data_args.truncation={truncation}" for role in ("actor_train", "validation")]
     # a limit that no pair reaches cuts none, although the store is another
-    assert counts(thresher("score", config, "--every-pair", "sequence_length=400", *cut)[1])[1] == 0
-    code, printed = thresher("score", config, "--every-pair", "sequence_length=40", *cut)
+    assert counts(thresher("precompute-reference", config, "--all-pairs", "sequence_length=400", *cut)[1])[1] == 0
+    code, printed = thresher("precompute-reference", config, "--all-pairs", "sequence_length=40", *cut)
     num_cut = sum(map(int, re.findall(r"truncated: \D*(\d+)", printed)))
     found, num_scored = counts(printed)
     assert code == 0
@@ -114,7 +121,7 @@ def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
         ("actor_train.model_args.lora_rank=2", "adapter"),
         ("reference.mode=concurrent", "concurrent"),
     ):
-        code, printed = thresher("score", config, change)
+        code, printed = thresher("precompute-reference", config, change)
         assert code == 2
         assert f"the reference's mode is {mode} here, which reads no cache" in printed
         assert "set reference.mode=precompute" in printed
@@ -123,8 +130,8 @@ def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
 def test_ls_tells_whose_logps_there_are(thresher, config, stories_dir, reference_cache):
     code, printed = thresher("cache", "ls")
     assert (code, "holds nothing yet" in printed) == (0, True)
-    thresher("score", config, "max_steps=5")
-    thresher("score", config, "max_steps=5", "reference.model_args.dtype=bf16")
+    thresher("precompute-reference", config, "max_steps=5")
+    thresher("precompute-reference", config, "max_steps=5", "reference.model_args.dtype=bf16")
     code, printed = thresher("cache", "ls")
     assert code == 0
     rows = [line.split("│") for line in printed.splitlines() if str(stories_dir) in line]
@@ -134,7 +141,7 @@ def test_ls_tells_whose_logps_there_are(thresher, config, stories_dir, reference
 
 
 def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_cache):
-    thresher("score", config, "max_steps=5")
+    thresher("precompute-reference", config, "max_steps=5")
     code, printed = thresher("cache", "verify")
     assert code == 0
     assert "2 sound shards with 25 pairs, 0 damaged" in printed
@@ -145,14 +152,14 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
     assert f"damaged: {victim} has other bytes than were written" in printed.replace("\n", "")
     assert "1 sound shards" in printed
     assert victim.exists()  # verify only looks
-    _, printed = thresher("score", config, "max_steps=5")
+    _, printed = thresher("precompute-reference", config, "max_steps=5")
     assert counts(printed)[1] in (NUM_PAIRS, NUM_HELD_OUT)
     assert thresher("cache", "verify")[0] == 0
 
 
 def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, config, stories_dir, reference_cache):
-    thresher("score", config)
-    thresher("score", config, "reference.model_args.dtype=bf16")
+    thresher("precompute-reference", config)
+    thresher("precompute-reference", config, "reference.model_args.dtype=bf16")
     old, new = sorted(reference_cache.iterdir())
     for path in (old / "identity.json", *old.glob("*.arrow")):
         os.utime(path, (0, 0))
@@ -176,7 +183,7 @@ def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, confi
 
 
 def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, reference_cache):
-    thresher("score", config)
+    thresher("precompute-reference", config)
     (directory,) = reference_cache.iterdir()
     abandoned, fresh, damaged = (directory / name for name in (".partial-0", ".partial-1", "x.arrow.damaged"))
     for path in (abandoned, fresh, damaged):
@@ -186,10 +193,10 @@ def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, re
     assert printed.count("left behind") == 2
     assert (abandoned.exists(), fresh.exists(), damaged.exists()) == (False, True, False)
     assert thresher("cache", "ls")[1].count(directory.name[:12]) == 1
-    assert counts(thresher("score", config)[1])[1] == 0
+    assert counts(thresher("precompute-reference", config)[1])[1] == 0
 
 
 def test_a_cache_may_lie_elsewhere(thresher, config, tmp_path, reference_cache):
-    thresher("score", config, "reference.cache_dir=shared_cache")
+    thresher("precompute-reference", config, "reference.cache_dir=shared_cache")
     assert not reference_cache.exists()
     assert "13" in thresher("cache", "ls", "--cache-dir", "shared_cache")[1]

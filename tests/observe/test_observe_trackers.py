@@ -47,44 +47,54 @@ class Recorder:
 
 
 @pytest.mark.parametrize("fail_in", ["start", "log", "close"])
-def test_a_failing_tracker_is_reported_once_and_stops_nothing(tmp_path: Path, fail_in: str) -> None:
-    failing, sound, reports = Recorder("failing", fail_in), Recorder(), list[str]()
-    trackers = Trackers([JsonlTracker()], [failing, sound], reports.append)
+def test_a_failing_tracker_is_reported_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fail_in: str
+) -> None:
+    failing, sound = Recorder("failing", fail_in), Recorder()
+    trackers = Trackers([JsonlTracker()], [failing, sound])
     trackers.start(run_in(tmp_path), None)
     for step in (1, 2, 3):
         trackers.log(step, {"loss": 0.5})
     trackers.close("finished")
     assert sound.calls == [({}, None), 1, 2, 3, "finished"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
-    (report,) = reports
+    (report,) = caplog.messages
+    assert caplog.records[0].levelname == "WARNING"
     assert "tracker failing failed" in report
     assert "hunter2" not in report
 
 
-def test_a_failing_local_log_stops_the_run(tmp_path: Path) -> None:
-    trackers = Trackers([Recorder("jsonl", "log", OSError(errno.ENOSPC, "disk full"))], [], pytest.fail)
+def test_a_failing_local_log_stops_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = Trackers([Recorder("jsonl", "log", OSError(errno.ENOSPC, "disk full"))], [])
     trackers.start(run_in(tmp_path), None)
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
         trackers.log(1, {})
+    assert caplog.messages == []
 
 
-def test_a_mistake_that_can_be_mended_stops_the_run_at_its_start(tmp_path: Path) -> None:
-    trackers = Trackers([], [Recorder("wandb", "start", UserError("run `wandb login`"))], pytest.fail)
+def test_a_mistake_that_can_be_mended_stops_the_run_at_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = Trackers([], [Recorder("wandb", "start", UserError("run `wandb login`"))])
     with pytest.raises(UserError, match="wandb login"):
         trackers.start(run_in(tmp_path), None)
+    assert caplog.messages == []
 
 
-def test_other_trackers_are_closed_when_the_local_log_cannot_be(tmp_path: Path) -> None:
+def test_other_trackers_are_closed_when_the_local_log_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sound = Recorder()
-    trackers = Trackers([Recorder("jsonl", "close", OSError(errno.ENOSPC, "disk full"))], [sound], pytest.fail)
+    trackers = Trackers([Recorder("jsonl", "close", OSError(errno.ENOSPC, "disk full"))], [sound])
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
         trackers.close("finished")
     assert sound.calls == ["finished"]
+    assert caplog.messages == []
 
 
 def test_no_tracker_sees_a_secret(tmp_path: Path) -> None:
     recorder = Recorder()
-    Trackers([], [recorder], pytest.fail).start(run_in(tmp_path / "new", hf_token="canary", beta=0.1), 5)
+    Trackers([], [recorder]).start(run_in(tmp_path / "new", hf_token="canary", beta=0.1), 5)
     assert recorder.calls == [({"hf_token": "***", "beta": 0.1}, 5)]
 
 

@@ -75,7 +75,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
             config, inputs = open_small_inputs(merge(merge(base, case), merge(workers, CONCURRENT)))
         runtime = RayRuntime(config, mode_of(config), resources)
         runtime.policy, runtime.reference = clusters[0] if clusters else None, reference_cluster
-        started = runtime.start(inputs, None, print, print)
+        started = runtime.start(inputs, None, print)
         clusters[:] = [runtime.policy]
         started.begin()
         trackers = build_tracking(config, None)

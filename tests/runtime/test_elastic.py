@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.compared_runs import merge
+from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import ResourceError
@@ -97,9 +98,6 @@ class Nodes:
     def close(self, status: str) -> None:
         pass
 
-    def print(self, message: str) -> None:
-        pass
-
 
 @pytest.fixture
 def cluster(ray_environment) -> Iterator[Any]:
@@ -134,13 +132,14 @@ def test_a_lost_node_and_a_new_one(base, cluster, tmp_path):
     # the number of workers in the config says how many pairs a step has, however many there are
     each = {"global_batch_size": None, "per_device_train_batch_size": 3}
     values = merge(values, {"actor_train": {"training_args": each}})
-    lines: list[str] = []
     events = Nodes(
         {5: lambda: cluster.remove_node(nodes[1], allow_graceful=False), 8: lambda: cluster.add_node(num_cpus=1)}
     )
     config = parse_config({**values, "output_dir": str(tmp_path / "elastic")})
-    DPOPipeline(config, announce=lines.append, console=events).run()
+    with logged() as records:
+        DPOPipeline(config, console=events).run()
 
+    lines = [record.getMessage() for record in records]
     places = [line for line in lines if " on 1 x cpu " in line or " on 2 x cpu " in line]
     told = "\n".join(lines)
     first, alone, grown = places  # how it began, without the lost node, and with the new one

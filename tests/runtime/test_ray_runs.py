@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.compared_runs import merge, metric_log
+from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
 from thresher.config import parse_config
 from thresher.errors import UserError
@@ -27,10 +28,10 @@ TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
     """Run a config to its end; return what a person was told."""
-    lines: list[str] = []
     config = parse_config({**values, "output_dir": str(output)})
-    DPOPipeline(config, announce=lines.append, console=console).run()
-    return lines
+    with logged() as records:
+        DPOPipeline(config, console=console).run()
+    return [record.getMessage() for record in records]
 
 
 class FreeCores:
@@ -53,9 +54,6 @@ class FreeCores:
             time.sleep(0.1)
 
     def close(self, status: str) -> None:
-        pass
-
-    def print(self, message: str) -> None:
         pass
 
 
@@ -132,7 +130,7 @@ def ahead(base, ray_here, tmp_path):
     config, inputs = open_small_inputs(merge(merge(merge(base, TWO), changes), long_steps))
     assert mode_of(config) == "concurrent"
     with open_ray_runtime(config, inputs.objective) as runtime:
-        yield config, inputs, runtime, runtime.start(inputs, None, print, print)
+        yield config, inputs, runtime, runtime.start(inputs, None, print)
 
 
 def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):

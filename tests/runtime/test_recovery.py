@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.compared_runs import merge, metric_log
+from tests.support.logged import logged
 from tests.support.small_runs import last_weights
 from tests.support.worker_killer import Killer
 from thresher.config import parse_config
@@ -26,9 +27,9 @@ TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
-    lines: list[str] = []
-    DPOPipeline(parse_config({**values, "output_dir": str(output)}), announce=lines.append, console=console).run()
-    return lines
+    with logged() as records:
+        DPOPipeline(parse_config({**values, "output_dir": str(output)}), console=console).run()
+    return [record.getMessage() for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +71,19 @@ def test_a_killed_policy_worker_changes_nothing(values, whole, tmp_path, step):
 
 def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, tmp_path):
     stopper = Killer(3, "ActorWorker", signal.SIGSTOP)
-    stopped_at = []
-    lines: list[str] = []
-
-    def announce(line: str) -> None:
-        if " hangs: " in line:
-            stopped_at.append(time.time())
-        lines.append(line)
-
     heartbeat_timeout = 16.0
     config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "heartbeat_timeout": heartbeat_timeout})
-    DPOPipeline(config, announce=announce, console=stopper).run()
-    told, *others = [line for line in lines if " hangs: " in line]
-    assert not others, lines
+    with logged(logging.WARNING) as records:
+        DPOPipeline(config, console=stopper).run()
+    record, *others = [record for record in records if " hangs: " in record.getMessage()]
+    assert not others, records
+    told = record.getMessage()
     words = r"actor_train worker [01] of 2 hangs: no answer for 12 s; the last thing it told, begun \d+ s ago: "
     # asked every 2 s, a worker may have told nothing since it was built; these steps take milliseconds
     work = r"(step \d: |saving step|evaluating after|building the|checking that|loading the|meeting the)[^;]*"
     assert re.match(rf"{words}{work}\(process {stopper.killed}\); the run goes on from", told), told
     # looked for within the timeout; until it is told, the other workers are ended and checkpoints verified
-    assert stopped_at[0] - stopper.time <= heartbeat_timeout + 8
+    assert record.created - stopper.time <= heartbeat_timeout + 8
     assert not Path(f"/proc/{stopper.killed}").exists()
     assert_equal_runs(tmp_path / "hung", whole)
 
@@ -106,13 +101,13 @@ class Asker(Killer):
 def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray_here, tmp_path, where):
     values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 150, "track_with": ["console"]})
     run(values, tmp_path / "whole")
-    lines: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
-    with pytest.raises(StoppedError, match=r"after step \d+, which is saved; the same command goes on") as caught:
-        DPOPipeline(config, announce=lines.append, console=Asker(3, "")).run()
+    stopped = pytest.raises(StoppedError, match=r"after step \d+, which is saved; the same command goes on")
+    with logged(logging.WARNING) as records, stopped as caught:
+        DPOPipeline(config, console=Asker(3, "")).run()
     assert caught.value.exit_code == 128 + signal.SIGTERM
-    assert lines[-1].startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
+    assert records[-1].getMessage().startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
     assert 3 <= int(saved.name.removeprefix("step-")) < 150
     assert signal.getsignal(signal.SIGTERM) is before

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.compared_runs import merge
+from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import UserError
@@ -28,9 +29,9 @@ def address(ray_environment) -> Iterator[str]:
 
 
 def run(values: dict[str, Any], output: Path) -> list[str]:
-    lines: list[str] = []
-    DPOPipeline(parse_config({**values, "output_dir": str(output)}), announce=lines.append).run()
-    return lines
+    with logged() as records:
+        DPOPipeline(parse_config({**values, "output_dir": str(output)})).run()
+    return [record.getMessage() for record in records]
 
 
 @pytest.fixture(scope="module")

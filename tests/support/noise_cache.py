@@ -52,8 +52,8 @@ def made_up_logps(batch: PairBatch) -> SidesLogps:
     return SidesLogps(side([p.chosen_ids for p in batch.pairs]), side([p.rejected_ids for p in batch.pairs]))
 
 
-def open_cache(root: Path, report=lambda line: None) -> ReferenceCache:
-    return ReferenceCache(root, IDENTITY, "made up", report)
+def open_cache(root: Path) -> ReferenceCache:
+    return ReferenceCache(root, IDENTITY, "made up")
 
 
 def look_up(
@@ -61,11 +61,10 @@ def look_up(
     pairs: NoisePairs,
     pair_ids: np.ndarray | None = None,
     pairs_per_block: int = 4,
-    report=lambda line: None,
 ) -> PrecomputedReference:
     ids = np.arange(len(pairs)) if pair_ids is None else pair_ids
     return PrecomputedReference(
-        open_cache(root, report),
+        open_cache(root),
         pairs,
         ids,
         pairs_per_block=pairs_per_block,

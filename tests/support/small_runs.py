@@ -78,7 +78,7 @@ def make_base(directory: Path) -> dict[str, Any]:
 
 def open_small_inputs(values: Mapping[str, Any]) -> tuple[DPOConfig, RunInputs]:
     config = parse_config(values)
-    return config, open_inputs(config, build_objective(config), lambda line: None, prepare)
+    return config, open_inputs(config, build_objective(config), prepare)
 
 
 def mode_of(config: DPOConfig) -> str:

@@ -10,6 +10,7 @@ Children are forked before any tensor exists, so that each is a fresh process wi
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -101,7 +102,8 @@ def run_child(config_path: str, output_dir: str, kill: str | None) -> int:
                 moment, step = kill.split(":")
                 kill_at(moment, int(step))
             config = load_config(config_path, [f"output_dir={output_dir}", "resume_from_checkpoint=auto"])
-            DPOPipeline(config, announce=lambda line: print(line, file=sys.stderr)).run()
+            logging.basicConfig(level=logging.INFO, format="%(message)s")
+            DPOPipeline(config).run()
             code = 0
         except Exception:
             traceback.print_exc()

@@ -25,11 +25,10 @@ def smollm2() -> Path:
     return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smollm2, polite_file, tmp_path):
+def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smollm2, polite_file, tmp_path, caplog):
     rows = json.loads(polite_file.read_text())
     (tmp_path / "train.json").write_text(json.dumps(rows[:32]))
     (tmp_path / "held_out.json").write_text(json.dumps(rows[32:40]))
-    lines: list[str] = []
     config = parse_config(
         {
             "pretrain": str(smollm2),
@@ -45,8 +44,9 @@ def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smoll
             "validation": {"data_args": {"file_name": str(tmp_path / "held_out.json")}},
         }
     )
-    last = DPOPipeline(config, announce=lines.append).run()
-    assert any("layout: shared" in line for line in lines)
+    caplog.set_level("INFO")
+    last = DPOPipeline(config).run()
+    assert any("layout: shared" in line for line in caplog.messages)
     log = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert log[0]["eval/loss"] == pytest.approx(0.693, abs=0.02)  # ln 2, where policy and reference agree
     assert last["eval/loss"] < log[0]["eval/loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -21,13 +22,18 @@ class Log:
 
 
 @pytest.fixture
-def supervised(tmp_path):
+def supervised(tmp_path, caplog):
     """A supervisor over checkpoints in a directory, whose waits are noted instead of slept."""
 
     class Supervised:
         def __init__(self):
-            self.waits, self.lines, self.record = [], [], tmp_path / "logs" / "recoveries.jsonl"
+            self.waits, self.record = [], tmp_path / "logs" / "recoveries.jsonl"
             self.log = Log()
+            caplog.set_level(logging.INFO)
+
+        @property
+        def lines(self):
+            return caplog.messages
 
         def newest(self):
             found = sorted((tmp_path / "checkpoints").glob("step-*"))
@@ -38,7 +44,7 @@ def supervised(tmp_path):
                 (directory / "weights").write_text("w")
 
         def run(self, attempts, max_restarts=3):
-            supervisor = Supervisor(max_restarts, self.newest, self.record, self.lines.append, self.waits.append)
+            supervisor = Supervisor(max_restarts, self.newest, self.record, self.waits.append)
             remaining = iter(attempts)
             return supervisor.run(lambda own, checkpoint: next(remaining)(own, checkpoint), None)
 
@@ -65,7 +71,7 @@ def finish_from(supervised, expected, step):
     return attempt
 
 
-def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised):
+def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised, caplog):
     resume_step = supervised.run([die_at(supervised, 7, saved=5), finish_from(supervised, "step-00000005", 6)])
     assert resume_step == 5
     assert supervised.waits == [1.0]
@@ -75,6 +81,7 @@ def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised):
     assert supervised.lines[0].startswith("worker 1 died: killed; start again; the run goes on from ")
     assert supervised.lines[0].endswith("step-00000005 in 1 s (restart 1 of at most 3 without a new checkpoint)")
     assert supervised.lines[1].startswith("back at step 6 after ")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
 
 
 def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
@@ -94,7 +101,7 @@ def test_a_checkpoint_that_the_run_began_from_may_be_gone_when_there_is_a_later_
         return die_at(supervised, 7, saved=5)(supervisor, checkpoint)
 
     attempts = iter([outlive_it, finish_from(supervised, "step-00000005", 6)])
-    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.lines.append, supervised.waits.append)
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
     assert supervisor.run(lambda own, checkpoint: next(attempts)(own, checkpoint), given) == 5
 
 
@@ -118,7 +125,7 @@ def test_a_checkpoint_of_another_run_is_gone_back_to_until_there_is_a_later_one(
         seen.append(checkpoint)
         return attempts[len(seen) - 1](supervisor, checkpoint)
 
-    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.lines.append, supervised.waits.append)
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
     assert supervisor.run(attempt, given) == 55
     assert seen == [given, given, tmp_path / "checkpoints" / "step-00000055"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from thresher.data.settings import DataSettings
 from thresher.data.store import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
+
+logger = logging.getLogger(__name__)
 
 StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
@@ -36,21 +39,21 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
 
 
 def open_stores(
-    config: DPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    announce: Callable[[str], None],
-    build: StoreBuilder,
+    config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> tuple[PairStore, PairStore | None]:
     """Open the training and the held-out pairs, and say where they overlap."""
-    train = _open_store(config, config.actor_train.data_args, tokenizer, announce, build)
+    train = _open_store(config, config.actor_train.data_args, tokenizer, build)
     if config.validation is None:
         return train, None
-    validation = _open_store(config, config.validation.data_args, tokenizer, announce, build)
+    validation = _open_store(config, config.validation.data_args, tokenizer, build)
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
-        announce(
-            f"warning: of {len(train):,} training pairs {pairs.count:,} are also in the validation set, and prompts "
-            f"of {prompts.count:,} occur there; what is measured on them is memory"
+        logger.warning(
+            "of %s training pairs %s are also in the validation set, and prompts of %s occur there; what is measured "
+            "on them is memory",
+            f"{len(train):,}",
+            f"{pairs.count:,}",
+            f"{prompts.count:,}",
         )
     return train, validation
 
@@ -85,7 +88,6 @@ def _open_store(
     config: DPOConfig,
     args: DataArgs,
     tokenizer: PreTrainedTokenizerBase,
-    announce: Callable[[str], None],
     build: StoreBuilder,
 ) -> PairStore:
     """Open a prepared store, preparing it first where none fits the data, tokenizer and settings."""
@@ -101,7 +103,7 @@ def _open_store(
     identity = store_identity(settings, tokenizer)
     path = Path(config.output_dir) / "data" / identity[:16]
     if path.exists():
-        announce(f"using the pairs prepared in {path}")
+        logger.info("using the pairs prepared in %s", path)
     else:
         build(settings, tokenizer, path)
     return PairStore.open(path, expected_identity=identity)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from thresher.assembly.data import StoreBuilder, open_stores
@@ -25,12 +24,10 @@ class RunInputs:
     plan: Plan
 
 
-def open_inputs(
-    config: DPOConfig, objective: Objective, announce: Callable[[str], None], build_store: StoreBuilder
-) -> RunInputs:
+def open_inputs(config: DPOConfig, objective: Objective, build_store: StoreBuilder) -> RunInputs:
     """Build what needs no model, preparing pairs that are not yet there; a mistake is told in seconds."""
-    tokenizer, layout = build_layout(config, announce)
-    train, validation = open_stores(config, tokenizer, announce, build_store)
+    tokenizer, layout = build_layout(config)
+    train, validation = open_stores(config, tokenizer, build_store)
     return RunInputs(objective, layout, train, validation, build_plan(config, len(train)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +21,8 @@ from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.upkeep import cache_root
 from thresher.strategies.native.infer import NativeInfer
 
-Announce = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -33,13 +35,11 @@ class PrecomputeJob:
         train: PrecomputedReference,
         validation: PrecomputedReference | None,
         load: Callable[[], NativeInfer],
-        announce: Announce,
         progress: Progress,
     ) -> None:
         self.train = train
         self.validation = validation
         self._where = f"the cache is {cache.directory}"
-        self._announce = announce
         self._progress = progress
         self._num_found = sum(split.num_pairs - split.num_missing for _, split in self._splits())
         # loaded now, not in `run`: a model that cannot be used is told before anything else starts
@@ -54,7 +54,8 @@ class PrecomputeJob:
                 advance = partial(self._progress, f"scoring the reference: {what} pairs")
                 split.score_missing(reference.score, advance=advance)
         num_scored = sum(split.num_scored for _, split in self._splits())
-        self._announce(f"reference: {self._num_found:,} pairs from the cache, {num_scored:,} scored; {self._where}")
+        found, scored = f"{self._num_found:,}", f"{num_scored:,}"
+        logger.info("reference: %s pairs from the cache, %s scored; %s", found, scored, self._where)
 
     def _splits(self) -> list[tuple[str, PrecomputedReference]]:
         both = [("training", self.train), ("held-out", self.validation)]
@@ -72,14 +73,13 @@ def plan_precompute(
     device: torch.device,
     *,
     num_visits: int,
-    announce: Announce,
     progress: Progress,
 ) -> PrecomputeJob:
     """Look up the training pairs `train_ids` and all held-out pairs; load the reference if one is missing.
 
     weights is the digest of the reference's weights; num_visits is how many pairs the run trains on, repeats counted.
     """
-    cache = open_cache(config, weights, announce)
+    cache = open_cache(config, weights)
 
     def load() -> NativeInfer:
         reference = build_reference(config, layout)
@@ -87,7 +87,7 @@ def plan_precompute(
         return reference
 
     splits = look_up_splits(config, cache, train, train_ids, validation, device, num_visits=num_visits)
-    return PrecomputeJob(cache, *splits, load, announce, progress)
+    return PrecomputeJob(cache, *splits, load, progress)
 
 
 def look_up_splits(
@@ -113,7 +113,7 @@ def look_up_splits(
     return look_up(train, train_ids, num_visits), held_out
 
 
-def open_cache(config: DPOConfig, weights: str, announce: Announce) -> ReferenceCache:
+def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
     """The cache of this config's reference, whether or not anything is in it yet."""
     model = str(config.reference_path)
     identity = ReferenceIdentity(
@@ -122,4 +122,4 @@ def open_cache(config: DPOConfig, weights: str, announce: Announce) -> Reference
         dtype=config.reference_dtype,
         master_dtype=config.reference_master_dtype,
     )
-    return ReferenceCache(cache_root(config.reference.cache_dir), identity, model, announce)
+    return ReferenceCache(cache_root(config.reference.cache_dir), identity, model)

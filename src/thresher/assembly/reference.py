@@ -11,7 +11,7 @@ import torch
 from thresher.assembly.data import probe_pairs
 from thresher.assembly.engines import build_reference
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Announce, Progress, plan_precompute
+from thresher.assembly.precompute import Progress, plan_precompute
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -47,7 +47,6 @@ def build_reference_parts(
     inputs: RunInputs,
     policy: NativeTrain,
     progress: Progress = lambda what, done, total: None,
-    announce: Announce = lambda line: None,
     *,
     device: torch.device | None = None,
     weights: str | None = None,
@@ -76,7 +75,6 @@ def build_reference_parts(
             str(weights),
             policy.device,
             num_visits=inputs.plan.num_visits,
-            announce=announce,
             progress=progress,
         )
         return ReferenceParts(

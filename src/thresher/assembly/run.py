@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ from thresher.skipping import SkippedSteps
 from thresher.supervisor import Supervisor
 from thresher.trainer import TrainerSettings
 
+logger = logging.getLogger(__name__)
+
 # large enough for matrix products to run at full speed, small enough for activations to stay small
 AUTO_TOKENS = 4096
 
 
-def build_layout(
-    config: DPOConfig, announce: Callable[[str], None] = lambda line: None
-) -> tuple[PreTrainedTokenizerBase, Layout]:
+def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
     """Load the tokenizer and choose how pairs lie in a batch."""
     if config.policy_path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
@@ -49,7 +50,7 @@ def build_layout(
     attention = args.attn_implementation or config.reference.model_args.attn_implementation
     layout, note = choose_layout(config.layout, _families(config), attention, pad_id)
     if note is not None:
-        announce(note)
+        logger.info("%s", note)
     return tokenizer, layout
 
 
@@ -95,19 +96,18 @@ def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hi
     return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch or AUTO_TOKENS)
 
 
-def build_checkpoints(config: DPOConfig, report: Callable[[str], None]) -> CheckpointKeeper:
+def build_checkpoints(config: DPOConfig) -> CheckpointKeeper:
     return CheckpointKeeper(
         root=Path(config.output_dir) / "checkpoints",
         keep_last=config.save_total_limit,
         metric_for_best=config.metric_for_best_model,
         higher_is_better=config.greater_is_better,
-        report=report,
     )
 
 
-def find_checkpoint(config: DPOConfig, announce: Callable[[str], None]) -> Path | None:
+def find_checkpoint(config: DPOConfig) -> Path | None:
     """The checkpoint to go on from. Without a word on it, a run goes on that has this very config; none other."""
-    checkpoints = build_checkpoints(config, announce)
+    checkpoints = build_checkpoints(config)
     if config.resume_from_checkpoint is not None:
         return checkpoints.resume(config.resume_from_checkpoint)
     found = checkpoints.resume("auto")
@@ -119,13 +119,12 @@ def find_checkpoint(config: DPOConfig, announce: Callable[[str], None]) -> Path 
     return found
 
 
-def build_supervisor(config: DPOConfig, announce: Callable[[str], None]) -> Supervisor:
-    checkpoints = build_checkpoints(config, announce)
+def build_supervisor(config: DPOConfig) -> Supervisor:
+    checkpoints = build_checkpoints(config)
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
         newest=lambda: checkpoints.resume("auto"),
         record=logging_dir(config) / "recoveries.jsonl",
-        announce=announce,
     )
 
 

@@ -1,4 +1,4 @@
-"""Fill the reference cache ahead of a run: what `thresher score` does."""
+"""Fill the reference cache ahead of a run: what `thresher precompute-reference` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thresher.assembly.data import StoreBuilder, check_pairs, probe_pairs
 from thresher.assembly.engines import check_engines, device_of
 from thresher.assembly.inputs import open_inputs
 from thresher.assembly.objective import build_objective
-from thresher.assembly.precompute import Announce, Progress, plan_precompute
+from thresher.assembly.precompute import Progress, plan_precompute
 from thresher.assembly.reference import reference_mode
 from thresher.config import DPOConfig
 from thresher.errors import UserError
@@ -16,9 +16,7 @@ from thresher.models.load import load_family, max_positions
 from thresher.reference.identity import weights_digest
 
 
-def score_ahead(
-    config: DPOConfig, *, every_pair: bool, announce: Announce, progress: Progress, build_store: StoreBuilder
-) -> None:
+def score_ahead(config: DPOConfig, *, every_pair: bool, progress: Progress, build_store: StoreBuilder) -> None:
     """Score the pairs that the run of this config visits, or every training pair, and all held-out pairs."""
     check_engines(config)
     objective = build_objective(config)
@@ -27,7 +25,7 @@ def score_ahead(
             f"the reference's mode is {mode} here, which reads no cache, so there is nothing to score ahead; set "
             "reference.mode=precompute, with a loss that needs a reference"
         )
-    inputs = open_inputs(config, objective, announce, build_store)
+    inputs = open_inputs(config, objective, build_store)
     train, validation = inputs.train, inputs.validation
     path = str(config.reference_path)
     family = load_family(path, trust_remote_code=config.trusts_reference_code)
@@ -43,7 +41,6 @@ def score_ahead(
         weights_digest(path),
         device_of(config.reference),
         num_visits=len(pair_ids),
-        announce=announce,
         progress=progress,
     )
     job.run()

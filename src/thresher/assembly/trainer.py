@@ -59,8 +59,7 @@ def build_trainer(
         train=Split(train, reference.train),
         validation=None if validation is None else Split(validation, reference.validation),
         settings=trainer_settings(config),
-        # what a crash left was told when the checkpoint was looked for
-        checkpoints=build_checkpoints(config, report=lambda line: None),
+        checkpoints=build_checkpoints(config),
         identity={
             "data": train.digest,
             "pairs per step": plan.pairs_per_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve
 from thresher.checkpoint.saving import Write, save_together
 from thresher.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class CheckpointKeeper:
@@ -23,7 +26,6 @@ class CheckpointKeeper:
     keep_last: int
     metric_for_best: str
     higher_is_better: bool
-    report: Callable[[str], None]
 
     def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes) -> Path:
         """Publish what all processes write into one directory, then let go of what need not stay."""
@@ -45,8 +47,8 @@ class CheckpointKeeper:
     def resume(self, setting: Literal[False] | str) -> Path | None:
         """Clear away what a crash left and find the checkpoint to go on from."""
         for line in recover(self.root):
-            self.report(line)
-        found = resolve_resume(setting, self.root, self.report)
+            logger.info("%s", line)
+        found = resolve_resume(setting, self.root)
         if setting != "auto":
             self._refuse_newer_than(found)
         return found

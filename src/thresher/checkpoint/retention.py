@@ -4,14 +4,16 @@ Everything is read from the disk, so that a run that was killed and started agai
 stopped.
 """
 
+import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from thresher.checkpoint.directory import delete, step_of
 from thresher.checkpoint.manifest import Manifest, verify
 from thresher.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -22,18 +24,17 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(root: Path, report: Callable[[str], None] | None = None) -> Path | None:
-    """Find the newest checkpoint that verifies. `report` is told why each newer one was passed over."""
+def latest(root: Path) -> Path | None:
+    """Find the newest checkpoint that verifies; warn of each newer one that does not."""
     for path in reversed(list_checkpoints(root)):
         fault = _fault(path)
         if fault is None:
             return path
-        if report is not None:
-            report(f"passed over a checkpoint: {fault}")
+        logger.warning("passed over a checkpoint: %s", fault)
     return None
 
 
-def resolve_resume(value: Literal[False] | str, root: Path, report: Callable[[str], None] | None = None) -> Path | None:
+def resolve_resume(value: Literal[False] | str, root: Path) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
     False: none. `auto`: the newest that verifies, or none. A path: that one.
@@ -41,7 +42,7 @@ def resolve_resume(value: Literal[False] | str, root: Path, report: Callable[[st
     if value is False:
         return None
     if value == "auto":
-        return latest(root, report)
+        return latest(root)
     path = Path(value)
     inner = list_checkpoints(path)
     if inner:

@@ -3,36 +3,72 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
+from thresher import __version__
 from thresher.cli.cache import cache_app
 from thresher.cli.config import config_app
 from thresher.cli.export import export
 from thresher.cli.inspect import inspect
 from thresher.cli.losses import losses
+from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
-from thresher.cli.score import score
 from thresher.cli.submit import submit
 from thresher.cli.train import train
 from thresher.errors import StoppedError, UserError
 
+
+class CommandGroup(TyperGroup):
+    """The commands; -q and -v may also follow a command."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        end = args.index("--") if "--" in args else len(args)
+        flags = [each for each in args[:end] if each in ("-q", "--quiet", "-v", "--verbose")]
+        others = [each for each in args[:end] if each not in flags]
+        return super().parse_args(ctx, [*flags, *others, *args[end:]])
+
+
 app = typer.Typer(
     name="thresher",
+    cls=CommandGroup,
     help="Align language models with preference data: DPO and its family.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(prepare)
 app.command()(inspect)
-app.command()(score)
+app.command("precompute-reference")(precompute_reference)
+app.command("score", hidden=True)(precompute_reference)  # its name in earlier versions
 app.command()(train)
 app.command()(submit)
 app.command()(export)
 app.command()(losses)
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"thresher {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def set_up(
+    context: typer.Context,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show details as well.")] = False,
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Show the messages of a command while it runs, from the level that was asked for."""
+    from thresher.cli.terminal import choose_level, log_to_terminal
+
+    context.with_resource(log_to_terminal(choose_level(quiet=quiet, verbose=verbose)))
 
 
 def main() -> None:

@@ -25,14 +25,16 @@ def list_cache(cache_dir: CacheDir = None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from thresher.cli.terminal import announce
+    from thresher.cli.terminal import print_line
     from thresher.redact import printable
     from thresher.reference.upkeep import cache_root, list_references
 
     root = cache_root(cache_dir)
     references = list_references(root)
     if not references:
-        announce(f"{root} holds nothing yet; runs with reference.mode=precompute and `thresher score` fill it")
+        print_line(
+            f"{root} holds nothing yet; runs with reference.mode=precompute and `thresher precompute-reference` fill it"
+        )
         return
     table = Table(title=f"reference cache in {root}", title_justify="left")
     table.add_column("identity", no_wrap=True)
@@ -55,7 +57,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
 @cache_app.command()
 def verify(cache_dir: CacheDir = None) -> None:
     """Read every byte of the cache; exit code 1 and the names of all shards that are damaged, if any are."""
-    from thresher.cli.terminal import announce
+    from thresher.cli.terminal import print_line
     from thresher.reference.upkeep import cache_root, verify_cache
 
     root = cache_root(cache_dir)
@@ -66,10 +68,10 @@ def verify(cache_dir: CacheDir = None) -> None:
             num_pairs += shard.num_pairs
         else:
             num_damaged += 1
-            announce(f"damaged: {shard.path} {fault}")
-    announce(f"{root}: {num_sound:,} sound shards with {num_pairs:,} pairs, {num_damaged:,} damaged")
+            print_line(f"damaged: {shard.path} {fault}")
+    print_line(f"{root}: {num_sound:,} sound shards with {num_pairs:,} pairs, {num_damaged:,} damaged")
     if num_damaged:
-        announce("delete the damaged ones, or leave them: a run sets them aside and scores the pairs it needs again")
+        print_line("delete the damaged ones, or leave them: a run sets them aside and scores the pairs it needs again")
         raise typer.Exit(1)
 
 
@@ -87,7 +89,7 @@ def prune(
     """Remove references from the cache, and what killed runs left behind; without --yes, say what would go."""
     from rich import filesize
 
-    from thresher.cli.terminal import announce
+    from thresher.cli.terminal import print_line
     from thresher.errors import UserError
     from thresher.reference.upkeep import cache_root, leftovers, list_references, remove
 
@@ -101,19 +103,19 @@ def prune(
         references = [each for each in references if each.last_used < time.time() - older_than * SECONDS_A_DAY]
     for each in references:
         size = filesize.decimal(each.num_bytes)
-        announce(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {each.model}, {size}, last used {_age(each)}")
+        print_line(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {each.model}, {size}, last used {_age(each)}")
     paths = [each.directory for each in references]
     # what lies in a directory that goes as a whole need not be told again
     paths += [path for path in leftovers(root) if path.parent not in paths]
     for path in paths[len(references) :]:
-        announce(f"left behind: {path}")
+        print_line(f"left behind: {path}")
     if not paths:
-        announce(f"nothing to remove in {root}")
+        print_line(f"nothing to remove in {root}")
     elif yes:
         remove(paths)
-        announce("removed")
+        print_line("removed")
     else:
-        announce("nothing was removed; pass --yes to remove all this")
+        print_line("nothing was removed; pass --yes to remove all this")
 
 
 def _age(reference: CachedReference) -> str:

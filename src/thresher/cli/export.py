@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+logger = logging.getLogger(__name__)
 
 
 def export(
@@ -22,7 +25,7 @@ def export(
     from thresher.checkpoint.exact_json import load_json
     from thresher.checkpoint.retention import best as best_checkpoint
     from thresher.checkpoint.retention import latest
-    from thresher.cli.terminal import announce, quiet_libraries
+    from thresher.cli.terminal import quiet_libraries
     from thresher.config.stored import from_stored
     from thresher.errors import UserError
 
@@ -30,7 +33,7 @@ def export(
     if dtype not in (None, "fp32", "bf16"):
         raise UserError(f"--dtype {dtype} is unknown; use fp32 or bf16")
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    checkpoint = source if (source / "manifest.json").is_file() else latest(root, announce)
+    checkpoint = source if (source / "manifest.json").is_file() else latest(root)
     if checkpoint is None:
         raise UserError(f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint")
     if best and checkpoint == source:
@@ -45,4 +48,4 @@ def export(
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
     export_checkpoint(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code)
-    announce(f"exported {checkpoint} to {output}")
+    logger.info("exported %s to %s", checkpoint, output)

@@ -47,13 +47,13 @@ def inspect(
 
 def _print_summary(store: PairStore) -> None:
     from thresher.cli.prepare import print_report
-    from thresher.cli.terminal import announce
+    from thresher.cli.terminal import print_line
     from thresher.data.report import report_of
 
     manifest = store.manifest
-    announce(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
-    announce(f"content {store.digest[:16]}, identity {store.identity[:16]}")
-    announce(f"tokenizer {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
+    print_line(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
+    print_line(f"content {store.digest[:16]}, identity {store.identity[:16]}")
+    print_line(f"tokenizer {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
     print_report(report_of(store))
 
 

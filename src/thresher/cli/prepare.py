@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from thresher.data.prepare import PrepareReport, Progress
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
+
+logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
 # where a config holds what these options say; {role} is actor_train or validation
@@ -177,7 +181,6 @@ def run_prepare(
     ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
-    from thresher.cli.terminal import announce
     from thresher.data.lint import find_leaks
     from thresher.data.prepare import store_identity
     from thresher.data.report import report_of
@@ -189,15 +192,21 @@ def run_prepare(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if (output / "manifest.json").is_file() and not overwrite:
         store = PairStore.open(output, expected_identity=store_identity(settings, tokenizer))
-        announce(f"{output} holds these pairs already")
+        logger.info("%s holds these pairs already", output)
         report = report_of(store)
     else:
         report = build_with_progress(settings, tokenizer, output, overwrite=overwrite, ray=ray)
-    print_report(report)
+    log_report(report)
     if against is not None:
         for leak in find_leaks(PairStore.open(output), PairStore.open(against)):
-            announce(
-                f"{leak.name}: {leak.count:,} of {report.pairs_kept:,} also in {against} {_examples(leak.examples)}"
+            logger.log(
+                logging.WARNING if leak.count else logging.INFO,
+                "%s: %s of %s also in %s %s",
+                leak.name,
+                f"{leak.count:,}",
+                f"{report.pairs_kept:,}",
+                against,
+                _examples(leak.examples),
             )
     return report
 
@@ -211,7 +220,6 @@ def build_with_progress(
     ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Build a store while a person watches; where no pair is left, the table tells why before the error does."""
-    from thresher.cli.terminal import announce
     from thresher.data.prepare import NoPairsError
     from thresher.data.prepare import prepare as build
 
@@ -224,9 +232,9 @@ def build_with_progress(
         with show_progress() as show:
             report = build(settings, tokenizer, output, show, overwrite=overwrite, runner=runner)
     except NoPairsError as error:
-        print_report(error.report)
+        log_report(error.report)
         raise
-    announce(f"wrote {report.pairs_kept:,} pairs to {output}")
+    logger.info("wrote %s pairs to %s", f"{report.pairs_kept:,}", output)
     return report
 
 
@@ -236,10 +244,11 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from thresher.cli.terminal import announce, console
+    from thresher.cli.terminal import progress_console
 
+    console = progress_console()
     if not console.is_terminal:
-        yield _progress_lines(announce)
+        yield _progress_lines()
         return
     columns = (TextColumn("preparing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -253,7 +262,7 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _progress_lines(announce: Callable[[str], None]) -> Callable[[Progress], None]:
+def _progress_lines() -> Callable[[Progress], None]:
     last = time.monotonic()
 
     def show(progress: Progress) -> None:
@@ -261,17 +270,34 @@ def _progress_lines(announce: Callable[[str], None]) -> Callable[[Progress], Non
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
-            announce(f"preparing: {progress.rows_read:,} rows read{done}, {progress.pairs_kept:,} pairs kept")
+            rows, pairs = f"{progress.rows_read:,}", f"{progress.pairs_kept:,}"
+            logger.info("preparing: %s rows read%s, %s pairs kept", rows, done, pairs)
 
     return show
 
 
 def print_report(report: PrepareReport) -> None:
-    """Print what became of every row, how long the pairs are, and what to look at."""
+    """Print what became of every row, how long the pairs are, and what to look at, as the result of a command."""
+    from thresher.cli.terminal import console, print_line
+
+    _print_tables(report, console)
+    for _, line in _note_lines(report):
+        print_line(line)
+
+
+def log_report(report: PrepareReport) -> None:
+    """Show the same on the way to something else: tables where messages are shown, and lines by their level."""
+    from thresher.cli.terminal import progress_console
+
+    _print_tables(report, progress_console())
+    for level, line in _note_lines(report):
+        logger.log(level, "%s", line)
+
+
+def _print_tables(report: PrepareReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from thresher.cli.terminal import announce, console
     from thresher.data.report import PERCENTILES
     from thresher.redact import printable
 
@@ -286,8 +312,6 @@ def print_report(report: PrepareReport) -> None:
         for name, values in report.percentiles.items():
             lengths.add_row(Text(printable(name)), *(f"{value:,}" for value in values))
         console.print(lengths)
-    for line in _note_lines(report):
-        announce(line)
 
 
 def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
@@ -307,19 +331,21 @@ def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
         yield "answers that do not begin with the whole generation prompt", report.headers_shortened
 
 
-def _note_lines(report: PrepareReport) -> Iterator[str]:
+def _note_lines(report: PrepareReport) -> Iterator[tuple[int, str]]:
     for file in report.files:
         unused = f"; not read: {', '.join(file.unused_columns)}" if file.unused_columns else ""
-        yield f"{file.name}: {file.rows:,} rows of shape {file.shape}{unused}"
+        yield logging.INFO, f"{file.name}: {file.rows:,} rows of shape {file.shape}{unused}"
     for reason, count in report.bad_reasons.items():
-        yield f"bad rows: {count:,} x {reason}"
+        yield logging.WARNING, f"bad rows: {count:,} x {reason}"
     for finding in report.findings:
-        yield f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs {_examples(finding.examples)}"
+        line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs {_examples(finding.examples)}"
+        yield logging.WARNING if finding.count else logging.INFO, line
     if report.length_bias is not None:
         bias = report.length_bias
         yield (
+            logging.INFO,
             f"length: chosen is longer in {bias.share_chosen_longer:.0%} of pairs, equal in {bias.share_equal:.0%}; "
-            f"means {bias.mean_chosen:.1f} and {bias.mean_rejected:.1f} tokens"
+            f"means {bias.mean_chosen:.1f} and {bias.mean_rejected:.1f} tokens",
         )
 
 

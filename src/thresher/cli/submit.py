@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -30,7 +33,6 @@ def submit(
     values = compose_yaml(path, overrides or [])
     check_job(parse_config(values), address, working_dir)  # mistakes are told before anything is sent
 
-    from thresher.cli.terminal import announce
     from thresher.runtime.environment import set_environment
 
     set_environment(address)
@@ -38,22 +40,24 @@ def submit(
 
     server = JobServer(address)
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on
-    announce(f"submitted job {job}")
+    logger.info("submitted job %s", job)
     if not wait:
         typer.echo(job)
-        announce(f"follow it with: {server.command('logs --follow', job)}\nstop it with: {server.command('stop', job)}")
+        logger.info("follow it with: %s", server.command("logs --follow", job))
+        logger.info("stop it with: %s", server.command("stop", job))
         return
     try:
         outcome = server.follow(job, lambda text: typer.echo(text, nl=False))
     except KeyboardInterrupt:
-        announce(f"job {job} goes on; stop it with: {server.command('stop', job)}")
-        announce(f"or follow it again with: {server.command('logs --follow', job)}")
+        logger.warning("job %s goes on; stop it with: %s", job, server.command("stop", job))
+        logger.info("or follow it again with: %s", server.command("logs --follow", job))
         raise typer.Exit(INTERRUPTED) from None
     if outcome.exit_code:
-        announce(f"job {job} {outcome.status.lower()} (exit code {outcome.exit_code}): {outcome.message.strip()}")
-        announce(f"see its log with: {server.command('logs', job)}")
+        status, message = outcome.status.lower(), outcome.message.strip()
+        logger.error("job %s %s (exit code %d): %s", job, status, outcome.exit_code, message)
+        logger.info("see its log with: %s", server.command("logs", job))
         raise typer.Exit(outcome.exit_code)
-    announce(f"job {job} succeeded")
+    logger.info("job %s succeeded", job)
 
 
 def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:

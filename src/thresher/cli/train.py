@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -17,21 +20,19 @@ def train(
 
     config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
 
-    from thresher.cli.prepare import build_with_progress, print_report
-    from thresher.cli.terminal import metric_table, progress_lines, quiet_libraries
+    from thresher.cli.prepare import build_with_progress, log_report
+    from thresher.cli.terminal import metric_table, progress_console, progress_lines, quiet_libraries
     from thresher.observe.console import ConsoleTracker
     from thresher.pipeline import DPOPipeline
 
     quiet_libraries()
-    console = ConsoleTracker()
     pipeline = DPOPipeline(
         config,
-        console=console,
-        announce=console.print,
-        progress=progress_lines(console.print),
-        build_store=lambda *what: print_report(build_with_progress(*what)),
+        console=ConsoleTracker(progress_console()),
+        progress=progress_lines(),
+        build_store=lambda *what: log_report(build_with_progress(*what)),
     )
     metrics = pipeline.run()
     if metrics:
         metric_table("last evaluation", metrics)
-    console.print(f"done; export the model with: thresher export {config.output_dir} --output DIR")
+    logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)

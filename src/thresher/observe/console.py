@@ -19,7 +19,7 @@ _SHOWN = (
 
 
 class ConsoleTracker:
-    """Show progress on stderr. Print other messages with `print`, so that they do not tear the bar."""
+    """Show progress on stderr. Print other messages on the same console, so that they do not tear the bar."""
 
     name = "console"
 

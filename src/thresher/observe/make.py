@@ -38,16 +38,13 @@ TRACKER_NAMES = tuple(_MAKERS)
 def make_trackers(
     names: Sequence[str], settings: TrackerSettings | None = None, *, console: ConsoleTracker | None = None
 ) -> Trackers:
-    """Make the named trackers and the local log, which is always on.
-
-    Failures of a tracker are printed on `console`, also when the console is not among the names.
-    """
+    """Make the named trackers and the local log, which is always on; `console` is used where it is among the names."""
     settings = settings or TrackerSettings()
     console = console or ConsoleTracker()
     for name in names:
         _check(name)
     optional = [_MAKERS[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
-    return Trackers([JsonlTracker()], optional, console.print)
+    return Trackers([JsonlTracker()], optional)
 
 
 def _check(name: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ def doing(what: str) -> None:
     """Say what begins now."""
     global _last  # a process does one thing at a time, and has one pulse
     _last = Pulse(what, time.time(), os.getpid())
+    logger.debug("%s", what)
 
 
 def pulse() -> Pulse:

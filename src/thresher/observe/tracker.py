@@ -6,6 +6,7 @@ training run.
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from typing import Any, Literal, Protocol
 from thresher import durable
 from thresher.errors import UserError
 from thresher.redact import redact, redact_text
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted"]
 # the resume_step of a run that starts over and goes on in its own log: no record stays, not even one of step 0
@@ -51,14 +54,13 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. Errors of `required` are raised, errors of `optional` reported once each."""
+    """Several trackers as one. Errors of `required` are raised, errors of `optional` logged once each."""
 
     name = "trackers"
 
-    def __init__(self, required: Sequence[Tracker], optional: Sequence[Tracker], report: Callable[[str], None]) -> None:
+    def __init__(self, required: Sequence[Tracker], optional: Sequence[Tracker]) -> None:
         self._required = list(required)
         self._optional = list(optional)
-        self._report = report
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Start all; a mistake that a person can mend stops the run here, before any work is done."""
@@ -66,7 +68,7 @@ class Trackers:
         run = replace(run, config=redact(run.config))
         with readable_errors():
             run.run_dir.mkdir(parents=True, exist_ok=True)
-            _refuse_links(run.run_dir)
+            refuse_links(run.run_dir)
             for tracker in self._required:
                 tracker.start(run, resume_step)
         self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
@@ -95,10 +97,11 @@ class Trackers:
                 if raise_user_errors and isinstance(error, UserError):
                     raise
                 self._optional.remove(tracker)
-                # A server's address in the error may carry a login.
-                reason = redact_text(f"{type(error).__name__}: {error}")
-                self._report(
-                    f"tracker {tracker.name} failed and gets no more metrics; the local log has them all ({reason})"
+                # A server's address in the error may carry a login, and a record may go to any handler.
+                logger.warning(
+                    "tracker %s failed and gets no more metrics; the local log has them all (%s)",
+                    tracker.name,
+                    redact_text(f"{type(error).__name__}: {error}"),
                 )
 
 
@@ -107,7 +110,7 @@ def readable_errors() -> AbstractContextManager[None]:
     return durable.translate_os_errors("could not write the log of the run")
 
 
-def _refuse_links(directory: Path) -> None:
+def refuse_links(directory: Path) -> None:
     """A log that is gone on with may come from elsewhere, and would be written to where a link leads."""
     if links := sorted(path for path in directory.iterdir() if path.is_symlink()):
         raise UserError(f"{links[0]} is a link; logs are plain files, so remove it, or set another logging_dir")

@@ -8,10 +8,10 @@ change, and a pair that two of them scored counts once, the oldest first, so tha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -42,19 +42,18 @@ from thresher.reference.shards import (
     read_keys,
 )
 
+logger = logging.getLogger(__name__)
+
 _ROW_BITS = 32
 
 
 class ReferenceCache:
     """The cached logps of one reference; model is the path it was loaded from, a hint for people."""
 
-    def __init__(
-        self, root: Path, identity: ReferenceIdentity, model: str, report: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, root: Path, identity: ReferenceIdentity, model: str) -> None:
         self.directory = root / identity.digest[:32]
         self._identity = identity
         self._model = model
-        self._report = report
         self._sound: set[str] = set()
         with contextlib.suppress(OSError):  # absent, or for reading only
             os.utime(self.directory / IDENTITY_NAME)  # tells `thresher cache prune` that it is still of use
@@ -111,7 +110,7 @@ class ReferenceCache:
             # set aside: it is told once, and every process agrees that its pairs are missing
             with contextlib.suppress(OSError):
                 shard.path.rename(shard.path.with_name(shard.path.name + DAMAGED))
-        self._report(f"reference cache: {shard.path} {fault}; those of its pairs that are needed are scored again")
+        logger.warning("reference cache: %s %s; those of its pairs that are needed are scored again", shard.path, fault)
 
     def _write_identity(self) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

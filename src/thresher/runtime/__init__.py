@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a run that is only submitted must not wait for models and trainers to be imported
     from thresher.assembly.inputs import RunInputs
-    from thresher.assembly.precompute import Announce, Progress
+    from thresher.assembly.precompute import Progress
     from thresher.config import DPOConfig
     from thresher.loop import Standing, Trainable
     from thresher.losses.objective import Objective
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a run that is only submitted must not wait for models and t
 
 @dataclass(frozen=True)
 class Started:
-    """A run that is ready to begin; notes are lines for a person, place says on what it trains."""
+    """A run that is ready to begin; notes are warnings for the user, place says on what it trains."""
 
     trainable: Trainable
     standing: Standing
@@ -29,9 +29,9 @@ class Started:
 
 
 class Runtime(Protocol):
-    """Start the trainers of a run; announce takes lines for a person, progress takes (what, done, total)."""
+    """Start the trainers of a run; progress takes (what, done, total)."""
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started: ...
+    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started: ...
 
 
 def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from thresher.assembly.engines import build_policy
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Announce, Progress
+from thresher.assembly.precompute import Progress
 from thresher.assembly.reference import build_reference_parts
 from thresher.assembly.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
@@ -20,10 +20,10 @@ class LocalRuntime:
 
     config: DPOConfig
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started:
         """Load the models, check them on real pairs, and go on from a checkpoint."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
-        reference = build_reference_parts(self.config, inputs, policy, progress, announce)
+        reference = build_reference_parts(self.config, inputs, policy, progress)
         parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
         return Started(parts.trainer, parts.standing, reference.mode, str(policy.device), parts.notes, parts.begin)

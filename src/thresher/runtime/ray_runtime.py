@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from thresher.assembly.axes import axis_sizes
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Announce, Progress
+from thresher.assembly.precompute import Progress
 from thresher.assembly.reference import frozen_files_digest, reference_mode
+from thresher.assembly.run import logging_dir
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
 from thresher.errors import RegroupError, UserError
@@ -22,7 +24,7 @@ from thresher.losses.objective import Objective
 from thresher.reference.modes import Mode
 from thresher.reference.upkeep import cache_root
 from thresher.runtime import Started
-from thresher.runtime.cluster import Cluster, WorkerConfig, wait_for
+from thresher.runtime.cluster import Call, Cluster, WorkerConfig, wait_for
 from thresher.runtime.elastic import Elasticity
 from thresher.runtime.placement import RoleDemand
 from thresher.runtime.remote_reference import ReferenceLink, cached_splits
@@ -31,6 +33,8 @@ from thresher.runtime.session import ray_session
 from thresher.runtime.watch import Watch
 from thresher.runtime.workers import ActorWorker, ReferenceWorker
 from thresher.trainer import Record
+
+logger = logging.getLogger(__name__)
 
 
 class RayTrainers:
@@ -86,24 +90,27 @@ class RayRuntime:
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, announce: Announce, progress: Progress) -> Started:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started:
         """Load the models everywhere at once, link the clusters, and go on from a checkpoint."""
         config, mode = self._config, self._mode
         weights = frozen_files_digest(config, mode)
         # clusters that are there already serve the next run as well
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
-        loading = policy.submit("load", config, inputs)
-        num_found, num_missing = _count_cached(config, inputs, weights, announce) if mode == "precompute" else (0, 0)
+        opening, loading = self._open_logs(policy), policy.submit("load", config, inputs)
+        num_found, num_missing = _count_cached(config, inputs, weights) if mode == "precompute" else (0, 0)
         workers: tuple[Any, ...] = ()
         if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
             reference = self.reference or self._cluster(
                 "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_plain
             )
             self.reference = reference
+            opening += self._open_logs(reference)
             hidden_size = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
             reference.call("serve", hidden_size, config.actor_train.num_data_ranks)
             workers = tuple(reference.workers)
         wait_for(loading)
+        for fault in filter(None, dict.fromkeys(wait_for(opening))):
+            logger.warning("%s", fault)
         reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
         report = reports[0]
 
@@ -111,7 +118,8 @@ class RayRuntime:
             seconds_per_pair = None
             if mode == "precompute" and report.standing.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing(str(weights), progress) / inputs.plan.num_visits
-                announce(f"reference: {num_found:,} pairs from the cache, {num_missing:,} scored by its workers")
+                found, scored = f"{num_found:,}", f"{num_missing:,}"
+                logger.info("reference: %s pairs from the cache, %s scored by its workers", found, scored)
             if mode == "precompute":
                 self._release_reference()
             policy.call("begin", seconds_per_pair)
@@ -139,6 +147,10 @@ class RayRuntime:
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
         return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._watch)
 
+    def _open_logs(self, cluster: Cluster) -> list[Call]:
+        directory = logging_dir(self._config).resolve()  # workers may stand in another directory
+        return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel())
+
     def _score_missing(self, weights: str, progress: Progress) -> float:
         """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
         started = time.perf_counter()
@@ -154,9 +166,9 @@ class RayRuntime:
         self._resources.release("reference")
 
 
-def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None, announce: Announce) -> tuple[int, int]:
+def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None) -> tuple[int, int]:
     """Say how many of the run's pairs the cache has and how many it lacks: without a gap nobody loads the reference."""
-    both = cached_splits(config, inputs, str(weights), torch.device("cpu"), announce)
+    both = cached_splits(config, inputs, str(weights), torch.device("cpu"))
     splits = [split for split in both if split is not None]
     num_missing = sum(split.num_missing for split in splits)
     return sum(split.num_pairs for split in splits) - num_missing, num_missing

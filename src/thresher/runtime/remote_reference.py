@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Announce, look_up_splits, open_cache
+from thresher.assembly.precompute import look_up_splits, open_cache
 from thresher.assembly.reference import (
     ReferenceParts,
     build_reference_parts,
@@ -129,14 +129,10 @@ def linked_reference(
 
 
 def cached_splits(
-    config: DPOConfig,
-    inputs: RunInputs,
-    weights: str,
-    device: torch.device,
-    announce: Announce = lambda line: None,
+    config: DPOConfig, inputs: RunInputs, weights: str, device: torch.device
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
     """Look the run's pairs up in the cache; driver, reference workers and policy workers all do."""
-    cache, plan = open_cache(config, weights, announce), inputs.plan
+    cache, plan = open_cache(config, weights), inputs.plan
     return look_up_splits(
         config, cache, inputs.train, plan.visited_pairs(), inputs.validation, device, num_visits=plan.num_visits
     )

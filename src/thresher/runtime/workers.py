@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from thresher.data.store import PairStore
 from thresher.loop import Standing
 from thresher.losses.pairs import SidesLogps
 from thresher.observe.pulse import Pulse, doing, pulse
+from thresher.observe.run_log import LogFile, open_worker_log
 from thresher.observe.step_clock import NUM_SPANS, Span
 from thresher.runtime.logps_transport import FlatLogps, flatten
 from thresher.runtime.process_group import Address, host_meeting, join_group
@@ -36,6 +39,8 @@ from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.ranks import ALONE, Group
 from thresher.trainer import Record, evaluation_batches
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_NEWS = 2.0
 
@@ -59,6 +64,20 @@ class Worker:
         self._rank, self._size = rank, size
         self._meeting: TCPStore | None = None
         self._world = ALONE
+        self._log: LogFile | None = None
+
+    def open_log(self, directory: Path, role: str, level: int) -> str | None:
+        """Log to this worker's own file of a run from now on; return why that is not possible, if it is not."""
+        if self._log is not None:  # of the run before
+            logging.getLogger("thresher").removeHandler(self._log)
+            self._log.close()
+            self._log = None
+        try:
+            self._log = open_worker_log(directory, role, self._rank, level)
+        except OSError as error:
+            return f"no log of {role} workers on {socket.gethostname()}: {error}"
+        logger.info("worker %d of %d, process %d on %s", self._rank, self._size, os.getpid(), socket.gethostname())
+        return None
 
     def host_meeting(self) -> Address:
         """Open the address at which all ranks meet."""
@@ -91,6 +110,7 @@ class ActorWorker(Worker):
         self._config, self._inputs = config, inputs
         self._policy = build_policy(config, inputs.layout, device=own_device(), world=self._world)
         check_policy(config, inputs, self._policy)
+        logger.info("loaded the policy on %s", self._policy.device)
         return self._policy.hidden_size
 
     def build(self, checkpoint: Path | None, link: ReferenceLink) -> RankReport:
@@ -100,6 +120,7 @@ class ActorWorker(Worker):
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
         reference = linked_reference(config, inputs, policy, link, first_step)
         self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
+        logger.info("ready at step %d of %d", self._parts.standing.step, inputs.plan.num_steps)
         node_id = ray.get_runtime_context().get_node_id()
         return RankReport(self._parts.standing, reference.mode, str(policy.device), node_id, self._parts.notes)
 
@@ -156,6 +177,7 @@ class ReferenceWorker(Worker):
         world = self._world if self._world.group is not None else Group(self._rank, self._size)
         self._reference = build_reference(config, inputs.layout, device=own_device(), world=world)
         self._reference.check_logps(probe_pairs(inputs.train))
+        logger.info("loaded the reference on %s", own_device())
 
     def score_missing(self, weights: str) -> Iterator[tuple[str, int, int]]:
         """Score this worker's share of the blocks that the cache lacks; yield (what, done, total) now and then."""

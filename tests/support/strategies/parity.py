@@ -234,7 +234,7 @@ def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogp
         train=Split(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=4),
-        checkpoints=CheckpointKeeper(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False, print),
+        checkpoints=CheckpointKeeper(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
         identity={},
         config={},
     )

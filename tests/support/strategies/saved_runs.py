@@ -109,7 +109,7 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
         train=Split(store, None),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
-        checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False, print),
+        checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False),
         identity={"data": "made up"},
         config=run.config,
     )

@@ -1,4 +1,4 @@
-"""`thresher score`: fill the reference cache ahead of time."""
+"""`thresher precompute-reference`: fill the reference cache ahead of time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 
-def score(
+def precompute_reference(
     path: Annotated[Path, typer.Argument(help="YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    every_pair: Annotated[
-        bool, typer.Option("--every-pair", help="All training pairs, also those that max_steps leaves out.")
+    all_pairs: Annotated[
+        bool, typer.Option("--all-pairs", help="All training pairs, also those that max_steps leaves out.")
     ] = False,
+    every_pair: Annotated[bool, typer.Option("--every-pair", hidden=True)] = False,
 ) -> None:
     """Score a config's pairs with its reference, so that every run over them finds the logps in the cache."""
     from thresher.config import load_config
@@ -21,14 +22,13 @@ def score(
     config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
 
     from thresher.assembly.score import score_ahead
-    from thresher.cli.prepare import build_with_progress, print_report
-    from thresher.cli.terminal import announce, progress_lines, quiet_libraries
+    from thresher.cli.prepare import build_with_progress, log_report
+    from thresher.cli.terminal import progress_lines, quiet_libraries
 
     quiet_libraries()
     score_ahead(
         config,
-        every_pair=every_pair,
-        announce=announce,
-        progress=progress_lines(announce),
-        build_store=lambda *what: print_report(build_with_progress(*what)),
+        every_pair=all_pairs or every_pair,
+        progress=progress_lines(),
+        build_store=lambda *what: log_report(build_with_progress(*what)),
     )

@@ -1,0 +1,298 @@
+"""Messages of the command line and of runs: levels, log files, and what a library user gets."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+import thresher
+from tests.support.logged import logged
+from tests.support.small_runs import make_base
+from thresher.config import parse_config
+from thresher.errors import UserError
+from thresher.observe.run_log import LogFile, open_worker_log, run_log
+
+PACKAGE = logging.getLogger("thresher")
+SECRET = "hf_canaryofthehubcanary01"
+STEP_LINE = re.compile(r"step \d/\d  loss")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run in one process whose held-out pairs are among those that it trains on, which is worth a warning."""
+    values = make_base(tmp_path_factory.mktemp("logging"))
+    leak = {"data_args": values["actor_train"]["data_args"]}
+    return {**values, "validation": leak, "max_steps": 2, "save_steps": 0, "eval_steps": 0, "track_with": ["console"]}
+
+
+@pytest.fixture
+def config(base: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**base, "output_dir": "out"}))
+    return path
+
+
+def state_of_logging() -> tuple[object, ...]:
+    return PACKAGE.level, PACKAGE.propagate, PACKAGE.handlers[:]
+
+
+@pytest.fixture(autouse=True)
+def leaves_logging_as_it_was():
+    before = state_of_logging()
+    yield
+    assert state_of_logging() == before
+
+
+def test_information_is_plain_and_warnings_say_so(command_line, config):
+    ended = command_line("train", config)
+    assert (ended.code, ended.out) == (0, "")
+    lines = ended.err.splitlines()
+    assert any(line.startswith("warning: of 21 training pairs 21 are also in the validation set") for line in lines)
+    assert any("; 2 steps of 6 pairs = " in line for line in lines)
+    assert STEP_LINE.search(ended.err)
+    assert "last evaluation" in ended.err
+    assert lines[-1] == "done; export the model with: thresher export out --output DIR"
+    assert "debug: " not in ended.err
+
+
+@pytest.mark.parametrize("where", ["before", "after", "environment"])
+def test_quiet_leaves_warnings_alone(command_line, config, monkeypatch, where):
+    if where == "environment":
+        monkeypatch.setenv("THRESHER_LOG_LEVEL", "Warning")
+    flags = {"before": ["-q", "train", config], "after": ["train", config, "--quiet"], "environment": ["train", config]}
+    ended = command_line(*flags[where])
+    assert (ended.code, ended.out) == (0, "")
+    (line,) = ended.err.splitlines()
+    assert line.startswith("warning: of 21 training pairs 21 are also in the validation set")
+
+
+@pytest.mark.parametrize("arguments", [("-v", "train"), ("train", "-v"), ("train", "--verbose")])
+def test_verbose_shows_details_and_wins_over_the_environment(command_line, config, monkeypatch, arguments):
+    monkeypatch.setenv("THRESHER_LOG_LEVEL", "error")
+    ended = command_line(*arguments, config)
+    assert ended.code == 0
+    assert "debug: step 2: " in ended.err
+    assert STEP_LINE.search(ended.err)
+    assert " DEBUG thresher.observe.pulse: step 2: " in (config.parent / "out" / "logs" / "run.log").read_text()
+
+
+def test_quiet_does_not_hide_what_a_command_exists_to_print(command_line, config):
+    for arguments in (("config", "show", config), ("losses",), ("cache", "ls"), ("cache", "verify")):
+        loud, quiet = command_line(*arguments), command_line("-q", *arguments)
+        assert quiet == loud
+        assert loud.out + loud.err
+    assert command_line("-q", "train", config).code == 0
+    (store,) = (path for path in Path("out/data").iterdir() if path.is_dir())
+    assert command_line("-q", "inspect", store) == command_line("inspect", store)
+    assert "pairs kept" in command_line("-q", "inspect", store).err
+
+
+def test_an_unknown_level_is_told_with_the_levels(command_line, monkeypatch):
+    monkeypatch.setenv("THRESHER_LOG_LEVEL", "loud")
+    ended = command_line("losses")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        "error: THRESHER_LOG_LEVEL is 'loud', which is no level; use one of debug, info, warning, error\n"
+    )
+    assert command_line("-q", "losses").code == 0  # a flag wins
+
+
+def test_quiet_and_verbose_exclude_each_other(command_line):
+    ended = command_line("-q", "losses", "-v")
+    assert (ended.code, ended.err) == (2, "error: --quiet and --verbose exclude each other; pass one of them\n")
+
+
+def test_flags_behind_two_dashes_are_arguments(command_line):
+    ended = command_line("train", "--", "-q")
+    assert "config file -q does not exist" in ended.err
+
+
+def test_the_version(command_line):
+    assert command_line("--version") == (0, f"thresher {thresher.__version__}\n", "")
+
+
+def test_a_terminal_gets_colours_and_no_markup_or_control_characters_of_a_message(monkeypatch):
+    from thresher.cli import terminal
+
+    stream = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=stream, force_terminal=True, highlight=False, width=40))
+    logger = logging.getLogger("thresher.test")
+    with terminal.log_to_terminal(logging.INFO):
+        logger.info("[red]%s[/] %s", "x" * 100, "\x1b[2J:smile:")
+        logger.warning("token=%s at https://me:%s@host/", SECRET, "hunter2")
+        logger.error("bad")
+        logger.debug("not shown")
+    plain, warning, error = stream.getvalue().splitlines()
+    assert plain == f"[red]{'x' * 100}[/] \\x1b[2J:smile:"
+    assert warning == "\x1b[1;33mwarning: \x1b[0mtoken=*** at https://***@host/"
+    assert error == "\x1b[1;31merror: \x1b[0mbad"
+
+
+def test_a_message_that_cannot_be_printed_ends_nothing_and_tells_no_secret(capsys):
+    from thresher.cli.terminal import log_to_terminal
+
+    with log_to_terminal(logging.INFO):
+        logging.getLogger("thresher.test").info("%d", SECRET)
+    printed = capsys.readouterr().err
+    assert "TypeError" in printed
+    assert SECRET not in printed
+
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) (thresher[\w.]*): .+")
+
+
+def test_run_log_holds_the_messages_of_its_run_whatever_is_shown(command_line, config, tmp_path):
+    assert command_line("-q", "train", config).code == 0
+    log = tmp_path / "out" / "logs" / "run.log"
+    lines = log.read_text().splitlines()
+    assert all(LINE.fullmatch(line) for line in lines), lines
+    text = log.read_text()
+    assert " WARNING thresher.assembly.data: of 21 training pairs 21 are also in the validation set" in text
+    assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
+    assert command_line("train", config).code == 0  # the same command again goes on in the same file
+    assert log.read_text().startswith(text)
+    assert "all steps are done already" in log.read_text()[len(text) :]
+
+
+def test_run_log_tells_why_a_run_ended_and_no_secret(base, tmp_path):
+    from thresher.pipeline import DPOPipeline
+
+    data = {**base["actor_train"]["data_args"], "file_name": f"http://me:hunter2@127.0.0.1:9/a.jsonl?token={SECRET}"}
+    values = {**base, "output_dir": str(tmp_path), "actor_train": {**base["actor_train"], "data_args": data}}
+    with pytest.raises(UserError):
+        DPOPipeline(parse_config(values)).run()
+    text = (tmp_path / "logs" / "run.log").read_text()
+    assert " ERROR thresher.observe.run_log: the run ended: " in text
+    assert "http://***@127.0.0.1:9/a.jsonl" in text
+    assert "Traceback" not in text
+    for secret in (SECRET, "hunter2"):
+        assert secret not in text
+
+
+def test_a_defect_stands_in_run_log_with_its_traceback_and_further_lines_are_indented(tmp_path):
+    def fail() -> None:
+        logging.getLogger("thresher.x").warning("one\n2000-01-01 00:00:00,000 INFO thresher: forged")
+        raise ZeroDivisionError(f"api_key={SECRET}")
+
+    with pytest.raises(ZeroDivisionError), run_log(tmp_path):
+        fail()
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert lines[1] == "    2000-01-01 00:00:00,000 INFO thresher: forged"
+    assert "    Traceback (most recent call last):" in lines
+    assert lines[-1] == "    ZeroDivisionError: api_key=***"
+
+
+def test_two_runs_in_one_process_have_a_log_each_and_leave_no_handler(base, tmp_path):
+    from thresher.pipeline import DPOPipeline
+
+    before = state_of_logging()
+    for name in ("one", "two"):
+        DPOPipeline(parse_config({**base, "track_with": [], "output_dir": str(tmp_path / name)})).run()
+        assert state_of_logging() == before
+    one, two = ((tmp_path / name / "logs" / "run.log").read_text() for name in ("one", "two"))
+    assert one.count("2 steps of 6 pairs") == two.count("2 steps of 6 pairs") == 1
+    assert str(tmp_path / "two") not in one
+
+
+def test_a_library_user_sees_nothing_until_a_handler_is_there(base, tmp_path):
+    """A process of its own, as pytest has handlers; run.log is complete all the same."""
+    values = {**base, "track_with": [], "output_dir": str(tmp_path / "out")}
+    program = (
+        "import logging, sys, yaml; from thresher import DPOPipeline; from thresher.config import parse_config\n"
+        "import transformers.utils.logging; transformers.utils.logging.disable_progress_bar()\n"
+        "if len(sys.argv) > 1: logging.basicConfig(level=sys.argv[1], format='%(levelname)s %(name)s %(message)s')\n"
+        "DPOPipeline(parse_config(yaml.safe_load(sys.stdin))).run()"
+    )
+
+    def printed(*level: str) -> str:
+        command = [sys.executable, "-c", program, *level]
+        done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    assert printed() == ""
+    text = (tmp_path / "out" / "logs" / "run.log").read_text()
+    assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
+    assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.assembly.data"]]
+    assert re.search("^INFO thresher.pipeline .*; 2 steps of 6 pairs = ", printed("INFO"), re.MULTILINE)
+
+
+def test_a_run_adds_what_it_logs_to_no_other_handler(tmp_path, caplog):
+    """The level is lowered for run.log alone."""
+    logger, own = logging.getLogger("thresher.test"), io.StringIO()
+    PACKAGE.addHandler(handler := logging.StreamHandler(own))
+    with run_log(tmp_path):
+        logger.info("told to the file")
+        logger.warning("told to all")
+    PACKAGE.removeHandler(handler)
+    assert caplog.messages == ["told to all"]
+    assert own.getvalue() == "told to all\n"
+    assert (tmp_path / "run.log").read_text().count("told to") == 2
+
+
+def test_a_log_that_cannot_be_opened_or_written_is_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with logged() as records, run_log(tmp_path / "file" / "logs"):
+        pass
+    assert [record.levelname for record in records] == ["WARNING"]
+    assert "run.log: Not a directory; the run has no such file" in records[0].getMessage()
+
+    with logged() as records, run_log(tmp_path):
+        file = next(each for each in PACKAGE.handlers if isinstance(each, LogFile))
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file.stream.fileno())
+        for _ in range(2):
+            logging.getLogger("thresher.test").info("said")
+    told = [record.getMessage().partition(":")[0] for record in records]
+    assert told == ["said", f"could not write {tmp_path}/run.log", "said"]
+
+
+def test_logs_are_not_written_through_links(tmp_path):
+    logs, precious = tmp_path / "logs", tmp_path / "precious"
+    logs.mkdir()
+    precious.mkdir()
+    (logs / "run.log").symlink_to(precious / "run.log")
+    with pytest.raises(UserError, match=r"run\.log is a link; logs are plain files"), run_log(logs):
+        pytest.fail("the run began")
+    (logs / "run.log").unlink()
+    (logs / "workers").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_worker_log(logs, "actor_train", 0, logging.INFO)
+    (logs / "workers").unlink()
+    (logs / "workers").mkdir()
+    (logs / "workers" / "actor_train-0.log").symlink_to(precious / "new")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_worker_log(logs, "actor_train", 0, logging.INFO)
+    assert list(precious.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "program", ["import thresher", "from thresher.cli import main; main()"], ids=["import", "help"]
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(program):
+    check = (
+        "heavy = {'torch', 'transformers', 'ray', 'pyarrow', 'datasets'} & set(sys.modules); assert not heavy, heavy"
+    )
+    whole = f"import sys; sys.argv[1:] = ['--help']\ntry:\n    {program}\nexcept SystemExit:\n    pass\n{check}"
+    subprocess.run([sys.executable, "-c", whole], check=True, capture_output=True)
+
+
+def test_completion_is_offered_and_completes_commands():
+    program = "from thresher.cli import app; app(prog_name='thresher')"
+
+    def bash(*arguments: str, **environment: str) -> str:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+
+    script = bash("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_THRESHER_COMPLETE=complete_bash" in script
+    words = bash(_THRESHER_COMPLETE="complete_bash", COMP_WORDS="thresher p", COMP_CWORD="1").split()
+    assert words == ["prepare", "precompute-reference"]

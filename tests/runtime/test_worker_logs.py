@@ -1,0 +1,63 @@
+"""The log files of a run on Ray: one for the driver and one for each worker, named by role and rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.compared_runs import merge
+from tests.support.logged import logged
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+# a reference that works ahead reads no cache, which is worth a note of every rank
+ON_RAY = {
+    "runtime": "ray",
+    "actor_train": {"num_workers": 2},
+    "reference": {"mode": "concurrent", "num_workers": 1, "cache_dir": "unused"},
+}
+
+
+def run(values: dict, output: Path) -> list[str]:
+    with logged() as records:
+        DPOPipeline(parse_config({**values, "output_dir": str(output)})).run()
+    return [record.getMessage() for record in records]
+
+
+def test_each_worker_has_a_log_and_the_driver_tells_every_message_once(base, ray_here, tmp_path):
+    values = merge(base, {**ON_RAY, "max_steps": 2})
+    told = run(values, tmp_path)
+    logs = tmp_path / "logs"
+    names = ["actor_train-0.log", "actor_train-1.log", "reference-0.log"]
+    assert sorted(path.name for path in (logs / "workers").iterdir()) == names
+    for rank in (0, 1):
+        text = (logs / "workers" / f"actor_train-{rank}.log").read_text()
+        assert f" INFO thresher.runtime.workers: worker {rank} of 2, process " in text
+        assert text.count("loaded the policy on cpu") == text.count("ready at step 0 of 2") == 1
+    assert "loaded the reference on cpu" in (logs / "workers" / "reference-0.log").read_text()
+    assert not any("loaded the" in line for line in told)  # of workers, and in their files
+    note = "reference.cache_dir has no effect here: the reference's mode is concurrent"
+    assert told.count(note) == 1
+    text = (logs / "run.log").read_text()
+    assert text.count(f" WARNING thresher.pipeline: {note}") == 1
+    assert len(text.splitlines()) == len(told)
+
+    run({**values, "max_steps": 3, "resume_from_checkpoint": "auto"}, tmp_path)
+    assert (logs / "run.log").read_text().startswith(text)
+    resumed = (logs / "workers" / "actor_train-1.log").read_text()
+    assert resumed.count("worker 1 of 2") == 2  # appended
+    assert "ready at step 2 of 3" in resumed
+
+
+def test_worker_logs_that_cannot_be_written_are_told_and_end_nothing(base, ray_here, tmp_path):
+    workers, precious = tmp_path / "out" / "logs" / "workers", tmp_path / "precious"
+    workers.mkdir(parents=True)
+    (workers / "actor_train-1.log").symlink_to(precious)
+    told = run(merge(base, {**ON_RAY, "max_steps": 1}), tmp_path / "out")
+    (fault,) = [line for line in told if line.startswith("no log of actor_train workers on ")]
+    assert str(workers / "actor_train-1.log") in fault
+    assert (workers / "actor_train-0.log").is_file()
+    assert not precious.exists()
