@@ -32,7 +32,7 @@ from thresher.data.batch import Pair, PairBatch  # noqa: E402
 from thresher.data.micro_batches import MicroBatching  # noqa: E402
 from thresher.data.plan import Plan  # noqa: E402
 from thresher.losses.objective import Objective  # noqa: E402
-from thresher.losses.pairs import SidesLogps  # noqa: E402
+from thresher.losses.pairs import ChosenRejectedLogps  # noqa: E402
 from thresher.losses.registry import make_losses  # noqa: E402
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout  # noqa: E402
 from thresher.models.load import load_model  # noqa: E402
@@ -220,8 +220,10 @@ def micro_batching_of(case: Case) -> MicroBatching:
     return MicroBatching(PairsInMemory(PAIRS).lengths, costs, *limits)
 
 
-def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogps] | None, case: Case) -> DPOTrainer:
-    def score(batch: PairBatch) -> SidesLogps:
+def make_trainer(
+    policy: NativeTrain, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
+) -> DPOTrainer:
+    def score(batch: PairBatch) -> ChosenRejectedLogps:
         assert reference is not None
         sides = reference(batch)
         is_spoilt = torch.from_numpy(batch.pair_ids == case.spoilt_pair).repeat_interleave(sides.chosen.lengths)
