@@ -26,7 +26,7 @@ from thresher.data.plan import Plan
 from thresher.data.store import PairStore
 from thresher.data.store_writer import StoreWriter
 from thresher.losses import Objective, make_loss
-from thresher.losses.pairs import PairLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.logps import PairModel
 from thresher.reference.cache import ReferenceCache
@@ -182,7 +182,7 @@ def bare_step(
     def step(number: int) -> float:
         ids = plan.pair_ids(number)
         batch = PairBatch(ids, tuple(pairs[i] for i in ids))
-        output = objective(PairLogps(pair_model.score(layout.arrange(batch)), reference.logps(batch)))
+        output = objective(ObjectiveInputs(pair_model.score(layout.arrange(batch)), reference.logps(batch)))
         loss = output.per_pair.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -268,7 +268,7 @@ def _as_example(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _add_reference(examples: list[dict[str, Any]], sides: SidesLogps) -> None:
+def _add_reference(examples: list[dict[str, Any]], sides: ChosenRejectedLogps) -> None:
     for example, chosen, rejected in zip(examples, sides.chosen.sums(), sides.rejected.sums(), strict=True):
         example["ref_chosen_logps"] = float(chosen)
         example["ref_rejected_logps"] = float(rejected)

@@ -25,7 +25,7 @@ from thresher.data.plan import PairIds, Plan
 from thresher.data.store import PairStore
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observe.memory import memory_metrics
 from thresher.observe.pulse import doing
 from thresher.observe.step_clock import NUM_SPANS, Span, StepClock
@@ -43,7 +43,7 @@ class ReferenceScorer(Protocol):
     @property
     def seconds_per_pair(self) -> float: ...
 
-    def logps(self, batch: PairBatch) -> SidesLogps: ...
+    def logps(self, batch: PairBatch) -> ChosenRejectedLogps: ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class DPOTrainer:
         self.state.count(len(pair_ids), outcome)
         if outcome.fault is None:
             self.skipped = None
-            self.objective = self.objective.advanced(outcome.metrics)
+            self.objective = self.objective.after_step(outcome.metrics)
         else:
             most = self._settings.max_consecutive_skipped_steps
             self.skipped = describe_skipped(outcome.fault, self.state, self._train.store, pair_ids, most)
@@ -244,7 +244,7 @@ class DPOTrainer:
         for ids in _in_step(evaluation_batches(num_pairs, size, ranks.rank, ranks.size), ranks):
             yield _read_micro_batch(self._validation, ids)
 
-    def _score(self, batch: PairBatch) -> SidesLogps:
+    def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
         return self.strategy.score(batch, with_log_collision=self.objective.needs_log_collision)
 
     def _is_told_to_stop(self) -> bool:

@@ -226,7 +226,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"gamma": 0.5},
-            "gamma is no knob of sigmoid; it belongs to simpo; sigmoid has beta, label_smoothing",
+            "sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo",
         ),
         (
             {"pref_loss": "simpo", "reference__mode": "precompute"},

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.loss_cases import COUPLED_LOSSES, Evaluated, evaluate, objective_of, random_pairs
 from tests.support.trl_oracle import Settings, trl_cpo_losses, trl_mean_loss, trl_odds_ratio, trl_per_pair
-from thresher.losses import Objective, PairLogps, make_loss
+from thresher.losses import Objective, ObjectiveInputs, make_loss
 
 pytestmark = pytest.mark.slow  # importing TRL takes several seconds
 
@@ -110,7 +110,7 @@ def test_rpo_equals_trl_with_an_sft_term(dtype):
     assert_same(evaluate(replace(objective_of("sigmoid", {"beta": 0.3}), rpo_alpha=0.6), pairs), theirs, dtype)
 
 
-def per_side(pairs: PairLogps, chosen: Tensor, rejected: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
+def per_side(pairs: ObjectiveInputs, chosen: Tensor, rejected: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
     """Sum or average logps side by side, by plain loops."""
 
     def reduce(values: Tensor, lengths: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def per_side(pairs: PairLogps, chosen: Tensor, rejected: Tensor, mean: bool) -> 
     return reduce(chosen, pairs.policy.chosen.lengths), reduce(rejected, pairs.policy.rejected.lengths)
 
 
-def trl_reference_free(name: str, pairs: PairLogps) -> Evaluated:
+def trl_reference_free(name: str, pairs: ObjectiveInputs) -> Evaluated:
     chosen = pairs.policy.chosen.values.detach().clone().requires_grad_()
     rejected = pairs.policy.rejected.values.detach().clone().requires_grad_()
     means = per_side(pairs, chosen, rejected, mean=True)
@@ -137,19 +137,19 @@ def trl_reference_free(name: str, pairs: PairLogps) -> Evaluated:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("name", "knobs"),
+    ("name", "parameters"),
     [
         ("simpo", {"beta": 2.5, "gamma": 1.2}),
         ("cpo", {"beta": 0.3, "cpo_alpha": 0.7}),
         ("orpo", {"beta": 0.3}),
     ],
 )
-def test_reference_free_loss_equals_trl(name, knobs, dtype):
+def test_reference_free_loss_equals_trl(name, parameters, dtype):
     pairs = random_pairs(dtype=dtype)
     # TRL's ORPO casts to fp32, so its fp64 run is only good to fp32.
     tolerance_of = torch.float32 if name == "orpo" else dtype
     theirs = trl_reference_free(name, pairs)
-    ours = evaluate(objective_of(name, knobs), pairs)
+    ours = evaluate(objective_of(name, parameters), pairs)
     for one, other in zip(ours.as_list(), theirs.as_list(), strict=True):
         tolerance = TOLERANCE[tolerance_of]
         torch.testing.assert_close(one, other.to(dtype), rtol=tolerance, atol=tolerance)

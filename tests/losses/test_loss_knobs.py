@@ -1,4 +1,4 @@
-"""Every knob of every loss and modifier changes the result, and a wrong one is refused with its mend."""
+"""Every parameter of every loss and modifier changes the result, and an invalid value is refused with a suggestion."""
 
 from dataclasses import replace
 
@@ -7,17 +7,17 @@ import torch
 
 from tests.support.loss_cases import ALL_LOSSES, evaluate, objective_of, random_pairs
 from thresher.errors import UserError
-from thresher.losses import Objective, knob_defaults, make_loss
+from thresher.losses import Objective, make_loss, parameter_defaults
 
 TURNED = {"beta": 0.37, "label_smoothing": 0.21, "gamma": 0.4, "cpo_alpha": 0.3, "discopop_tau": 0.6}
-EVERY_KNOB = [(name, knob) for name in ALL_LOSSES for knob in knob_defaults(name)]
+ALL_PARAMETERS = [(name, parameter) for name in ALL_LOSSES for parameter in parameter_defaults(name)]
 
 
-@pytest.mark.parametrize(("name", "knob"), EVERY_KNOB)
-def test_every_knob_changes_value_and_gradient(name, knob):
+@pytest.mark.parametrize(("name", "parameter"), ALL_PARAMETERS)
+def test_every_parameter_changes_value_and_gradient(name, parameter):
     pairs = random_pairs()
     default = evaluate(objective_of(name), pairs)
-    turned = evaluate(objective_of(name, {knob: TURNED[knob]}), pairs)
+    turned = evaluate(objective_of(name, {parameter: TURNED[parameter]}), pairs)
     assert (default.values - turned.values).abs().max() > 1e-3
     assert (default.chosen_grad - turned.chosen_grad).abs().max() > 1e-4
 
@@ -69,7 +69,7 @@ def test_beta_must_be_a_positive_number(name, beta):
 
 
 @pytest.mark.parametrize(
-    ("name", "knob", "value"),
+    ("name", "parameter", "value"),
     [
         ("sigmoid", "label_smoothing", 0.6),
         ("sigmoid", "label_smoothing", -0.1),
@@ -83,9 +83,9 @@ def test_beta_must_be_a_positive_number(name, beta):
         ("discopop", "discopop_tau", 1.5),
     ],
 )
-def test_knob_out_of_range_is_refused_with_its_mend(name, knob, value):
-    with pytest.raises(UserError, match=rf"{name}: {knob} must be .*, got {value}; try"):
-        make_loss(name, {knob: value})
+def test_parameter_out_of_range_is_refused_with_a_suggestion(name, parameter, value):
+    with pytest.raises(UserError, match=rf"{name}: {parameter} must be .*, got {value}; try"):
+        make_loss(name, {parameter: value})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What holds for any pairs: independence, order, micro-batches, and finite numbers at extreme logps."""
+"""Properties that hold for any pairs: independence, order, micro-batches, and finite numbers at extreme logps."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support.loss_cases import (
     side,
     take_pairs,
 )
-from thresher.losses import PairLogps, SidesLogps, concat_pairs
+from thresher.losses import ChosenRejectedLogps, ObjectiveInputs, concat_pairs
 
 LOGPS = st.floats(-20.0, 0.0, width=32)
 EXTREME_LOGPS = st.one_of(st.sampled_from([0.0, -1e-8, -1e4]), LOGPS)
@@ -32,9 +32,9 @@ def pair_logps(draw: st.DrawFn, logps: st.SearchStrategy[float] = LOGPS, dtype: 
         return draw(st.lists(st.integers(least, 4), min_size=num_pairs, max_size=num_pairs))
 
     chosen, rejected = lengths(0), lengths(0)
-    return PairLogps(
-        SidesLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
-        SidesLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
+    return ObjectiveInputs(
+        ChosenRejectedLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
+        ChosenRejectedLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
     )
 
 
@@ -105,9 +105,9 @@ def test_a_less_likely_rejected_side_never_costs(name, pairs):
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_no_pairs_are_every_metric_with_a_count_of_zero(name):
-    """A rank may hold no pair of a step; its part of the sums must have the names of everybody's."""
-    empty = SidesLogps(side([], torch.float32), side([], torch.float32))
-    some = SidesLogps(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))
-    nothing, something = (objective_of(name)(PairLogps(sides, sides)).metrics for sides in (empty, some))
+    """A rank may have no pairs in a step; its metrics must have the same names as those of the other ranks."""
+    empty = ChosenRejectedLogps(side([], torch.float32), side([], torch.float32))
+    some = ChosenRejectedLogps(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))
+    nothing, something = (objective_of(name)(ObjectiveInputs(sides, sides)).metrics for sides in (empty, some))
     assert nothing.keys() == something.keys()
     assert all((float(metric.sum), float(metric.count)) == (0.0, 0.0) for metric in nothing.values())

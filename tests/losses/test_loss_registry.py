@@ -1,4 +1,4 @@
-"""Losses by name: what is known, what is refused and with which words, and the table of the command line."""
+"""Losses by name: lookup, error messages and table rows."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import thresher.losses
 from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES
 from thresher.errors import UserError
-from thresher.losses import Sigmoid, describe, knob_defaults, loss_class, loss_names, make_loss, make_losses
+from thresher.losses import Loss, Sigmoid, describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
 from thresher.losses.registry import register
 
 
@@ -26,42 +26,58 @@ def test_unknown_loss_names_the_nearest_and_all():
         make_loss("sigmod", {})
 
 
-def test_foreign_knob_names_the_losses_that_use_it():
-    with pytest.raises(UserError, match="gamma is no knob of sigmoid; it belongs to simpo; sigmoid has beta, label"):
+def test_parameter_of_other_losses_names_the_losses_that_use_it():
+    with pytest.raises(
+        UserError, match=r"sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo$"
+    ):
         make_loss("sigmoid", {"gamma": 1.0})
 
 
-def test_unknown_knob_names_the_nearest():
-    with pytest.raises(UserError, match=r"unknown knob 'bta', did you mean 'beta'\?; sigmoid has beta"):
+def test_loss_without_parameters_says_so():
+    with pytest.raises(UserError, match=r"sft has no parameters; cpo_alpha is a parameter of cpo$"):
+        make_loss("sft", {"cpo_alpha": 1.0})
+
+
+def test_unknown_parameter_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown parameter 'bta', did you mean 'beta'\?; sigmoid has beta"):
         make_loss("sigmoid", {"bta": 1.0})
 
 
-def test_state_is_no_knob():
-    assert knob_defaults("bco_pair") == {"beta": 0.1}
-    with pytest.raises(UserError, match="unknown knob 'delta'"):
+def test_state_is_not_a_parameter():
+    assert parameter_defaults("bco_pair") == {"beta": 0.1}
+    with pytest.raises(UserError, match="unknown parameter 'delta'"):
         make_loss("bco_pair", {"delta": 1.0})
 
 
-def test_several_losses_share_the_knobs_they_have():
+def test_several_losses_share_the_parameters_they_have():
     sigmoid, bco, sft = make_losses(["sigmoid", "bco_pair", "sft"], {"beta": 0.3, "label_smoothing": 0.1})
     assert sigmoid == make_loss("sigmoid", {"beta": 0.3, "label_smoothing": 0.1})
     assert bco == make_loss("bco_pair", {"beta": 0.3})
     assert sft == make_loss("sft", {})
-    with pytest.raises(UserError, match=r"gamma is no knob of sigmoid \+ sft"):
+    with pytest.raises(UserError, match=r"sigmoid \+ sft has no parameter gamma"):
         make_losses(["sigmoid", "sft"], {"gamma": 1.0})
 
 
 def test_defaults_are_those_of_the_papers():
-    assert knob_defaults("simpo") == {"beta": 2.0, "gamma": 1.0}
-    assert knob_defaults("sigmoid") == {"beta": 0.1, "label_smoothing": 0.0}
-    assert knob_defaults("exo_pair")["label_smoothing"] == 1e-3
-    assert knob_defaults("discopop")["discopop_tau"] == 0.05
-    assert knob_defaults("cpo")["cpo_alpha"] == 1.0
+    assert parameter_defaults("simpo") == {"beta": 2.0, "gamma": 1.0}
+    assert parameter_defaults("sigmoid") == {"beta": 0.1, "label_smoothing": 0.0}
+    assert parameter_defaults("exo_pair")["label_smoothing"] == 1e-3
+    assert parameter_defaults("discopop")["discopop_tau"] == 0.05
+    assert parameter_defaults("cpo")["cpo_alpha"] == 1.0
 
 
 def test_a_name_cannot_be_taken_twice():
     with pytest.raises(ValueError, match="two losses are named sigmoid"):
         register(Sigmoid)
+
+
+def test_a_loss_must_be_a_dataclass():
+    class Undecorated(Loss):
+        name = "undecorated"
+
+    with pytest.raises(TypeError, match=r"Undecorated is not a dataclass; decorate it with @dataclass"):
+        register(Undecorated)
+    assert "undecorated" not in loss_names()
 
 
 def test_rows_describe_every_loss():

@@ -62,9 +62,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "knobs", "value", "chosen_slope", "rejected_slope"), CASES)
-def test_loss_equals_its_hand_derivation(name, knobs, value, chosen_slope, rejected_slope):
-    result = evaluate(objective_of(name, knobs), hand_pairs())
+@pytest.mark.parametrize(("name", "parameters", "value", "chosen_slope", "rejected_slope"), CASES)
+def test_loss_equals_its_hand_derivation(name, parameters, value, chosen_slope, rejected_slope):
+    result = evaluate(objective_of(name, parameters), hand_pairs())
     assert result.values.tolist() == pytest.approx([value], abs=1e-11)
     assert result.chosen_grad.tolist() == pytest.approx([chosen_slope] * 2, abs=1e-11)
     assert result.rejected_grad.tolist() == pytest.approx([rejected_slope] * 3, abs=1e-11)

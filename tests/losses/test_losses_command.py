@@ -10,15 +10,15 @@ from thresher.cli.losses import losses_table
 from thresher.losses import describe
 
 
-def test_table_shows_every_loss_with_its_knobs():
+def test_table_shows_every_loss_with_its_parameters():
     buffer = io.StringIO()
     Console(file=buffer, width=200).print(losses_table())
     lines = buffer.getvalue().splitlines()
     for row in describe():
         ((start, line),) = [(i, line) for i, line in enumerate(lines) if f" {row.name} " in line]
         assert row.paper in line
-        for i, (knob, default) in enumerate(row.knobs.items()):  # a knob a line
-            assert f"{knob}={default:g}" in lines[start + i]
+        for i, (parameter, default) in enumerate(row.parameters.items()):  # one parameter per line
+            assert f"{parameter}={default:g}" in lines[start + i]
         assert ("yes" if row.needs_reference else "no") in line.split()
 
 

@@ -8,9 +8,8 @@ import torch
 
 from tests.support.loss_cases import F_DIVERGENCE_LOSSES, evaluate, hand_pairs, objective_of, random_pairs, side
 from thresher.errors import UserError
-from thresher.losses import Objective, PairLogps, SidesLogps, make_loss, score_pairs
-from thresher.losses.modifiers.f_divergence import DIVERGENCES, FDivergence
-from thresher.losses.modifiers.wpo import pair_weights
+from thresher.losses import ChosenRejectedLogps, Objective, ObjectiveInputs, make_loss, score_pairs
+from thresher.losses.modifiers import DIVERGENCES, FDivergence, wpo_weights
 
 
 def softplus(x: float) -> float:
@@ -53,10 +52,10 @@ def test_alpha_divergence_joins_forward_and_reverse_kl():
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("coef", [-1.0, 2.0])
 def test_f_divergence_is_finite_at_extreme_ratios(loss, divergence, coef, dtype):
-    policy = SidesLogps(side([[-1e4], [0.0], [0.0]], dtype), side([[0.0], [-1e4], [0.0]], dtype))
-    reference = SidesLogps(side([[0.0], [-1e4], [0.0]], dtype), side([[-1e4], [0.0], [0.0]], dtype))
+    policy = ChosenRejectedLogps(side([[-1e4], [0.0], [0.0]], dtype), side([[0.0], [-1e4], [0.0]], dtype))
+    reference = ChosenRejectedLogps(side([[0.0], [-1e4], [0.0]], dtype), side([[-1e4], [0.0], [0.0]], dtype))
     objective = replace(objective_of(loss), f_divergence=divergence, f_alpha_divergence_coef=coef)
-    result = evaluate(objective, PairLogps(policy, reference))
+    result = evaluate(objective, ObjectiveInputs(policy, reference))
     assert all(bool(torch.isfinite(t).all()) for t in result.as_list())
 
 
@@ -71,11 +70,11 @@ def test_rewards_follow_the_f_divergence():
 def test_ld_alpha_discounts_tokens_beyond_the_shorter_side():
     # chosen has 2 tokens, rejected 3: only the third rejected token is discounted, on policy (-3) and reference (-2)
     scores = score_pairs(hand_pairs(), ld_alpha=0.25)
-    assert scores.policy_chosen.item() == -3.0
-    assert scores.policy_rejected.item() == -4.0 + 0.25 * -3.0
-    assert scores.reference_rejected.item() == -3.0 + 0.25 * -2.0
+    assert scores.logps.chosen.item() == -3.0
+    assert scores.logps.rejected.item() == -4.0 + 0.25 * -3.0
+    assert scores.reference.logps.rejected.item() == -3.0 + 0.25 * -2.0
     # r_w = 1, r_l = -1 - 0.25: z = 2.25
-    assert scores.margin.item() == 2.25
+    assert scores.scores.margin.item() == 2.25
 
 
 def test_ld_alpha_scales_the_gradient_of_the_surplus_only():
@@ -86,9 +85,9 @@ def test_ld_alpha_scales_the_gradient_of_the_surplus_only():
 
 
 def test_ld_alpha_leaves_likelihood_terms_alone():
-    long_chosen = SidesLogps(side([[-1.0, -3.0]]), side([[-1.0]]))
-    scores = score_pairs(PairLogps(long_chosen), ld_alpha=0.0)
-    assert scores.policy_chosen.item() == -1.0
+    long_chosen = ChosenRejectedLogps(side([[-1.0, -3.0]]), side([[-1.0]]))
+    scores = score_pairs(ObjectiveInputs(long_chosen), ld_alpha=0.0)
+    assert scores.logps.chosen.item() == -1.0
     assert scores.mean_chosen_nll.item() == 2.0
 
 
@@ -112,7 +111,7 @@ def test_data_margin_stands_outside_beta():
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "expected"),
+    ("name", "parameters", "expected"),
     [
         ("robust", {"beta": 0.5, "label_smoothing": 0.1}, (0.9 * softplus(-1.0) - 0.1 * softplus(1.0)) / 0.8),
         ("hinge", {"beta": 0.4}, 1 - (1.2 - 0.5)),
@@ -123,9 +122,9 @@ def test_data_margin_stands_outside_beta():
         ("cpo", {"beta": 0.5, "cpo_alpha": 0.0}, softplus(-1.5)),
     ],
 )
-def test_data_margin_reaches_each_logit(name, knobs, expected):
+def test_data_margin_reaches_each_logit(name, parameters, expected):
     pairs = replace(hand_pairs(), margin=torch.tensor([0.5]))
-    assert evaluate(objective_of(name, knobs), pairs).values.item() == pytest.approx(expected, abs=1e-12)
+    assert evaluate(objective_of(name, parameters), pairs).values.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_rpo_alpha_adds_the_mean_chosen_nll():
@@ -137,9 +136,9 @@ def test_rpo_alpha_adds_the_mean_chosen_nll():
     assert torch.equal(result.rejected_grad, plain.rejected_grad)
 
 
-def with_collision(pairs: PairLogps) -> PairLogps:
-    """Give the hand pair log-collisions of -0.5 (chosen) and -1 (rejected)."""
-    policy = SidesLogps(
+def with_collision(pairs: ObjectiveInputs) -> ObjectiveInputs:
+    """Give the hand pair log_collision of -0.5 (chosen) and -1 (rejected)."""
+    policy = ChosenRejectedLogps(
         replace(pairs.policy.chosen, log_collision=torch.full((2,), -0.5, dtype=torch.float64)),
         replace(pairs.policy.rejected, log_collision=torch.full((3,), -1.0, dtype=torch.float64)),
     )
@@ -151,14 +150,14 @@ def test_wpo_weighs_value_and_gradient_alike(name):
     pairs = with_collision(hand_pairs())
     # mean(logp - log collision): -1.5 + 0.5 = -1 and -7/3 + 1 = -4/3
     weight = math.exp(-1 - 4 / 3)
-    assert pair_weights(pairs.policy).tolist() == pytest.approx([weight], abs=1e-12)
+    assert wpo_weights(pairs.policy).tolist() == pytest.approx([weight], abs=1e-12)
     plain = evaluate(objective_of(name), pairs)
     result = evaluate(replace(objective_of(name), wpo=True), pairs)
     for one, other in zip(result.as_list(), plain.as_list(), strict=True):
         torch.testing.assert_close(one, weight * other)  # no gradient through the weight
 
 
-def test_wpo_without_collisions_names_the_mend():
+def test_wpo_without_collisions_names_the_fix():
     with pytest.raises(UserError, match="log_collision"):
         replace(objective_of("sigmoid"), wpo=True)(hand_pairs())
 

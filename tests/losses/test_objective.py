@@ -23,11 +23,11 @@ from tests.support.loss_cases import (
 from thresher.errors import UserError
 from thresher.losses import (
     BCOPair,
+    ChosenRejectedLogps,
     MetricSum,
     Objective,
-    PairLogps,
+    ObjectiveInputs,
     ResponseLogps,
-    SidesLogps,
     concat_pairs,
     make_loss,
     merge_metrics,
@@ -65,9 +65,9 @@ def test_sft_loss_counts_tokens_and_the_rest_counts_pairs():
 
 
 def test_ties_count_half():
-    sides = SidesLogps(side([[-1.0], [-1.0], [-3.0], [-2.0]]), side([[-1.0], [-2.0], [-2.0], [-2.0]]))
-    reference = SidesLogps(side([[-1.0]] * 4), side([[-1.0]] * 4))
-    metrics = objective_of("sigmoid")(PairLogps(sides, reference)).metrics
+    sides = ChosenRejectedLogps(side([[-1.0], [-1.0], [-3.0], [-2.0]]), side([[-1.0], [-2.0], [-2.0], [-2.0]]))
+    reference = ChosenRejectedLogps(side([[-1.0]] * 4), side([[-1.0]] * 4))
+    metrics = objective_of("sigmoid")(ObjectiveInputs(sides, reference)).metrics
     # tie, win, loss, tie
     assert float(metrics["rewards/accuracies"].sum) == 0.5 + 1 + 0 + 0.5
 
@@ -86,7 +86,7 @@ def test_metrics_do_not_depend_on_micro_batches(name):
         assert metric.count == parts[key].count
 
 
-def test_metrics_are_detached_and_wide():
+def test_metrics_are_detached_and_fp64():
     for metric in objective_of("sigmoid")(random_pairs(dtype=torch.float32)).metrics.values():
         assert not metric.sum.requires_grad
         assert metric.sum.dtype is torch.float64
@@ -101,7 +101,7 @@ def test_ld_alpha_does_not_change_what_logps_and_kl_mean():
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "chosen", "rejected"),
+    ("name", "parameters", "chosen", "rejected"),
     [
         ("sigmoid", {"beta": 0.5}, 0.5, -1.0),
         ("nca_pair", {"beta": 0.5}, 0.5, -1.0),
@@ -114,8 +114,8 @@ def test_ld_alpha_does_not_change_what_logps_and_kl_mean():
         ("sft", {}, -1.5, -7 / 3),
     ],
 )
-def test_rewards_are_what_the_loss_compares(name, knobs, chosen, rejected):
-    metrics = objective_of(name, knobs)(hand_pairs()).metrics
+def test_rewards_are_what_the_loss_compares(name, parameters, chosen, rejected):
+    metrics = objective_of(name, parameters)(hand_pairs()).metrics
     assert metrics["rewards/chosen"].mean == pytest.approx(chosen, abs=1e-12)
     assert metrics["rewards/rejected"].mean == pytest.approx(rejected, abs=1e-12)
 
@@ -126,16 +126,16 @@ def test_rewards_come_from_the_first_term_that_compares_sides():
 
 
 def test_kl_is_absent_without_a_reference():
-    pairs = PairLogps(random_pairs().policy)
+    pairs = ObjectiveInputs(random_pairs().policy)
     assert "kl" not in objective_of("simpo")(pairs).metrics
     assert "kl" in objective_of("simpo")(random_pairs()).metrics
 
 
 @pytest.mark.parametrize("name", REFERENCE_LOSSES)
-def test_missing_reference_is_refused_with_its_mend(name):
+def test_missing_reference_is_refused_with_a_fix(name):
     assert objective_of(name).needs_reference
     with pytest.raises(UserError, match=r"no reference logps; set reference\.mode"):
-        objective_of(name)(PairLogps(random_pairs().policy))
+        objective_of(name)(ObjectiveInputs(random_pairs().policy))
 
 
 def test_objective_needs_what_one_of_its_terms_needs():
@@ -160,7 +160,7 @@ def test_f_divergence_is_refused_where_a_loss_uses_raw_ratios(name):
     if name in F_DIVERGENCE_LOSSES:
         assert replace(objective_of(name), f_divergence="forward_kl").f_divergence == "forward_kl"
         return
-    with pytest.raises(UserError, match=f"does not act on {name}; .*supports it: discopop, exo_pair"):
+    with pytest.raises(UserError, match=f"has no effect on {name}; .*supports it: discopop, exo_pair"):
         replace(objective_of(name), f_divergence="forward_kl")
 
 
@@ -179,7 +179,7 @@ def test_f_divergence_is_refused_where_a_loss_uses_raw_ratios(name):
     ],
 )
 def test_modifier_that_a_loss_would_ignore_is_refused(names, modifier):
-    with pytest.raises(UserError, match=r"does not act on .*turn it off, or use a loss that supports it"):
+    with pytest.raises(UserError, match=r"has no effect on .*turn it off, or use a loss that supports it"):
         replace(mixed(*names), **modifier)
 
 
@@ -194,7 +194,7 @@ def test_sft_beside_a_preference_loss_does_not_forbid_its_modifiers():
 @pytest.mark.parametrize(("name", "column"), [("nca_pair", "margin"), ("orpo", "margin"), ("aot", "weight")])
 def test_pair_column_that_a_loss_would_ignore_is_refused(name, column):
     pairs = replace(random_pairs(), **{column: torch.ones(6)})
-    with pytest.raises(UserError, match=f"a {column} column in the data does not act on {name}"):
+    with pytest.raises(UserError, match=f"a {column} column in the data has no effect on {name}"):
         objective_of(name)(pairs)
 
 
@@ -215,14 +215,14 @@ def test_a_loss_supports_a_modifier_exactly_when_it_changes_it(name, modifier):
     if supported:
         assert (evaluate(objective, pairs).values - before).abs().max() > 1e-3
     else:
-        with pytest.raises(UserError, match="does not act on"):
+        with pytest.raises(UserError, match="has no effect on"):
             objective(pairs) if modifier == "margin" else replace(plain, **{modifier: changes[modifier]})
 
 
 def test_sum_of_losses_is_checked():
     with pytest.raises(UserError, match="at least one loss"):
         Objective(())
-    with pytest.raises(UserError, match="once in a sum"):
+    with pytest.raises(UserError, match="only once in a sum"):
         mixed("sigmoid", "sigmoid")
     with pytest.raises(UserError, match="weight in the sum"):
         Objective(((make_loss("sigmoid", {}), 0.0),))
@@ -237,7 +237,7 @@ def test_bco_delta_is_the_mean_reward_of_all_earlier_steps():
         for word in ("chosen", "rejected"):
             policy, reference = getattr(pairs.policy, word), getattr(pairs.reference, word)
             seen += (0.1 * (policy.sums() - reference.sums())).tolist()
-        objective = objective.advanced(metrics)
+        objective = objective.after_step(metrics)
         assert objective.state()["bco_pair"]["delta"] == pytest.approx(sum(seen) / len(seen), abs=1e-12)
     assert objective.state()["bco_pair"]["num_pairs_seen"] == 2 + 3 + 4
     assert abs(objective.state()["bco_pair"]["delta"]) > 1e-3
@@ -245,15 +245,15 @@ def test_bco_delta_is_the_mean_reward_of_all_earlier_steps():
 
 def test_bco_delta_does_not_depend_on_micro_batches():
     pairs, objective = random_pairs(), objective_of("bco_pair")
-    whole = objective.advanced(objective(pairs).metrics).state()
+    whole = objective.after_step(objective(pairs).metrics).state()
     parts = [objective(take_pairs(pairs, part)).metrics for part in ([0, 1, 2, 3], [4, 5])]
-    split = objective.advanced(merge_metrics(parts)).state()
+    split = objective.after_step(merge_metrics(parts)).state()
     assert split["bco_pair"] == pytest.approx(whole["bco_pair"], rel=1e-12)
 
 
 def test_state_round_trip_restores_the_loss_exactly():
     objective = mixed("sigmoid", "bco_pair")
-    trained = objective.advanced(objective(random_pairs()).metrics)
+    trained = objective.after_step(objective(random_pairs()).metrics)
     restored = objective.with_state(trained.state())
     assert restored == trained
     assert restored != objective
@@ -269,15 +269,21 @@ def test_state_of_another_objective_is_refused():
         BCOPair().with_state({"delta": 1.0})
 
 
+def test_restored_state_has_the_types_of_its_defaults():
+    restored = BCOPair(delta=1).with_state({"delta": 0.25, "num_pairs_seen": 3.0})
+    assert (restored.delta, restored.num_pairs_seen) == (0.25, 3)
+    assert isinstance(restored.num_pairs_seen, int)
+
+
 def test_an_empty_step_does_not_move_the_running_mean():
-    assert BCOPair(delta=0.4, num_pairs_seen=3).advanced(0.0, 0.0, 0) == BCOPair(delta=0.4, num_pairs_seen=3)
+    assert BCOPair(delta=0.4, num_pairs_seen=3).after_step(0.0, 0.0, 0) == BCOPair(delta=0.4, num_pairs_seen=3)
 
 
 def test_stateless_objective_has_no_state():
     objective = mixed("sigmoid")
     assert objective.state() == {}
     assert objective.with_state({}) == objective
-    assert objective.advanced(objective(hand_pairs()).metrics) == objective
+    assert objective.after_step(objective(hand_pairs()).metrics) == objective
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -285,21 +291,21 @@ def test_half_precision_logps_are_refused(dtype):
     pairs = hand_pairs()
     chosen = dataclasses.replace(pairs.policy.chosen, values=pairs.policy.chosen.values.detach().to(dtype))
     with pytest.raises(TypeError, match="losses need fp32 or fp64"):
-        objective_of("sft")(PairLogps(SidesLogps(chosen, pairs.policy.rejected)))
+        objective_of("sft")(ObjectiveInputs(ChosenRejectedLogps(chosen, pairs.policy.rejected)))
 
 
 def test_reference_of_other_tokens_is_refused():
     pairs = hand_pairs()
-    other = SidesLogps(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
+    other = ChosenRejectedLogps(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
     with pytest.raises(ValueError, match="both must score the same tokens"):
-        objective_of("sigmoid")(PairLogps(pairs.policy, other))
+        objective_of("sigmoid")(ObjectiveInputs(pairs.policy, other))
 
 
 def test_no_gradient_reaches_the_reference():
     pairs = hand_pairs()
     leaf = pairs.reference.chosen.values.clone().requires_grad_()
-    reference = SidesLogps(dataclasses.replace(pairs.reference.chosen, values=leaf), pairs.reference.rejected)
-    objective_of("sigmoid")(PairLogps(pairs.policy, reference)).per_pair.sum().backward()
+    reference = ChosenRejectedLogps(dataclasses.replace(pairs.reference.chosen, values=leaf), pairs.reference.rejected)
+    objective_of("sigmoid")(ObjectiveInputs(pairs.policy, reference)).per_pair.sum().backward()
     assert leaf.grad is None
     assert pairs.policy.chosen.values.grad is not None
 
@@ -328,4 +334,4 @@ def test_a_micro_batch_without_a_column_joins_with_its_neutral_value():
 def test_a_reference_of_some_micro_batches_only_is_refused():
     pairs = random_pairs(2)
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
-        concat_pairs([pairs, PairLogps(pairs.policy)])
+        concat_pairs([pairs, ObjectiveInputs(pairs.policy)])

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.tiny_models import MIXED, tiny_model
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.lora import attach_lora, merged, without_adapter
 from thresher.strategies.native.infer import NativeInfer
@@ -21,7 +21,7 @@ def adapted(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
     return attach_lora(tiny_model(family), rank=4, alpha=None, dropout=dropout, target=["all-linear"])
 
 
-def score(model: torch.nn.Module) -> SidesLogps:
+def score(model: torch.nn.Module) -> ChosenRejectedLogps:
     return NativeInfer(model, LAYOUT, torch.float32).score(MIXED)
 
 
@@ -34,7 +34,7 @@ def stir(model: torch.nn.Module) -> None:
             parameter.normal_(0.0, 0.1)
 
 
-def assert_same(one: SidesLogps, other: SidesLogps) -> None:
+def assert_same(one: ChosenRejectedLogps, other: ChosenRejectedLogps) -> None:
     assert torch.equal(one.chosen.values, other.chosen.values)
     assert torch.equal(one.rejected.values, other.rejected.values)
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.batch import Pair, PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
@@ -57,13 +57,15 @@ ODD = batch_of(
 )
 
 
-def score(model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32) -> SidesLogps:
+def score(
+    model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32
+) -> ChosenRejectedLogps:
     if layout.name == "padded":  # soft-capped scores are beyond sdpa
         model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
     return PairModel.for_layout(model, dtype, layout).score(layout.arrange(batch))
 
 
-def values(sides: SidesLogps) -> torch.Tensor:
+def values(sides: ChosenRejectedLogps) -> torch.Tensor:
     return torch.cat([sides.chosen.values, sides.rejected.values])
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.batch import Pair
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.head import LogitTransform
 from thresher.models.layouts import PaddedLayout
 from thresher.models.load import turn_dropout_off
@@ -33,7 +33,7 @@ def model(family):
     return model
 
 
-def score(model: torch.nn.Module, batch, **options) -> SidesLogps:
+def score(model: torch.nn.Module, batch, **options) -> ChosenRejectedLogps:
     return PairModel(model, torch.float32).score(LAYOUT.arrange(batch), **options)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thresher.losses import Loss, Objective, PairLogps, ResponseLogps, SidesLogps, make_loss
+from thresher.losses import ChosenRejectedLogps, Loss, Objective, ObjectiveInputs, ResponseLogps, make_loss
 
 REFERENCE_LOSSES = [
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
@@ -27,20 +27,20 @@ def side(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64, gr
     return ResponseLogps(flat, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
-def hand_pairs(*, second: bool = False) -> PairLogps:
+def hand_pairs(*, second: bool = False) -> ObjectiveInputs:
     """Build the pair of the hand-derived cases: r_w = 1, r_l = -2; with `second`, another of r_w = 0.5, r_l = 1."""
     extra = slice(None) if second else slice(1)
-    return PairLogps(
-        policy=SidesLogps(
+    return ObjectiveInputs(
+        policy=ChosenRejectedLogps(
             side([[-1.0, -2.0], [-1.0]][extra], grad=True), side([[-2.0, -2.0, -3.0], [-2.0]][extra], grad=True)
         ),
-        reference=SidesLogps(side([[-2.0, -2.0], [-1.5]][extra]), side([[-1.0, -2.0, -2.0], [-3.0]][extra])),
+        reference=ChosenRejectedLogps(side([[-2.0, -2.0], [-1.5]][extra]), side([[-1.0, -2.0, -2.0], [-3.0]][extra])),
     )
 
 
 def random_pairs(
     num_pairs: int = 6, *, dtype: torch.dtype = torch.float64, seed: int = 0, collision: bool = False
-) -> PairLogps:
+) -> ObjectiveInputs:
     """Build pairs of 1 to 7 tokens a side; the reference lies near the policy. The same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,11 +59,11 @@ def random_pairs(
         )
 
     chosen, rejected = build(), build()
-    return PairLogps(SidesLogps(chosen[0], rejected[0]), SidesLogps(chosen[1], rejected[1]))
+    return ObjectiveInputs(ChosenRejectedLogps(chosen[0], rejected[0]), ChosenRejectedLogps(chosen[1], rejected[1]))
 
 
-def objective_of(name: str, knobs: dict[str, float] | None = None) -> Objective:
-    return Objective(((make_loss(name, knobs or {}), 1.0),))
+def objective_of(name: str, parameters: dict[str, float] | None = None) -> Objective:
+    return Objective(((make_loss(name, parameters or {}), 1.0),))
 
 
 def bare(loss: Loss) -> Objective:
@@ -82,13 +82,13 @@ class Evaluated:
         return [self.values, self.chosen_grad, self.rejected_grad]
 
 
-def evaluate(objective: Objective, pairs: PairLogps) -> Evaluated:
+def evaluate(objective: Objective, pairs: ObjectiveInputs) -> Evaluated:
     """Run an objective and differentiate it on fresh leaves."""
     chosen = pairs.policy.chosen.values.detach().clone().requires_grad_()
     rejected = pairs.policy.rejected.values.detach().clone().requires_grad_()
     fresh = replace(
         pairs,
-        policy=SidesLogps(
+        policy=ChosenRejectedLogps(
             replace(pairs.policy.chosen, values=chosen),
             replace(pairs.policy.rejected, values=rejected),
         ),
@@ -101,7 +101,7 @@ def evaluate(objective: Objective, pairs: PairLogps) -> Evaluated:
     return Evaluated(values.detach(), chosen_grad, rejected_grad)
 
 
-def take_pairs(pairs: PairLogps, order: Sequence[int]) -> PairLogps:
+def take_pairs(pairs: ObjectiveInputs, order: Sequence[int]) -> ObjectiveInputs:
     """Select pairs by index, in that order."""
 
     def take(response: ResponseLogps) -> ResponseLogps:
@@ -114,10 +114,10 @@ def take_pairs(pairs: PairLogps, order: Sequence[int]) -> PairLogps:
             None if collision is None else torch.cat([collision[i] for i in order]),
         )
 
-    def both(sides: SidesLogps) -> SidesLogps:
-        return SidesLogps(take(sides.chosen), take(sides.rejected))
+    def both(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
+        return ChosenRejectedLogps(take(sides.chosen), take(sides.rejected))
 
-    return PairLogps(
+    return ObjectiveInputs(
         both(pairs.policy),
         None if pairs.reference is None else both(pairs.reference),
         None if pairs.weight is None else pairs.weight[list(order)],

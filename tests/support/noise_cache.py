@@ -10,7 +10,7 @@ import torch
 
 from thresher.data.batch import Pair, PairBatch
 from thresher.data.pair_columns import hash_pair
-from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.identity import ReferenceIdentity
 from thresher.reference.scorers import PrecomputedReference
@@ -41,7 +41,7 @@ class NoisePairs:
             yield np.frombuffer(b"".join(keys), dtype="V16")
 
 
-def made_up_logps(batch: PairBatch) -> SidesLogps:
+def made_up_logps(batch: PairBatch) -> ChosenRejectedLogps:
     """A value for every token that depends on the pair, and in its last bits on who shares the batch."""
 
     def side(responses: list[np.ndarray]) -> ResponseLogps:
@@ -49,7 +49,7 @@ def made_up_logps(batch: PairBatch) -> SidesLogps:
         lengths = torch.tensor([len(ids) for ids in responses])
         return ResponseLogps(torch.from_numpy(values.astype(np.float32)), lengths)
 
-    return SidesLogps(side([p.chosen_ids for p in batch.pairs]), side([p.rejected_ids for p in batch.pairs]))
+    return ChosenRejectedLogps(side([p.chosen_ids for p in batch.pairs]), side([p.rejected_ids for p in batch.pairs]))
 
 
 def open_cache(root: Path) -> ReferenceCache:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from tests.support.noise_cache import NoisePairs, look_up, made_up_logps
 from thresher.data.batch import PairBatch
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.reference.shards import ShardLimits
 
 
 def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, kill_at: int | None) -> None:
     num_forwards = 0
 
-    def score(batch: PairBatch) -> SidesLogps:
+    def score(batch: PairBatch) -> ChosenRejectedLogps:
         nonlocal num_forwards
         num_forwards += 1
         with log.open("a") as stream:

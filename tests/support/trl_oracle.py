@@ -1,6 +1,6 @@
 """TRL's own losses, driven on given logps: the independent oracle of this package's tests.
 
-`DPOTrainer._compute_loss` runs for real; only the model is a stand-in that returns the logps it was made with.
+`DPOTrainer._compute_loss` runs for real; only the model is a dummy that returns given logps.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.loss_cases import Evaluated, take_pairs
-from thresher.losses import PairLogps, SidesLogps
+from thresher.losses import ChosenRejectedLogps, ObjectiveInputs
 
 
 class GivenLogps(torch.nn.Module):
@@ -36,7 +36,7 @@ class GivenLogps(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Settings:
-    """The knobs of TRL's DPOConfig that the tests turn."""
+    """The parameters of TRL's DPOConfig that the tests set."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -48,7 +48,7 @@ class Settings:
     loss_weights: tuple[float, ...] = (1.0,)
 
 
-def _padded(sides: SidesLogps, attribute: str = "values") -> Tensor:
+def _padded(sides: ChosenRejectedLogps, attribute: str = "values") -> Tensor:
     rows = [
         row
         for side in (sides.chosen, sides.rejected)
@@ -57,7 +57,7 @@ def _padded(sides: SidesLogps, attribute: str = "values") -> Tensor:
     return pad_sequence(rows, batch_first=True)
 
 
-def trl_mean_loss(loss_types: list[str], pairs: PairLogps, settings: Settings) -> Evaluated:
+def trl_mean_loss(loss_types: list[str], pairs: ObjectiveInputs, settings: Settings) -> Evaluated:
     """Let TRL compute the mean loss of these pairs as one batch, with its gradient by every policy logp."""
     from trl import DPOTrainer
 
@@ -102,8 +102,8 @@ def trl_mean_loss(loss_types: list[str], pairs: PairLogps, settings: Settings) -
     return Evaluated(loss.detach(), chosen_grad[chosen_mask], rejected_grad[rejected_mask])
 
 
-def trl_per_pair(loss_types: list[str], pairs: PairLogps, settings: Settings) -> Evaluated:
-    """Let TRL compute each pair's loss in a batch of its own."""
+def trl_per_pair(loss_types: list[str], pairs: ObjectiveInputs, settings: Settings) -> Evaluated:
+    """Let TRL compute each pair's loss in a separate batch."""
     parts = [trl_mean_loss(loss_types, take_pairs(pairs, [i]), settings) for i in range(pairs.num_pairs)]
     return Evaluated(
         torch.stack([part.values for part in parts]),
@@ -112,7 +112,7 @@ def trl_per_pair(loss_types: list[str], pairs: PairLogps, settings: Settings) ->
     )
 
 
-def trl_cpo_losses(chosen: Tensor, rejected: Tensor, loss_type: str, beta: float, **knobs: float) -> Tensor:
+def trl_cpo_losses(chosen: Tensor, rejected: Tensor, loss_type: str, beta: float, **parameters: float) -> Tensor:
     """Let TRL's CPOTrainer compare given logps; loss_type sigmoid, ipo or simpo."""
     from trl.experimental.cpo import CPOTrainer
 
@@ -120,8 +120,8 @@ def trl_cpo_losses(chosen: Tensor, rejected: Tensor, loss_type: str, beta: float
         alpha=0.0,
         beta=beta,
         loss_type=loss_type,
-        label_smoothing=knobs.get("label_smoothing", 0.0),
-        simpo_gamma=knobs.get("gamma", 0.0),
+        label_smoothing=parameters.get("label_smoothing", 0.0),
+        simpo_gamma=parameters.get("gamma", 0.0),
         accelerator=SimpleNamespace(device=chosen.device),
     )
     return CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]

@@ -21,7 +21,7 @@ from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, no
 from thresher.assembly.objective import build_objective
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.load import load_model
 from thresher.observe.step_clock import StepClock
 from thresher.strategies.native.infer import NativeInfer
@@ -259,8 +259,8 @@ def test_orpo_is_finite_where_the_policy_is_certain():
     lengths = torch.tensor([2, 2, 2])
     values = torch.tensor([0.0, 0.0, -1e-12, -1e-9, -30.0, -30.0], requires_grad=True)
     rejected = torch.tensor([-2.0, -1.0, 0.0, 0.0, -1e-7, 0.0], requires_grad=True)
-    sides = SidesLogps(ResponseLogps(values, lengths), ResponseLogps(rejected, lengths))
-    loss = objective(PairLogps(sides)).per_pair
+    sides = ChosenRejectedLogps(ResponseLogps(values, lengths), ResponseLogps(rejected, lengths))
+    loss = objective(ObjectiveInputs(sides)).per_pair
     assert loss.isfinite().all()
     loss.sum().backward()
     assert values.grad.isfinite().all()

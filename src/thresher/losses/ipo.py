@@ -1,43 +1,58 @@
-"""IPO on length-averaged log ratios, the form that its authors ran."""
+"""IPO on length-averaged log ratios, as its authors ran it, and on summed ones, as its equation reads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from thresher.losses.knobs import require_beta
-from thresher.losses.protocol import EVERY_MODIFIER, Modifier
+from thresher.losses.base import ALL_MODIFIERS, Loss
+from thresher.losses.parameters import POSITIVE, parameter
 from thresher.losses.registry import register
-from thresher.losses.scores import PairScores
+from thresher.losses.scores import ChosenRejected, PairScores
 
 
 @register
 @dataclass(frozen=True)
-class IPO:
-    """Regress the mean margin on a fixed target instead of pushing it without end.
+class IPO(Loss):
+    """Regress the mean margin on a fixed target instead of increasing it without limit.
 
     (mean r_w - mean r_l - 1 / (2 beta))^2: Eq. 17 of IPO (2310.12036), each side divided by its length.
-    A reward shift s moves the target: beta z + s stands where beta z stood.
+    A reward shift s moves the target: beta z + s replaces beta z.
     """
 
-    name: ClassVar[str] = "ipo"
-    paper: ClassVar[str] = "2310.12036"
-    needs_reference: ClassVar[bool] = True
-    couples_pairs: ClassVar[bool] = False
-    compares_sides: ClassVar[bool] = True
-    supports: ClassVar[frozenset[Modifier]] = EVERY_MODIFIER
+    name = "ipo"
+    paper = "2310.12036"
+    supports = ALL_MODIFIERS
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        require_beta("ipo", self.beta)
+    beta: float = parameter(0.1, POSITIVE)
 
     @property
-    def zero_margin_loss(self) -> float | None:
+    def zero_margin_loss(self) -> float:
         return (0.5 / self.beta) ** 2
 
     def __call__(self, pairs: PairScores) -> Tensor:
-        return ((pairs.shifted(self.beta * pairs.mean_margin) - 0.5) / self.beta) ** 2
+        return ((pairs.shifted(self.beta * pairs.mean_scores.margin) - 0.5) / self.beta) ** 2
 
-    def rewards(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
-        return self.beta * pairs.mean_chosen_score, self.beta * pairs.mean_rejected_score
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        return pairs.mean_scores.scaled(self.beta)
+
+
+@register
+@dataclass(frozen=True)
+class IPOSum(Loss):
+    """Regress the summed margin on a fixed target, as ROLL does.
+
+    (r_w - r_l - 1 / (2 beta))^2: Eq. 17 of IPO (2310.12036) verbatim; long responses weigh more than in `ipo`.
+    """
+
+    name = "ipo_sum"
+    paper = "2310.12036"
+    supports = ALL_MODIFIERS
+
+    beta: float = parameter(0.1, POSITIVE)
+
+    @property
+    def zero_margin_loss(self) -> float:
+        return (0.5 / self.beta) ** 2
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        return ((pairs.shifted(self.beta * pairs.scores.margin) - 0.5) / self.beta) ** 2

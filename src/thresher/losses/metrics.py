@@ -1,6 +1,6 @@
-"""What a step reports: sums with counts, so that no way of splitting a step can change a logged mean.
+"""The metrics of a step, as sums with counts, so that logged means do not depend on how a step is split.
 
-Computed once, detached, in fp64. Knobs don't change the meaning of a metric: logps, kl and sft_loss are never
+Computed once, detached, in fp64. Modifiers do not change the meaning of a metric: logps, kl and sft_loss are never
 LD-weighted.
 """
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thresher.losses.pairs import PairLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
+from thresher.losses.scores import ChosenRejected
 
 
 @dataclass(frozen=True)
 class MetricSum:
-    """A sum and what it is to be divided by, once, after all ranks and micro-batches are added up."""
+    """A sum and its count; divide once, after adding up all ranks and micro-batches."""
 
     sum: Tensor | float
     count: Tensor | float
@@ -39,39 +40,39 @@ def merge_metrics(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricS
 
 
 @torch.no_grad()
-def measure(pairs: PairLogps, per_pair: Tensor, rewards: tuple[Tensor, Tensor]) -> dict[str, MetricSum]:
-    """Sum every metric of these pairs; rewards are those of the objective's first loss that compares sides.
+def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRejected) -> dict[str, MetricSum]:
+    """Sum every metric over these pairs; rewards come from the objective's first loss that compares both sides.
 
-    kl: (policy - reference) summed logps, averaged over the two sides of a pair, in nats a response. It estimates the
-    KL to the reference on the data's responses and may be negative. Only with a reference.
+    kl: (policy - reference) summed logps, averaged over the two sides of a pair, in nats per response. It estimates the
+    KL to the reference on the data's responses and may be negative. Present only with a reference.
     """
-    chosen, rejected = wide(rewards[0]), wide(rewards[1])
-    policy_chosen, policy_rejected = _sums(pairs.policy)
-    tokens = pairs.policy.chosen.values
-    wins = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)  # a tie is half a win
+    chosen, rejected = to_fp64(rewards.chosen), to_fp64(rewards.rejected)
+    policy_chosen, policy_rejected = _sums(inputs.policy)
+    tokens = inputs.policy.chosen.values
+    wins = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)  # a tie counts half
     per_pair_metrics = {
-        "loss": wide(per_pair),
+        "loss": to_fp64(per_pair),
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": wins,
         "rewards/margins": chosen - rejected,
         "logps/chosen": policy_chosen,
         "logps/rejected": policy_rejected,
-        "lengths/chosen": wide(pairs.policy.chosen.lengths),
-        "lengths/rejected": wide(pairs.policy.rejected.lengths),
+        "lengths/chosen": to_fp64(inputs.policy.chosen.lengths),
+        "lengths/rejected": to_fp64(inputs.policy.rejected.lengths),
     }
-    if pairs.reference is not None:
-        reference_chosen, reference_rejected = _sums(pairs.reference)
+    if inputs.reference is not None:
+        reference_chosen, reference_rejected = _sums(inputs.reference)
         per_pair_metrics["kl"] = 0.5 * (policy_chosen - reference_chosen + policy_rejected - reference_rejected)
-    metrics = {name: MetricSum(values.sum(), pairs.num_pairs) for name, values in per_pair_metrics.items()}
-    metrics["sft_loss"] = MetricSum(-wide(tokens).sum(), tokens.numel())
+    metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
+    metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
     return metrics
 
 
-def wide(values: Tensor) -> Tensor:
-    """Detach and widen to fp64, or to fp32 on the one device type that has no fp64."""
+def to_fp64(values: Tensor) -> Tensor:
+    """Detach and convert to fp64, or to fp32 on MPS, which has no fp64."""
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
-def _sums(sides: SidesLogps) -> tuple[Tensor, Tensor]:
-    return wide(sides.chosen.sums()), wide(sides.rejected.sums())
+def _sums(logps: ChosenRejectedLogps) -> tuple[Tensor, Tensor]:
+    return to_fp64(logps.chosen.sums()), to_fp64(logps.rejected.sums())

@@ -1,7 +1,7 @@
-"""What a loss may see: per-token log-probabilities of the scored response tokens, nothing else.
+"""The inputs of an objective: per-token log-probabilities of the scored response tokens, nothing else.
 
-Flat values with lengths instead of padded rectangles, so that every layout, engine and micro-batch size hands over
-the same numbers. Tokens outside a loss mask are not in here at all.
+Flat values with lengths instead of padded rectangles, so that the numbers are the same for every layout, engine and
+micro-batch size. Tokens outside the loss mask are not included.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 class ResponseLogps:
     """Logps of one side of `num_pairs` pairs.
 
-    values: [num_tokens], pair after pair, fp32 or wider.
+    values: [num_tokens], pair after pair, fp32 or fp64.
     lengths: [num_pairs] int64, scored tokens of each pair; sums to num_tokens.
-    log_collision: [num_tokens] log(sum_v p(v)^2) at each position, only where an objective asked for it (WPO).
+    log_collision: [num_tokens] log(sum_v p(v)^2) at each position, only if the objective needs it (WPO).
     """
 
     values: Tensor
@@ -31,14 +31,14 @@ class ResponseLogps:
         return self.lengths.numel()
 
     def sums(self, token_weights: Tensor | None = None) -> Tensor:
-        """Sum each pair's logps: [num_pairs]. A pair's sum does not depend on its neighbours, bitwise."""
+        """Sum each pair's logps: [num_pairs]. Each sum is bitwise independent of the other pairs."""
         values = self.values if token_weights is None else self.values * token_weights
         return segment_sums(values, self.lengths)
 
     def positions(self) -> Tensor:
         """Number each token within its response, from 0: [num_tokens] int64."""
         ends = self.lengths.cumsum(0)
-        # output_size is known here; without it a GPU would have to be asked, which stalls the step.
+        # Without output_size, repeat_interleave would synchronize with the GPU to find it.
         starts = torch.repeat_interleave(ends - self.lengths, self.lengths, output_size=self.values.numel())
         return torch.arange(self.values.numel(), device=self.values.device) - starts
 
@@ -47,7 +47,7 @@ class ResponseLogps:
 
 
 @dataclass(frozen=True)
-class SidesLogps:
+class ChosenRejectedLogps:
     """Both sides of the same pairs, scored by one model."""
 
     chosen: ResponseLogps
@@ -57,26 +57,26 @@ class SidesLogps:
     def num_pairs(self) -> int:
         return self.chosen.num_pairs
 
-    def detach(self) -> SidesLogps:
-        return SidesLogps(self.chosen.detach(), self.rejected.detach())
+    def detach(self) -> ChosenRejectedLogps:
+        return ChosenRejectedLogps(self.chosen.detach(), self.rejected.detach())
 
 
-def no_logps(device: torch.device | None = None, *, with_log_collision: bool = False) -> SidesLogps:
-    """The logps of no pairs at all."""
+def empty_logps(device: torch.device | None = None, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
+    """Return the logps of zero pairs."""
     empty = torch.zeros(0, device=device)
     side = ResponseLogps(empty, empty.long(), empty if with_log_collision else None)
-    return SidesLogps(side, side)
+    return ChosenRejectedLogps(side, side)
 
 
 @dataclass(frozen=True)
-class PairLogps:
-    """The whole input of an objective for `num_pairs` pairs.
+class ObjectiveInputs:
+    """All inputs of an objective for `num_pairs` pairs.
 
-    reference is None for losses that need none. weight and margin are [num_pairs], from the data set, or None.
+    reference: None for losses without a reference. weight, margin: [num_pairs], columns of the data set, or None.
     """
 
-    policy: SidesLogps
-    reference: SidesLogps | None = None
+    policy: ChosenRejectedLogps
+    reference: ChosenRejectedLogps | None = None
     weight: Tensor | None = None
     margin: Tensor | None = None
 
@@ -88,13 +88,13 @@ class PairLogps:
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum consecutive runs of `lengths` values: [num_tokens] -> [num_segments]; an empty run sums to 0."""
     if lengths.numel() == 0:
-        return values[:0]  # segment_reduce looks for the shortest segment, and there is none
-    # segment_reduce adds each segment on its own and in order: deterministic on every device, unlike index_add.
+        return values[:0]  # segment_reduce fails without segments: it takes the minimum of lengths
+    # segment_reduce adds up each segment separately and in order: deterministic on every device, unlike index_add.
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
 
 
 def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
-    """Join the same side of several micro-batches into one."""
+    """Concatenate one side of several micro-batches."""
     collisions = [part.log_collision for part in parts]
     joined = None if any(c is None for c in collisions) else torch.cat([c for c in collisions if c is not None])
     return ResponseLogps(
@@ -102,28 +102,32 @@ def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
     )
 
 
-def concat_pairs(parts: Sequence[PairLogps]) -> PairLogps:
-    """Join micro-batches into one input, as losses that couple the pairs of a step need it."""
+def concat_pairs(parts: Sequence[ObjectiveInputs]) -> ObjectiveInputs:
+    """Concatenate micro-batches, for losses that couple the pairs of a step."""
     references = [part.reference for part in parts if part.reference is not None]
     if references and len(references) != len(parts):
-        raise ValueError(f"{len(references)} of {len(parts)} micro-batches carry reference logps; all or none must")
-    return PairLogps(
-        _concat_sides([part.policy for part in parts]),
-        _concat_sides(references) if references else None,
+        raise ValueError(
+            f"{len(references)} of {len(parts)} micro-batches have reference logps; either all or none must have them"
+        )
+    return ObjectiveInputs(
+        _concat_both([part.policy for part in parts]),
+        _concat_both(references) if references else None,
         _concat_columns([part.weight for part in parts], parts, neutral=1.0),
         _concat_columns([part.margin for part in parts], parts, neutral=0.0),
     )
 
 
-def _concat_sides(parts: Sequence[SidesLogps]) -> SidesLogps:
-    return SidesLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
+def _concat_both(parts: Sequence[ChosenRejectedLogps]) -> ChosenRejectedLogps:
+    return ChosenRejectedLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
 
 
-def _concat_columns(columns: Sequence[Tensor | None], parts: Sequence[PairLogps], neutral: float) -> Tensor | None:
+def _concat_columns(
+    columns: Sequence[Tensor | None], parts: Sequence[ObjectiveInputs], neutral: float
+) -> Tensor | None:
     present = next((column for column in columns if column is not None), None)
     if present is None:
         return None
-    # a micro-batch whose pairs say nothing about a column leaves it out
+    # a micro-batch without any value in a column leaves the column out
     filled = [
         present.new_full((part.num_pairs,), neutral) if column is None else column
         for column, part in zip(columns, parts, strict=True)

@@ -1,211 +1,162 @@
-"""What every loss computes from: sums of logps per pair, made once from the per-token logps.
+"""Per-pair scores, computed once from the per-token logps; every loss is a formula over them.
 
-LD weights, the f-divergence and the shift of the reward margin are applied here, so a loss file is only its formula.
+LD weights, the f-divergence and the shift of the reward margin are applied here.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thresher.errors import UserError
-from thresher.losses.modifiers.f_divergence import FDivergence
-from thresher.losses.modifiers.ld import shared_length, token_weights
-from thresher.losses.modifiers.length_penalty import length_shift
-from thresher.losses.modifiers.pair_data import margin_shift
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+from thresher.losses.modifiers import FDivergence, ld_token_weights, reward_shift
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+
+
+class ChosenRejected(NamedTuple):
+    """One number per pair for each side: two tensors [num_pairs]."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+    @property
+    def margin(self) -> Tensor:
+        """Chosen minus rejected: [num_pairs]."""
+        return self.chosen - self.rejected
+
+    def scaled(self, factor: float) -> ChosenRejected:
+        return ChosenRejected(factor * self.chosen, factor * self.rejected)
 
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """The pairs as seen against the reference, each [num_pairs]; score = f'(ratio), the ratio for reverse KL."""
+    """The pairs compared with the reference.
 
-    chosen: Tensor
-    rejected: Tensor
-    chosen_ratio: Tensor
-    rejected_ratio: Tensor
-    chosen_score: Tensor
-    rejected_score: Tensor
+    logps: summed reference logps. log_ratios: log(policy / reference). scores: f'(exp(log ratio)), which is the log
+    ratio itself for reverse KL.
+    """
+
+    logps: ChosenRejected
+    log_ratios: ChosenRejected
+    scores: ChosenRejected
 
 
 @dataclass(frozen=True)
 class PairScores:
     """Per-pair sums, each [num_pairs], in the dtype of the policy's logps.
 
-    policy_chosen, policy_rejected: summed logps, LD-weighted where ld_alpha is on.
-    chosen_nll: minus the summed chosen logps, never LD-weighted: likelihood terms train on every token alike.
-    reward_shift: what R-DPO and the data set's margin add to the difference of rewards, in units of reward.
+    logps: the policy's summed logps, LD-weighted where ld_alpha is on.
+    chosen_nll: minus the summed chosen logps, never LD-weighted: likelihood terms weigh every token equally.
+    lengths: scored tokens.
+    reward_shift: added to the reward margin by R-DPO and the data set's margin column, in units of reward.
     """
 
-    policy_chosen: Tensor
-    policy_rejected: Tensor
+    logps: ChosenRejected
     chosen_nll: Tensor
-    chosen_length: Tensor
-    rejected_length: Tensor
-    against_reference: ReferenceScores | None = None
+    lengths: ChosenRejected
+    reference_scores: ReferenceScores | None = None
     reward_shift: Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
-        return self.policy_chosen.numel()
+        return self.chosen_nll.numel()
 
     @property
     def reference(self) -> ReferenceScores:
-        """Return the scores against the reference, or say how to get them."""
-        if self.against_reference is None:
+        """Return the scores against the reference; raise a UserError if the pairs have none."""
+        if self.reference_scores is None:
             raise UserError(
-                "this loss compares the policy with a reference, but the pairs carry no reference logps; "
+                "this loss compares the policy with a reference, but the pairs have no reference logps; "
                 "set reference.mode to something other than none, "
                 "or use a loss without a reference: simpo, orpo, cpo, sft"
             )
-        return self.against_reference
+        return self.reference_scores
 
     @property
-    def reference_chosen(self) -> Tensor:
-        return self.reference.chosen
+    def log_ratios(self) -> ChosenRejected:
+        return self.reference.log_ratios
 
     @property
-    def reference_rejected(self) -> Tensor:
-        return self.reference.rejected
+    def scores(self) -> ChosenRejected:
+        return self.reference.scores
 
     @property
-    def chosen_ratio(self) -> Tensor:
-        return self.reference.chosen_ratio
+    def mean_logps(self) -> ChosenRejected:
+        return self._per_token(self.logps)
 
     @property
-    def rejected_ratio(self) -> Tensor:
-        return self.reference.rejected_ratio
-
-    @property
-    def chosen_score(self) -> Tensor:
-        return self.reference.chosen_score
-
-    @property
-    def rejected_score(self) -> Tensor:
-        return self.reference.rejected_score
-
-    @property
-    def margin(self) -> Tensor:
-        """z: how much further the policy prefers the chosen side than the reference does."""
-        return self.chosen_score - self.rejected_score
-
-    @property
-    def mean_policy_chosen(self) -> Tensor:
-        return _per_token(self.policy_chosen, self.chosen_length)
-
-    @property
-    def mean_policy_rejected(self) -> Tensor:
-        return _per_token(self.policy_rejected, self.rejected_length)
-
-    @property
-    def mean_chosen_score(self) -> Tensor:
-        return _per_token(self.chosen_score, self.chosen_length)
-
-    @property
-    def mean_rejected_score(self) -> Tensor:
-        return _per_token(self.rejected_score, self.rejected_length)
-
-    @property
-    def mean_margin(self) -> Tensor:
-        return self.mean_chosen_score - self.mean_rejected_score
+    def mean_scores(self) -> ChosenRejected:
+        return self._per_token(self.scores)
 
     @property
     def mean_chosen_nll(self) -> Tensor:
-        return _per_token(self.chosen_nll, self.chosen_length)
+        return _divide(self.chosen_nll, self.lengths.chosen)
 
     def shifted(self, reward_margin: Tensor) -> Tensor:
-        """Add the pair's own shift to a difference of rewards: beta * z -> beta * z + shift."""
+        """Add each pair's reward shift to its reward margin."""
         return reward_margin if self.reward_shift is None else reward_margin + self.reward_shift
+
+    def _per_token(self, sums: ChosenRejected) -> ChosenRejected:
+        return ChosenRejected(_divide(sums.chosen, self.lengths.chosen), _divide(sums.rejected, self.lengths.rejected))
 
 
 def score_pairs(
-    pairs: PairLogps,
+    inputs: ObjectiveInputs,
     *,
     f_divergence: FDivergence | None = None,
     ld_alpha: float = 1.0,
     length_penalty: float = 0.0,
 ) -> PairScores:
     """Sum the logps of each pair and apply the modifiers that act before a loss."""
-    policy, reference = pairs.policy, pairs.reference
+    policy, reference = inputs.policy, inputs.reference
     _check_inputs(policy, reference)
-    shared = None if ld_alpha == 1.0 else shared_length(policy)
+    shared = None if ld_alpha == 1.0 else torch.minimum(policy.chosen.lengths, policy.rejected.lengths)
 
     def sums(side: ResponseLogps) -> Tensor:
-        return side.sums(None if shared is None else token_weights(side, shared, ld_alpha))
+        return side.sums(None if shared is None else ld_token_weights(side, shared, ld_alpha))
 
-    policy_chosen = sums(policy.chosen)
-    chosen_length = policy.chosen.lengths.to(policy_chosen.dtype)
-    rejected_length = policy.rejected.lengths.to(policy_chosen.dtype)
-    shifts = [
-        shift
-        for shift in (
-            length_shift(chosen_length, rejected_length, length_penalty),
-            margin_shift(pairs.margin, policy_chosen.dtype),
-        )
-        if shift is not None
-    ]
-    policy_rejected = sums(policy.rejected)
-    return PairScores(
-        policy_chosen=policy_chosen,
-        policy_rejected=policy_rejected,
-        chosen_nll=-policy_chosen if shared is None else -policy.chosen.sums(),
-        chosen_length=chosen_length,
-        rejected_length=rejected_length,
-        against_reference=None
-        if reference is None
-        else _against(
-            policy_chosen,
-            policy_rejected,
-            sums(reference.chosen).detach(),
-            sums(reference.rejected).detach(),
-            f_divergence or FDivergence(),
-        ),
-        reward_shift=torch.stack(shifts).sum(0) if shifts else None,
+    logps = ChosenRejected(sums(policy.chosen), sums(policy.rejected))
+    lengths = ChosenRejected(
+        policy.chosen.lengths.to(logps.chosen.dtype), policy.rejected.lengths.to(logps.chosen.dtype)
     )
+    chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums()
+    reference_scores = None
+    if reference is not None:
+        reference_logps = ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
+        log_ratios = ChosenRejected(logps.chosen - reference_logps.chosen, logps.rejected - reference_logps.rejected)
+        to_score = f_divergence or FDivergence()
+        scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))
+        reference_scores = ReferenceScores(reference_logps, log_ratios, scores)
+    shift = reward_shift(lengths.margin, length_penalty, inputs.margin)
+    return PairScores(logps, chosen_nll, lengths, reference_scores, shift)
 
 
-def _against(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    chosen: Tensor,
-    rejected: Tensor,
-    f_divergence: FDivergence,
-) -> ReferenceScores:
-    chosen_ratio = policy_chosen - chosen
-    rejected_ratio = policy_rejected - rejected
-    return ReferenceScores(
-        chosen=chosen,
-        rejected=rejected,
-        chosen_ratio=chosen_ratio,
-        rejected_ratio=rejected_ratio,
-        chosen_score=f_divergence(chosen_ratio),
-        rejected_score=f_divergence(rejected_ratio),
-    )
+def _divide(sums: Tensor, lengths: Tensor) -> Tensor:
+    # An empty response has a sum of 0; without the clamp its mean would be NaN.
+    return sums / lengths.clamp(min=1.0)
 
 
-def _per_token(total: Tensor, length: Tensor) -> Tensor:
-    # An empty response has a sum of 0; without the clamp its mean would be nan and poison the step.
-    return total / length.clamp(min=1.0)
-
-
-def _check_inputs(policy: SidesLogps, reference: SidesLogps | None) -> None:
+def _check_inputs(policy: ChosenRejectedLogps, reference: ChosenRejectedLogps | None) -> None:
     if policy.chosen.num_pairs != policy.rejected.num_pairs:
         raise ValueError(
             f"{policy.chosen.num_pairs} chosen but {policy.rejected.num_pairs} rejected responses; "
-            "a pair has one of each"
+            "each pair needs one of each"
         )
-    for model, sides in (("policy", policy), ("reference", reference)):
-        if sides is None:
+    for model, logps in (("policy", policy), ("reference", reference)):
+        if logps is None:
             continue
-        for word, side, scored in (
-            ("chosen", sides.chosen, policy.chosen),
-            ("rejected", sides.rejected, policy.rejected),
+        for name, side, expected in (
+            ("chosen", logps.chosen, policy.chosen),
+            ("rejected", logps.rejected, policy.rejected),
         ):
-            # half precision loses a whole nat in a sum of a few hundred tokens, which is a whole margin.
+            # A sum over a few hundred tokens in half precision is off by up to a nat, as much as a typical margin.
             if side.values.dtype not in (torch.float32, torch.float64):
-                raise TypeError(f"{model} {word} logps are {side.values.dtype}; losses need fp32 or fp64")
-            if side.values.shape != scored.values.shape or side.lengths.shape != scored.lengths.shape:
+                raise TypeError(f"{model} {name} logps are {side.values.dtype}; losses need fp32 or fp64")
+            if side.values.shape != expected.values.shape or side.lengths.shape != expected.lengths.shape:
                 raise ValueError(
-                    f"{model} scored {side.values.numel()} {word} tokens of {side.num_pairs} pairs, "
-                    f"the policy {scored.values.numel()} of {scored.num_pairs}; both must score the same tokens"
+                    f"{model} scored {side.values.numel()} {name} tokens of {side.num_pairs} pairs, "
+                    f"the policy {expected.values.numel()} of {expected.num_pairs}; both must score the same tokens"
                 )

@@ -1,36 +1,30 @@
-"""Plain likelihood of the chosen side: a term for mixtures, or a baseline."""
+"""The likelihood of the chosen side: a term for sums of losses, or a baseline."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from thresher.losses.protocol import Modifier
+from thresher.losses.base import Loss
 from thresher.losses.registry import register
-from thresher.losses.scores import PairScores
+from thresher.losses.scores import ChosenRejected, PairScores
 
 
 @register
 @dataclass(frozen=True)
-class SFT:
-    """Imitate the chosen side.
+class SFT(Loss):
+    """Train on the likelihood of the chosen side (supervised fine-tuning).
 
     -mean pi_w: the generation loss of MPO (2411.10442), averaged per response, so that pairs stay independent.
     """
 
-    name: ClassVar[str] = "sft"
-    paper: ClassVar[str] = "2411.10442"
-    needs_reference: ClassVar[bool] = False
-    couples_pairs: ClassVar[bool] = False
-    compares_sides: ClassVar[bool] = False
-    supports: ClassVar[frozenset[Modifier]] = frozenset(("weight",))
-
-    @property
-    def zero_margin_loss(self) -> float | None:
-        return None
+    name = "sft"
+    paper = "2411.10442"
+    needs_reference = False
+    compares_sides = False
+    supports = frozenset(("weight",))
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return pairs.mean_chosen_nll
 
-    def rewards(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
-        return pairs.mean_policy_chosen, pairs.mean_policy_rejected
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        return pairs.mean_logps

@@ -1,47 +1,66 @@
-"""The DPO loss, and with label smoothing the conservative one (cDPO)."""
+"""The DPO loss, with label smoothing (cDPO), and its length-normalized variant of Tulu 3."""
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from thresher.losses.knobs import require_beta, require_knob
-from thresher.losses.logistic import smoothed_logistic
-from thresher.losses.protocol import EVERY_MODIFIER, Modifier
+from thresher.losses.base import ALL_MODIFIERS, Loss
+from thresher.losses.parameters import POSITIVE, UP_TO_HALF, parameter
 from thresher.losses.registry import register
-from thresher.losses.scores import PairScores
+from thresher.losses.scores import ChosenRejected, PairScores
 
 
 @register
 @dataclass(frozen=True)
-class Sigmoid:
-    """Fit the policy as its own Bradley-Terry reward model.
+class Sigmoid(Loss):
+    """Fit the policy as an implicit Bradley-Terry reward model (DPO).
 
-    -(1 - eps) logsig(beta z) - eps logsig(-beta z): Eq. 7 of DPO (2305.18290); eps, the share of flipped
-    labels, is the cDPO note (ericmitchell.ai/cdpo.pdf).
+    -(1 - eps) logsig(beta z) - eps logsig(-beta z): Eq. 7 of DPO (2305.18290); eps, the fraction of flipped labels, is
+    from the cDPO note (ericmitchell.ai/cdpo.pdf).
     """
 
-    name: ClassVar[str] = "sigmoid"
-    paper: ClassVar[str] = "2305.18290"
-    needs_reference: ClassVar[bool] = True
-    couples_pairs: ClassVar[bool] = False
-    compares_sides: ClassVar[bool] = True
-    supports: ClassVar[frozenset[Modifier]] = EVERY_MODIFIER
+    name = "sigmoid"
+    paper = "2305.18290"
+    supports = ALL_MODIFIERS
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_beta("sigmoid", self.beta)
-        require_knob("sigmoid", "label_smoothing", self.label_smoothing, at_least=0.0, at_most=0.5, usual=0.0)
+    beta: float = parameter(0.1, POSITIVE)
+    label_smoothing: float = parameter(0.0, UP_TO_HALF)
 
     @property
-    def zero_margin_loss(self) -> float | None:
+    def zero_margin_loss(self) -> float:
         return math.log(2.0)
 
     def __call__(self, pairs: PairScores) -> Tensor:
-        return smoothed_logistic(pairs.shifted(self.beta * pairs.margin), self.label_smoothing)
+        return smoothed_logistic(pairs.shifted(self.beta * pairs.scores.margin), self.label_smoothing)
 
-    def rewards(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
-        return self.beta * pairs.chosen_score, self.beta * pairs.rejected_score
+
+@register
+@dataclass(frozen=True)
+class SigmoidNorm(Loss):
+    """Fit a Bradley-Terry model on rewards per token (length-normalized DPO).
+
+    -logsig(beta (mean r_w - mean r_l)): DPO-norm of Tulu 3 (2411.15124, Sec. 5); its beta is larger, 5 in the paper.
+    """
+
+    name = "sigmoid_norm"
+    paper = "2411.15124"
+    supports = ALL_MODIFIERS
+
+    beta: float = parameter(0.1, POSITIVE)
+
+    @property
+    def zero_margin_loss(self) -> float:
+        return math.log(2.0)
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_scores.margin))
+
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        return pairs.mean_scores.scaled(self.beta)
+
+
+def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Compute -(1 - eps) logsig(x) - eps logsig(-x)."""
+    return -(1.0 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)

@@ -1,43 +1,33 @@
 """SPPO with hard win probabilities."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from thresher.losses.knobs import require_beta
-from thresher.losses.protocol import RATIO_MODIFIERS, Modifier
+from thresher.losses.base import RATIO_MODIFIERS, Loss
+from thresher.losses.parameters import POSITIVE, parameter
 from thresher.losses.registry import register
 from thresher.losses.scores import PairScores
 
 
 @register
 @dataclass(frozen=True)
-class SPPOHard:
-    """Regress each side's log ratio on half a win or half a loss.
+class SPPOHard(Loss):
+    """Regress each side's log ratio on a fixed target, positive for chosen and negative for rejected.
 
     (r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2: Eq. 4.7 of SPPO (2405.00675) with win probabilities 1 and 0.
     """
 
-    name: ClassVar[str] = "sppo_hard"
-    paper: ClassVar[str] = "2405.00675"
-    needs_reference: ClassVar[bool] = True
-    couples_pairs: ClassVar[bool] = False
-    compares_sides: ClassVar[bool] = True
-    supports: ClassVar[frozenset[Modifier]] = RATIO_MODIFIERS
+    name = "sppo_hard"
+    paper = "2405.00675"
+    supports = RATIO_MODIFIERS
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        require_beta("sppo_hard", self.beta)
+    beta: float = parameter(0.1, POSITIVE)
 
     @property
-    def zero_margin_loss(self) -> float | None:
+    def zero_margin_loss(self) -> float:
         return 2.0 * (0.5 / self.beta) ** 2
 
     def __call__(self, pairs: PairScores) -> Tensor:
         target = 0.5 / self.beta
-        return (pairs.chosen_ratio - target) ** 2 + (pairs.rejected_ratio + target) ** 2
-
-    def rewards(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
-        return self.beta * pairs.chosen_score, self.beta * pairs.rejected_score
+        return (pairs.log_ratios.chosen - target) ** 2 + (pairs.log_ratios.rejected + target) ** 2

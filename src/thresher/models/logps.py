@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
 from thresher.models.chunk import Chunk
@@ -94,7 +94,7 @@ class PairModel:
     def max_positions(self) -> int | None:
         return max_positions(self.plain.config)
 
-    def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: ArrangedBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
         # through the model's own call, not past it: engines hang on to it what they do before and after a forward
         return self.sides(batch, *self.plain(pair_request=partial(self._score, batch, with_log_collision)))
@@ -115,11 +115,11 @@ class PairModel:
         parts = 1 if self.row_share is None else self.row_share.size
         return sequences, rows // parts, self.hidden_size
 
-    def sides(self, batch: ArrangedBatch, values: Tensor, collision: Tensor | None) -> SidesLogps:
+    def sides(self, batch: ArrangedBatch, values: Tensor, collision: Tensor | None) -> ChosenRejectedLogps:
         """Take the logps of all scored tokens apart: those of chosen responses come first."""
         chosen_lengths, rejected_lengths = batch.chosen_lengths.to(self.device), batch.rejected_lengths.to(self.device)
         split = int(batch.chosen_lengths.sum())
-        return SidesLogps(
+        return ChosenRejectedLogps(
             ResponseLogps(values[:split], chosen_lengths, None if collision is None else collision[:split]),
             ResponseLogps(values[split:], rejected_lengths, None if collision is None else collision[split:]),
         )

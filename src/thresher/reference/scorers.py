@@ -16,7 +16,7 @@ from thresher.data.batch import PairBatch
 from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import PairIds
 from thresher.data.store import HASH_BYTES, Hashes
-from thresher.losses.pairs import ResponseLogps, SidesLogps, no_logps
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
 from thresher.strategies.ranks import DataRanks
@@ -26,17 +26,17 @@ from thresher.strategies.ranks import DataRanks
 class LiveReference:
     """Score at the moment of need: a frozen model, or the policy with its adapter off."""
 
-    score: Callable[[PairBatch], SidesLogps]
+    score: Callable[[PairBatch], ChosenRejectedLogps]
     device: torch.device
     seconds_per_pair: float = 0.0
 
-    def logps(self, batch: PairBatch) -> SidesLogps:
+    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         scored = self.score(batch)
         chosen, rejected = (
             ResponseLogps(side.values.to(self.device), side.lengths.to(self.device))
             for side in (scored.chosen, scored.rejected)
         )
-        return SidesLogps(chosen, rejected)
+        return ChosenRejectedLogps(chosen, rejected)
 
 
 class PairSource(Protocol):
@@ -91,7 +91,7 @@ class PrecomputedReference:
 
     def score_missing(
         self,
-        score: Callable[[PairBatch], SidesLogps],
+        score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
         ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
@@ -103,7 +103,7 @@ class PrecomputedReference:
 
     def scoring(
         self,
-        score: Callable[[PairBatch], SidesLogps],
+        score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
         ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
@@ -136,13 +136,13 @@ class PrecomputedReference:
             start += len(hashes)
         self._found = self._cache.find(keys)
 
-    def logps(self, batch: PairBatch) -> SidesLogps:
+    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         """Read the logps of a micro-batch."""
         if not len(batch):
-            return no_logps(self._device)
+            return empty_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
         chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
-        return SidesLogps(chosen, rejected)
+        return ChosenRejectedLogps(chosen, rejected)
 
     def _missing_blocks(self, ranks: DataRanks) -> list[int]:
         # dealt out before what is there is left out: other ranks write meanwhile, and all must deal alike
@@ -155,7 +155,9 @@ class PrecomputedReference:
         starts = np.arange(len(self._blocks)) * self._pairs_per_block
         return np.logical_or.reduceat(is_marked, starts) if len(starts) else is_marked
 
-    def _score_block(self, block: int, score: Callable[[PairBatch], SidesLogps], writer: ShardWriter | None) -> None:
+    def _score_block(
+        self, block: int, score: Callable[[PairBatch], ChosenRejectedLogps], writer: ShardWriter | None
+    ) -> None:
         ids = _ids_of(np.array([block]), self._pairs_per_block, len(self._source))
         batch = self._source.read(ids)
         sides = score(batch)

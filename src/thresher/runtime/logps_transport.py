@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
 
 class FlatLogps(NamedTuple):
@@ -22,7 +22,7 @@ class FlatLogps(NamedTuple):
     rejected_lengths: npt.NDArray[np.int64]
 
 
-def flatten(parts: Sequence[SidesLogps]) -> FlatLogps:
+def flatten(parts: Sequence[ChosenRejectedLogps]) -> FlatLogps:
     """Join what was scored in several batches."""
     sides = ([part.chosen for part in parts], [part.rejected for part in parts])
     arrays = []
@@ -32,11 +32,11 @@ def flatten(parts: Sequence[SidesLogps]) -> FlatLogps:
     return FlatLogps(*arrays)
 
 
-def cut(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[SidesLogps]:
+def cut(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
     """Cut joined logps into parts of so many pairs each. On the CPU they stay where the object store put them."""
     chosen = _cut_side(flat.chosen, flat.chosen_lengths, pairs_per_part, device)
     rejected = _cut_side(flat.rejected, flat.rejected_lengths, pairs_per_part, device)
-    return [SidesLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
+    return [ChosenRejectedLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
 
 
 def _cut_side(

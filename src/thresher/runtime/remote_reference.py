@@ -25,7 +25,7 @@ from thresher.config import DPOConfig
 from thresher.data.batch import PairBatch
 from thresher.data.plan import PairIds
 from thresher.errors import LostError, UserError
-from thresher.losses.pairs import SidesLogps, no_logps
+from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
 from thresher.reference.modes import Mode
 from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.upkeep import cache_root
@@ -69,12 +69,12 @@ class ReferenceAhead:
         self._device = device
         self._next = 0
         self._asked: deque[tuple[int, Any]] = deque()
-        self._unit: dict[bytes, SidesLogps] = {}
+        self._unit: dict[bytes, ChosenRejectedLogps] = {}
 
-    def logps(self, batch: PairBatch) -> SidesLogps:
+    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         """Take a batch out of the current unit, moving on to the unit that holds it; they come in order."""
         if not len(batch):
-            return no_logps(self._device)
+            return empty_logps(self._device)
         key = batch.pair_ids.tobytes()
         for _ in range(len(self._units) + 1):
             if key in self._unit:

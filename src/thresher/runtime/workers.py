@@ -27,7 +27,7 @@ from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import PairIds
 from thresher.data.store import PairStore
 from thresher.loop import Standing
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observe.pulse import Pulse, doing, pulse
 from thresher.observe.run_log import LogFile, open_worker_log
 from thresher.observe.step_clock import NUM_SPANS, Span
@@ -228,7 +228,7 @@ class ReferenceWorker(Worker):
         """When this worker scored which step."""
         return list(self._spans)
 
-    def _score(self, store: PairStore, ids: PairIds) -> SidesLogps:
+    def _score(self, store: PairStore, ids: PairIds) -> ChosenRejectedLogps:
         return self._reference.score(store.read(ids))
 
 

@@ -13,19 +13,19 @@ from torch import Tensor
 from thresher.data.batch import PairBatch
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps, concat_pairs, no_logps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs, empty_logps
 from thresher.strategies.faults import Seen
 from thresher.strategies.ranks import DataRanks, Metrics
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
-Score = Callable[[PairBatch], SidesLogps]
-LossOf = Callable[[int, SidesLogps], Tensor]
+Score = Callable[[PairBatch], ChosenRejectedLogps]
+LossOf = Callable[[int, ChosenRejectedLogps], Tensor]
 
 
 class Passes(Protocol):
     """How an engine goes through micro-batches: one after another, or several at once along a pipeline."""
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         """Score, for use without gradient; every process of a rank gets the logps."""
         ...
 
@@ -63,7 +63,7 @@ def accumulate_gradients(
     metrics: list[Metrics] = []
     seen: list[Seen] = []
 
-    def loss_of(number: int, policy: SidesLogps) -> Tensor:
+    def loss_of(number: int, policy: ChosenRejectedLogps) -> Tensor:
         logps = pair_logps(micro_batches[number], policy)
         output = objective(logps)
         metrics.append(output.metrics)
@@ -103,7 +103,7 @@ def _accumulate_coupled(
     of_chosen = chosen.split([pairs.policy.chosen.values.numel() for pairs in scored])
     of_rejected = rejected.split([pairs.policy.rejected.values.numel() for pairs in scored])
 
-    def loss_of(number: int, policy: SidesLogps) -> Tensor:
+    def loss_of(number: int, policy: ChosenRejectedLogps) -> Tensor:
         weighted = [(policy.chosen.values * of_chosen[number]), (policy.rejected.values * of_rejected[number])]
         return torch.cat(weighted).sum()
 
@@ -132,9 +132,9 @@ def evaluate_objective(
     return ranks.sum_metrics(metrics)[0]
 
 
-def pair_logps(micro: MicroBatch, policy: SidesLogps) -> PairLogps:
+def pair_logps(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInputs:
     """Everything the objective may see of a micro-batch."""
-    return PairLogps(
+    return ObjectiveInputs(
         policy=policy,
         reference=micro.reference,
         weight=_column([pair.weight for pair in micro.pairs.pairs], 1.0, policy),
@@ -142,21 +142,21 @@ def pair_logps(micro: MicroBatch, policy: SidesLogps) -> PairLogps:
     )
 
 
-def _column(values: list[float], neutral: float, policy: SidesLogps) -> Tensor | None:
+def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) -> Tensor | None:
     """A column that says nothing is none: losses that do not know it need not refuse it."""
     if all(value == neutral for value in values):
         return None
     return torch.tensor(values, dtype=torch.float32, device=policy.chosen.values.device)
 
 
-def _no_pairs(objective: Objective) -> PairLogps:
+def _no_pairs(objective: Objective) -> ObjectiveInputs:
     """What the objective sees of an empty share: every metric by its name, with a count of 0."""
-    sides = no_logps(with_log_collision=objective.needs_log_collision)
-    return PairLogps(sides, sides if objective.needs_reference else None)
+    sides = empty_logps(with_log_collision=objective.needs_log_collision)
+    return ObjectiveInputs(sides, sides if objective.needs_reference else None)
 
 
-def _with_leaves(pairs: PairLogps) -> PairLogps:
-    return replace(pairs, policy=SidesLogps(_as_leaf(pairs.policy.chosen), _as_leaf(pairs.policy.rejected)))
+def _with_leaves(pairs: ObjectiveInputs) -> ObjectiveInputs:
+    return replace(pairs, policy=ChosenRejectedLogps(_as_leaf(pairs.policy.chosen), _as_leaf(pairs.policy.rejected)))
 
 
 def _as_leaf(side: ResponseLogps) -> ResponseLogps:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thresher.data.plan import PairIds
-from thresher.losses.pairs import PairLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.strategies.ranks import DataRanks, Metrics
 
 Fault = Literal["policy logps", "reference logps", "loss"]
@@ -23,12 +23,12 @@ class Seen:
     """What the objective saw of some pairs, and the loss that it gave each; it holds on to no graph."""
 
     pair_ids: PairIds
-    policy: SidesLogps
-    reference: SidesLogps | None
+    policy: ChosenRejectedLogps
+    reference: ChosenRejectedLogps | None
     per_pair: Tensor
 
     @classmethod
-    def of(cls, pair_ids: PairIds, logps: PairLogps, per_pair: Tensor) -> Seen:
+    def of(cls, pair_ids: PairIds, logps: ObjectiveInputs, per_pair: Tensor) -> Seen:
         return cls(pair_ids, logps.policy.detach(), logps.reference, per_pair.detach())
 
     def faults(self) -> dict[int, Fault]:
@@ -69,5 +69,5 @@ def find_faults(seen: Sequence[Seen], ranks: DataRanks, *, couples_pairs: bool) 
     return of_logps if couples_pairs and of_logps else found
 
 
-def _is_spoilt(sides: SidesLogps) -> Tensor:
+def _is_spoilt(sides: ChosenRejectedLogps) -> Tensor:
     return ~(sides.chosen.sums().isfinite() & sides.rejected.sums().isfinite())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thresher.losses.metrics import MetricSum
-from thresher.losses.pairs import PairLogps, ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.split_tensors import local_part
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class DataRanks(Group):
                 gradients.append(local_part(parameter.grad))
         sum_in_buckets(gradients, self)
 
-    def gather_pairs(self, own: PairLogps) -> list[PairLogps]:
+    def gather_pairs(self, own: ObjectiveInputs) -> list[ObjectiveInputs]:
         """Give every rank the pairs of all ranks, in the order of the ranks; no gradient passes."""
         if self.size == 1:
             return [own]
@@ -191,12 +191,12 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _sides(pairs: PairLogps) -> list[ResponseLogps]:
+def _sides(pairs: ObjectiveInputs) -> list[ResponseLogps]:
     models = [pairs.policy] if pairs.reference is None else [pairs.policy, pairs.reference]
     return [side for model in models for side in (model.chosen, model.rejected)]
 
 
-def _tensors(pairs: PairLogps) -> list[Tensor]:
+def _tensors(pairs: ObjectiveInputs) -> list[Tensor]:
     """Every tensor of some pairs; an absent column is empty. Its inverse is `_pairs`."""
     tensors = []
     for side in _sides(pairs):
@@ -206,12 +206,12 @@ def _tensors(pairs: PairLogps) -> list[Tensor]:
     return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
 
 
-def _pairs(tensors: list[Tensor], like: PairLogps) -> PairLogps:
+def _pairs(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
     remaining = iter(tensors)
     sides = [
         ResponseLogps(next(remaining), next(remaining), None if side.log_collision is None else next(remaining))
         for side in _sides(like)
     ]
-    models = [SidesLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]
+    models = [ChosenRejectedLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]
     weight, margin = (column if column.numel() else None for column in remaining)
-    return PairLogps(models[0], models[1] if len(models) == 2 else None, weight, margin)
+    return ObjectiveInputs(models[0], models[1] if len(models) == 2 else None, weight, margin)

@@ -17,7 +17,7 @@ from thresher.checkpoint.parts import HostCopies
 from thresher.checkpoint.saving import Write
 from thresher.data.batch import PairBatch
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.strategies.faults import StepFault
 from thresher.strategies.ranks import DataRanks, Metrics
 
@@ -27,7 +27,7 @@ class MicroBatch:
     """Pairs with what the reference says of them; reference is None for losses without one."""
 
     pairs: PairBatch
-    reference: SidesLogps | None
+    reference: ChosenRejectedLogps | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepOutcome:
 class Scorer(Protocol):
     """A model that scores pairs without gradient."""
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps: ...
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps: ...
 
 
 class InferStrategy(Scorer, Protocol):
@@ -108,7 +108,7 @@ class TrainStrategy(Scorer, Protocol):
         """
         ...
 
-    def score_base(self, batch: PairBatch) -> SidesLogps:
+    def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
         """Score with the adapter off."""
         ...
 

@@ -26,7 +26,7 @@ from thresher.data.batch import Pair, PairBatch
 from thresher.data.micro_batches import MicroBatching
 from thresher.data.plan import Plan
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.load import load_model
@@ -216,8 +216,10 @@ def micro_batching_of(case: Case) -> MicroBatching:
     return MicroBatching(PairsInMemory(PAIRS).lengths, costs, *limits)
 
 
-def make_trainer(policy: NativeTrain, reference: Callable[[PairBatch], SidesLogps] | None, case: Case) -> DPOTrainer:
-    def score(batch: PairBatch) -> SidesLogps:
+def make_trainer(
+    policy: NativeTrain, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
+) -> DPOTrainer:
+    def score(batch: PairBatch) -> ChosenRejectedLogps:
         assert reference is not None
         sides = reference(batch)
         is_spoilt = torch.from_numpy(batch.pair_ids == case.spoilt_pair).repeat_interleave(sides.chosen.lengths)

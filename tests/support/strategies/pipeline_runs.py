@@ -21,7 +21,7 @@ from tests.support.strategies.parity import (
 )
 from thresher.data.batch import PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import ArrangedBatch, PackedLayout
 from thresher.models.load import load_model
 from thresher.models.load_split import empty_model
@@ -92,7 +92,7 @@ def batch_of(ids: Sequence[int]) -> PairBatch:
     return PairBatch(np.array(ids, dtype=np.int64), tuple(PAIRS[i] for i in ids))
 
 
-def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[SidesLogps]:
+def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ChosenRejectedLogps]:
     policy = policy_of(case, path, None if case.sizes == AxisSizes() else Mesh.of(case.sizes, CPU))
     return [policy.score(batch_of(ids), with_log_collision=True) for ids in batches]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thresher.data.batch import PairBatch
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
 from thresher.models.selfcheck import check_against_own_forward
@@ -39,7 +39,7 @@ class NativeInfer:
         )
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         """Score a micro-batch in evaluation mode and leave the model's mode as it was."""
         was_training = self.model.training
         self.model.eval()

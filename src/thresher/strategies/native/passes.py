@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thresher.data.batch import Pair, PairBatch
-from thresher.losses.pairs import ResponseLogps, SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.logps import PairModel
 from thresher.strategies.accumulate import LossOf
@@ -26,7 +26,7 @@ class OneByOne:
     model: PairModel
     layout: Layout
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         return self._score(batch, with_log_collision)[0]
 
     def backward(self, batches: Sequence[PairBatch], loss_of: LossOf, *, with_log_collision: bool) -> TokenCounts:
@@ -37,7 +37,7 @@ class OneByOne:
             tokens += counted
         return tokens
 
-    def _score(self, batch: PairBatch, with_log_collision: bool) -> tuple[SidesLogps, TokenCounts]:
+    def _score(self, batch: PairBatch, with_log_collision: bool) -> tuple[ChosenRejectedLogps, TokenCounts]:
         arranged = self.layout.arrange(batch if len(batch) else STAND_IN)
         scored = self.model.score(arranged, with_log_collision=with_log_collision)
         return (scored, count_tokens(arranged)) if len(batch) else (none_of(scored), TokenCounts())
@@ -47,9 +47,9 @@ def count_tokens(arranged: ArrangedBatch) -> TokenCounts:
     return TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens, arranged.num_shared_tokens)
 
 
-def none_of(sides: SidesLogps) -> SidesLogps:
+def none_of(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
     """No pairs, on the graph of some: their backward goes through the model and adds nothing."""
-    return SidesLogps(_none_of_side(sides.chosen), _none_of_side(sides.rejected))
+    return ChosenRejectedLogps(_none_of_side(sides.chosen), _none_of_side(sides.rejected))
 
 
 def _none_of_side(side: ResponseLogps) -> ResponseLogps:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thresher.data.batch import PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.chunk import Chunk
 from thresher.models.layouts import ArrangedBatch, PaddedLayout
 from thresher.models.logps import PairModel, own_forward
@@ -45,7 +45,7 @@ def check_stages(passes: PipelinePasses, batch: PairBatch) -> None:
         )
 
 
-def _flat(sides: SidesLogps) -> Tensor:
+def _flat(sides: ChosenRejectedLogps) -> Tensor:
     return torch.cat([sides.chosen.values, sides.rejected.values])
 
 

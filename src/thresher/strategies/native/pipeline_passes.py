@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from thresher.data.batch import PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.chunk import Chunk
 from thresher.models.layouts import ArrangedBatch, Layout
 from thresher.models.logps import PairModel
@@ -37,7 +37,7 @@ class PipelinePasses:
     stage: Stage
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         """Score a micro-batch as it is trained on, to the bit: it goes from stage to stage, and all get its logps."""
         self._check_repeatable()
         run = self._run([batch], with_log_collision)

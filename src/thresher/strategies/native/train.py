@@ -13,7 +13,7 @@ from thresher.checkpoint.parts import HostCopies
 from thresher.checkpoint.saving import Write
 from thresher.data.batch import PairBatch
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import SidesLogps
+from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.compiling import compile_layers
 from thresher.models.layouts import Layout
 from thresher.models.lora import without_adapter
@@ -91,10 +91,10 @@ class NativeTrain:
         """Leave this rank's part of the step's gradient in the parameters."""
         return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.ranks)
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> SidesLogps:
+    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
         return self._infer.score(batch, with_log_collision=with_log_collision)
 
-    def score_base(self, batch: PairBatch) -> SidesLogps:
+    def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
         with without_adapter(self.model):
             return self._infer.score(batch)
 

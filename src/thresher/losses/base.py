@@ -1,0 +1,78 @@
+"""The base class of all losses: defaults, parameter checks and saved state."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from thresher.errors import UserError
+from thresher.losses.parameters import FINITE
+from thresher.losses.scores import ChosenRejected, PairScores
+
+Modifier = Literal["f_divergence", "ld_alpha", "length_penalty", "margin", "weight", "wpo"]
+
+# A loss lists the modifiers that reach its formula, so that an objective can reject one without effect.
+ALL_MODIFIERS: frozenset[Modifier] = frozenset(
+    ("f_divergence", "ld_alpha", "length_penalty", "margin", "weight", "wpo")
+)
+RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("ld_alpha", "weight", "wpo"))
+LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "weight", "wpo"))
+
+
+class Loss(ABC):
+    """One preference loss. Subclasses are frozen dataclasses whose fields are the parameters of the loss.
+
+    paper: arXiv number. supports: the modifiers that change this loss. couples_pairs: the loss of a pair depends on the
+    other pairs of the step. compares_sides: False if only the chosen side is read. beta: scale of the rewards; a loss
+    without this field overrides `rewards`.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    supports: ClassVar[frozenset[Modifier]]
+    needs_reference: ClassVar[bool] = True
+    couples_pairs: ClassVar[bool] = False
+    compares_sides: ClassVar[bool] = True
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not field.metadata.get("state"):
+                allowed = field.metadata.get("allowed", FINITE)
+                allowed.check(self.name, field.name, getattr(self, field.name), usual=field.default)
+
+    @property
+    def zero_margin_loss(self) -> float | None:
+        """The loss of every pair when policy == reference, or None if it is not a constant."""
+        return None
+
+    @abstractmethod
+    def __call__(self, pairs: PairScores) -> Tensor:
+        """Compute the loss of each pair: [num_pairs]."""
+
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        """Compute the rewards that this loss compares."""
+        return pairs.scores.scaled(self.beta)
+
+    def after_step(self, chosen_reward_sum: float, rejected_reward_sum: float, num_pairs: int) -> Self:  # noqa: ARG002
+        """Return this loss with its state updated by one step; the sums are over all ranks."""
+        return self
+
+    def state(self) -> dict[str, float]:
+        """Return the values that a checkpoint must keep: the fields marked with STATE."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self) if field.metadata.get("state")}
+
+    def with_state(self, state: Mapping[str, float]) -> Self:
+        """Return this loss with its state restored."""
+        kept = self.state()
+        if set(state) != set(kept):
+            raise UserError(
+                f"{self.name} keeps {' and '.join(kept) or 'no state'}, but the saved state has {sorted(state)}; "
+                "resume with the loss that the checkpoint was made with"
+            )
+        # All values are saved as floats; a field whose default is an int gets an int.
+        return replace(self, **{name: type(getattr(type(self), name))(value) for name, value in state.items()})

@@ -1,1 +1,0 @@
-"""What composes with a loss: each file is one modifier, pure, and knows no loss."""
