@@ -12,8 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from thresher.errors import UserError
 
@@ -45,24 +44,17 @@ class Staging:
         """The directory that becomes the output."""
         return self.directory / "content"
 
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, *, failed: bool) -> None:
         """Leave nothing behind but work that a later process can continue."""
-        if kind is None or not self._is_worth_keeping:
+        if not failed or not self._is_worth_keeping:
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Note how far the work has come; the files that it speaks of are on disk already."""
         new = self.directory / f"{_PROGRESS}.new"
-        with new.open("w", encoding="utf-8") as stream:
-            json.dump({"fits": self._fits, "state": state}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        new.write_text(json.dumps({"fits": self._fits, "state": state}), encoding="utf-8")
+        sync_file(new)
         new.replace(self.directory / _PROGRESS)
         self._is_worth_keeping = self._fits is not None
 
@@ -131,11 +123,21 @@ def _remove(entry: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Bring a file's bytes to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_stream(stream: BinaryIO) -> None:
+    """Bring what was written to a stream to the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def open_at(path: Path, size: int) -> BinaryIO:
+    """Open a file for writing after its first `size` bytes."""
+    stream = path.open("ab")
+    stream.truncate(size)
+    return stream
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
