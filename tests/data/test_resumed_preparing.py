@@ -71,7 +71,7 @@ def test_a_killed_preparation_ends_with_the_same_bytes_and_repeats_little(tmp_pa
 def test_a_kill_while_a_resumed_shard_is_copied_does_no_harm(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """A crash in the middle of `StoreFiles._resume` leaves the torn shard whole, and a shard half copied."""
+    """A crash in the middle of `StoreWriter._copy_torn_shard` leaves the torn shard whole, and a shard half copied."""
     settings = DataSettings(write_files(write_rows, rows_per_file=2000), on_bad_row="skip", shard_rows=4000)
     prepare(settings, chat_tokenizer, tmp_path / "whole")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s", pairs_per_checkpoint=1000)
@@ -179,27 +179,24 @@ def test_an_old_store_is_whole_until_the_new_one_is(
 
 def test_an_old_store_comes_back_if_a_crash_came_between_two_renames(tmp_path: Path) -> None:
     output = tmp_path / "s"
-
-    def crash() -> None:
-        with Staging(output, "me") as staging:
-            staging.save({})
-            (output / "shards").mkdir(parents=True)
-            output.rename(staging.directory / "replaced")
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        crash()
-    with Staging(output, "me") as staging:
-        assert staging.state == {}
-        assert (output / "shards").is_dir()
+    staging = Staging(output, "me")
+    staging.save({})
+    (output / "shards").mkdir(parents=True)
+    output.rename(staging.directory / "replaced")
+    staging.close(failed=True)
+    staging = Staging(output, "me")
+    assert staging.state == {}
+    assert (output / "shards").is_dir()
+    staging.close(failed=False)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_two_processes_do_not_write_the_same_store_at_once(tmp_path: Path) -> None:
-    with Staging(tmp_path / "s"):
-        with pytest.raises(UserError, match="another process is writing"):
-            Staging(tmp_path / "s")
-        Staging(tmp_path / "t").__exit__(None, None, None)
+    staging = Staging(tmp_path / "s")
+    with pytest.raises(UserError, match="another process is writing"):
+        Staging(tmp_path / "s")
+    Staging(tmp_path / "t").close(failed=False)
+    staging.close(failed=False)
     assert list(tmp_path.iterdir()) == []
 
 

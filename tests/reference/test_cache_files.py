@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 
 from tests.support.noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
 from thresher.errors import UserError
-from thresher.reference.key_index import KeyIndex
 from thresher.reference.shards import (
     Shard,
     ShardFile,
@@ -51,29 +51,37 @@ def test_logps_come_back_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
-def test_keys_are_found_as_a_dictionary_would(repeats):
-    """Also where keys share the half that is sorted, and where a run holds the same pair several times."""
+def test_pairs_are_found_as_a_dictionary_would(tmp_path, repeats):
+    """Also where keys share a half or hold zero bytes, and where a run or the shards hold a pair several times."""
     draw = np.random.default_rng(1)
-    halves = draw.integers(0, 40, (300, 2)).astype("<u8")
-    run = np.repeat(halves[:200], repeats, axis=0)[draw.permutation(200 * repeats)]
-    shard = halves[100:]
-    expected = {
-        (row, position)
-        for row, key in enumerate(shard.tolist())
-        for position, own in enumerate(run.tolist())
-        if key == own
-    }
-    index = KeyIndex(np.frombuffer(run.tobytes(), dtype="V16"))
-    rows, positions = index.match(np.frombuffer(shard.tobytes(), dtype="V16"))
-    assert set(zip(rows.tolist(), positions.tolist(), strict=True)) == expected
-    assert len(rows) == len(expected) > 50
+    keys = [halves.tobytes() for halves in draw.integers(0, 40, (300, 2)).astype("<u8")]
+    run = [key for key in keys[:200] for _ in range(repeats)]
+    draw.shuffle(run)
+    cache = open_cache(tmp_path)
+    cache.writer(SMALL)
+    first = {}
+    for part in (keys[100:200], keys[150:]):
+        values = [np.array([number], np.float32) for number in range(len(first), len(first) + len(part))]
+        time.sleep(0.002)  # names tell milliseconds, and the oldest shard counts
+        write_shard(cache.directory, part, values, values)
+        first = dict(zip(reversed(part), reversed(values), strict=True)) | first
+    found = cache.find(np.frombuffer(b"".join(run), dtype="V16"))
+    assert found.is_missing().tolist() == [key not in first for key in run]
+    known = [position for position, key in enumerate(run) if key in first]
+    assert len(known) > 50 * repeats
+    for position in known:
+        assert found.logps(position) == (first[run[position]],) * 2
 
 
-def test_no_key_is_found_where_there_is_none():
-    empty = np.zeros(0, dtype="V16")
+def test_no_key_is_found_where_there_is_none(tmp_path):
+    cache = open_cache(tmp_path)
+    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
+    cache.writer(SMALL)
     one = np.frombuffer(b"0123456789abcdef", dtype="V16")
-    assert [len(part) for part in KeyIndex(empty).match(one)] == [0, 0]
-    assert [len(part) for part in KeyIndex(one).match(empty)] == [0, 0]
+    assert cache.find(one).is_missing().tolist() == [True]
+    write_shard(cache.directory, [one.tobytes()], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
+    assert cache.find(one).is_missing().tolist() == [False]
 
 
 def damage_by_flipping(path: Path) -> None:
@@ -227,7 +235,7 @@ def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks
     reader, scored = look_up(tmp_path, pairs), 0
     for rank in range(num_ranks):
         reference = look_up(tmp_path, pairs)
-        reference.score_missing(made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL)
+        deque(reference.scoring(made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL), maxlen=0)
         scored += reference.num_scored
     assert scored == PAIRS
     assert reader.num_missing == PAIRS

@@ -34,26 +34,12 @@ class CostModel:
         return prompt * (1 if self.shares_prompt else 2) + np.maximum(chosen - 1, 0) + np.maximum(rejected - 1, 0)
 
     def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
-        """Linear work plus attention over the rows that are seen.
-
-        Whole numbers in floats, exact whatever the order, so that most steps can go on in place.
-        """
+        """Linear work plus attention over the keys that are seen: half a square for each sequence."""
         prompt, chosen, rejected = (lengths[:, i].astype(np.float64) for i in range(3))
-        squares, other = prompt + chosen, prompt + rejected
-        squares *= squares
-        other *= other
-        squares += other
+        squares = np.square(prompt + chosen) + np.square(prompt + rejected)
         if self.shares_prompt:
-            squares -= np.multiply(prompt, prompt, out=other)
-        else:
-            prompt *= 2
-        for side in (chosen, rejected):
-            side -= 1
-            prompt += np.maximum(side, 0, out=side)
-        # keys seen are half squares; `prompt` is now the pair's tokens
-        squares *= self.attention_per_key / 2
-        squares += prompt
-        return squares
+            squares -= np.square(prompt)
+        return self.attention_per_key / 2 * squares + self.tokens(lengths)
 
 
 def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
@@ -69,27 +55,24 @@ def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[n
     num_rounds = -(-len(costs) // num_ranks)
     rank_bits, load_bits = (num_ranks - 1).bit_length(), num_rounds.bit_length()
     cost_bits = 62 - rank_bits - load_bits
-    parts = costs / max(costs.max(), 1e-300)
-    order = _descending(parts)
-    parts *= 2.0**cost_bits
+    relative = costs / max(costs.max(), 1e-300)
+    order = _descending(relative)
     # take: three times faster than indexing
-    units = parts.astype(np.int64).take(order)
-    units <<= rank_bits
-    loads = np.arange(num_ranks)
-    takers = np.empty(len(costs), dtype=np.int64)
+    units = (relative * 2.0**cost_bits).astype(np.int64).take(order) << rank_bits
+    loads = np.arange(num_ranks)  # load << rank_bits | rank
+    least_loads = np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), num_ranks):
         loads.sort()
-        dealt = units[start : start + num_ranks]
-        takers[start : start + num_ranks] = loads[: len(dealt)]
-        loads[: len(dealt)] += dealt
-    takers &= (1 << rank_bits) - 1
-    ranks[order] = takers.astype(np.int32)
+        round_units = units[start : start + num_ranks]
+        least_loads[start : start + num_ranks] = loads[: len(round_units)]
+        loads[: len(round_units)] += round_units
+    ranks[order] = least_loads & ((1 << rank_bits) - 1)
     return ranks
 
 
-def _descending(parts: npt.NDArray[np.float64]) -> Indices:
+def _descending(relative: npt.NDArray[np.float64]) -> Indices:
     """Order numbers of 0..1 from the largest down, to one part in 65,535: 16-bit keys sort in linear time."""
-    keys = (parts * 65_535).astype(np.uint16)
+    keys = (relative * 65_535).astype(np.uint16)
     return np.argsort(65_535 - keys, kind="stable")
 
 

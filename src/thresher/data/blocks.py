@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,15 +155,7 @@ class BlockWorker:
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
         result.splits_moved += tokenized.split_moved
-        return Pair(
-            pair.prompt_ids,
-            pair.chosen_ids,
-            pair.rejected_ids,
-            pair.chosen_mask,
-            pair.rejected_mask,
-            row.weight,
-            row.margin,
-        )
+        return replace(pair, weight=row.weight, margin=row.margin)
 
 
 def _writable(content: Any) -> Any:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from thresher.data.pair_columns import find_sorted
 from thresher.data.store import Hashes, PairStore
 
 Keys = npt.NDArray[np.uint64]
@@ -24,8 +26,13 @@ class Finding:
     """Pairs to look at: how many there are, and the numbers of the first few."""
 
     name: str
-    count: int
+    count: int = 0
     examples: tuple[int, ...] = ()
+
+    def with_more(self, pairs: npt.NDArray[Any]) -> Finding:
+        """Count more pairs; the lowest numbers stay as examples. pairs: in ascending order."""
+        lowest = sorted([*self.examples, *pairs[:NUM_EXAMPLES].tolist()])[:NUM_EXAMPLES]
+        return Finding(self.name, self.count + len(pairs), tuple(lowest))
 
 
 @dataclass(frozen=True)
@@ -60,22 +67,8 @@ def _find_leaks(name: str, column: str, store: PairStore, other: PairStore) -> F
         filled += len(hashes)
     # sorted once and in place: np.isin would sort the known keys again for every shard, np.unique would copy them
     known.sort()
-    first: list[int] = []
-    count, start = 0, 0
+    leaks, start = Finding(name), 0
     for hashes in store.hashes(column):
-        numbers = np.flatnonzero(_is_among(to_keys(hashes), known)) + start
-        count += len(numbers)
-        first += numbers[: NUM_EXAMPLES - len(first)].tolist()
+        leaks = leaks.with_more(np.flatnonzero(find_sorted(to_keys(hashes), known) >= 0) + start)
         start += len(hashes)
-    return Finding(name, count, tuple(first))
-
-
-def _is_among(keys: Keys, sorted_keys: Keys) -> npt.NDArray[np.bool_]:
-    """Tell for each key whether it is in the sorted ones."""
-    order = np.argsort(keys)  # neighbours in order walk the same cache lines: four times faster than at random
-    places = np.searchsorted(sorted_keys, keys[order])
-    found = places < len(sorted_keys)
-    found[found] = sorted_keys[places[found]] == keys[order[found]]
-    result = np.empty(len(keys), dtype=np.bool_)
-    result[order] = found
-    return result
+    return leaks

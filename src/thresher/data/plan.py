@@ -129,7 +129,8 @@ def _constant(value: int) -> npt.NDArray[np.uint32]:
     return np.array(value, dtype=np.uint32)
 
 
-_15, _16, _FIRST, _SECOND = map(_constant, (15, 16, 0x7FEB352D, 0x846CA68B))
+_OUTER_SHIFT, _INNER_SHIFT = _constant(16), _constant(15)
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = _constant(0x7FEB352D), _constant(0x846CA68B)
 
 
 def _mix(
@@ -143,8 +144,8 @@ def _mix(
     32 bits hold a half of any size up to 2**63, and go through twice as many lanes at once as 64.
     """
     np.add(values, key, mixed)
-    np.bitwise_xor(mixed, np.right_shift(mixed, _16, scratch), mixed)
-    np.multiply(mixed, _FIRST, mixed)
-    np.bitwise_xor(mixed, np.right_shift(mixed, _15, scratch), mixed)
-    np.multiply(mixed, _SECOND, mixed)
-    np.bitwise_xor(mixed, np.right_shift(mixed, _16, scratch), mixed)
+    np.bitwise_xor(mixed, np.right_shift(mixed, _OUTER_SHIFT, scratch), mixed)
+    np.multiply(mixed, _FIRST_MULTIPLIER, mixed)
+    np.bitwise_xor(mixed, np.right_shift(mixed, _INNER_SHIFT, scratch), mixed)
+    np.multiply(mixed, _SECOND_MULTIPLIER, mixed)
+    np.bitwise_xor(mixed, np.right_shift(mixed, _OUTER_SHIFT, scratch), mixed)

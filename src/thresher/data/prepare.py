@@ -25,7 +25,7 @@ from thresher.data.report import PrepareReport
 from thresher.data.running import Runner, run_locally
 from thresher.data.settings import DataSettings, OnBadRow
 from thresher.data.sources import SourceFile, resolve_sources
-from thresher.data.staging import check_output
+from thresher.data.staging import check_output, open_at
 from thresher.data.store_writer import StoreWriter
 from thresher.data.tasks import TaskReader
 from thresher.data.template import load_template
@@ -114,17 +114,23 @@ def prepare(
         quarantine = stack.enter_context(
             closing(_Quarantine(writer.directory, settings.on_bad_row, resumed["quarantined"] if resumed else 0))
         )
-        show = _ProgressOf(sources, reader, progress)
+        bytes_before = [0, *itertools.accumulate(source.size for source in sources)]
         remaining = reader.remaining(account.span, account.blocks_of_span)
         results = run(BlockWorker(settings, tokenizer, template), reader, remaining)
         try:
             for result in results:
-                # a process that was killed may have written a part of this block's pairs
-                writer.append(result.pairs.slice(writer.num_pairs - account.pairs_kept))
-                if writer.wants_checkpoint and writer.pairs_written >= account.pairs_kept:
+                # A checkpoint keeps the pairs of whole record batches, and a record batch may end within a block. So it
+                # is made between writing a block and counting it: the account ends before this block, and a process
+                # that resumes makes the block again and leaves out those of its pairs that were kept.
+                num_kept_of_block = writer.num_pairs - account.pairs_kept
+                writer.append(result.pairs.slice(num_kept_of_block))
+                has_pairs_of_account = writer.pairs_written >= account.pairs_kept
+                if writer.wants_checkpoint and has_pairs_of_account:
                     writer.checkpoint({"account": account.sync(), "quarantined": quarantine.sync()})
                 quarantine.take(account.add(result))
-                show(account, result.bytes_done)
+                if progress is not None:
+                    bytes_read = bytes_before[reader.spans[account.span].file] + result.bytes_done
+                    progress(Progress(account.rows_read, account.pairs_kept, bytes_read, bytes_before[-1]))
             report = account.report(digests)
             if report.pairs_kept == 0:
                 quarantine.publish(output)
@@ -155,31 +161,13 @@ def _what_decides_the_bytes(identity: str, settings: DataSettings, sources: Sequ
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-class _ProgressOf:
-    """Tell how far into the sources an account reaches."""
-
-    def __init__(
-        self, sources: Sequence[SourceFile], reader: TaskReader, progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._reader = reader
-        self._progress = progress
-        self._bytes_before = [0, *itertools.accumulate(source.size for source in sources)]
-
-    def __call__(self, account: Account, bytes_done: int) -> None:
-        if self._progress is not None:
-            before = self._bytes_before[self._reader.spans[account.span].file]
-            total = self._bytes_before[-1]
-            self._progress(Progress(account.rows_read, account.pairs_kept, before + bytes_done, total))
-
-
 class _Quarantine:
     """Decide about bad rows: stop at the first, leave them out, or collect them in a file beside the store."""
 
     def __init__(self, directory: Path, how: OnBadRow, num_bytes: int) -> None:
         self._how = how
         self._path = directory / "quarantine.jsonl"
-        self._stream = self._path.open("ab")
-        self._stream.truncate(num_bytes)
+        self._stream = open_at(self._path, num_bytes)
 
     def take(self, bad: Sequence[BadRow]) -> None:
         for row in bad:

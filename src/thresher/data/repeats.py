@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher import durable
-from thresher.data.lint import NUM_EXAMPLES, Finding, Keys
+from thresher.data.lint import Finding, Keys
+from thresher.data.staging import open_at
 
 KEYS_PER_PART = 1 << 18
 # each part is an open file while keys are dealt out; common limits allow 1024 of them
@@ -31,12 +32,9 @@ class SpilledKeys:
     """
 
     def __init__(self, directory: Path, num_pairs: int = 0) -> None:
-        self._directory = directory
         self._num_pairs = num_pairs
         self._paths = [directory / "keys.bin", directory / "swapped_keys.bin"]
-        self._streams = [path.open("ab") for path in self._paths]
-        for stream in self._streams:
-            stream.truncate(num_pairs * _KEY_DTYPE.itemsize)
+        self._streams = [open_at(path, num_pairs * _KEY_DTYPE.itemsize) for path in self._paths]
 
     def append(self, keys: Keys, swapped_keys: Keys) -> None:
         for stream, values in zip(self._streams, (keys, swapped_keys), strict=True):
@@ -57,32 +55,16 @@ class SpilledKeys:
         for stream in self._streams:
             stream.flush()
         num_parts = min(MAX_PARTS, -(-self._num_pairs // KEYS_PER_PART))
-        duplicates, contradictions = _Collected("duplicates"), _Collected("contradictions")
+        duplicates, contradictions = Finding("duplicates"), Finding("contradictions")
         with ExitStack() as stack:
             dealt = [stack.enter_context(_Dealt(path, num_parts)) for path in self._paths]
             for pairs, swapped in zip(*dealt, strict=True):
                 is_repeat = np.ones(len(pairs), dtype=np.bool_)
                 # pairs of a part are in order, and np.unique returns the first of equals
                 is_repeat[np.unique(pairs["key"], return_index=True)[1]] = False
-                duplicates.add(pairs["pair"][is_repeat])
-                contradictions.add(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
-        return duplicates.finding(), contradictions.finding()
-
-
-class _Collected:
-    """Count pairs and keep the lowest few numbers."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._count = 0
-        self._lowest: list[int] = []
-
-    def add(self, pairs: npt.NDArray[np.uint64]) -> None:
-        self._count += len(pairs)
-        self._lowest = sorted([*self._lowest, *pairs[:NUM_EXAMPLES].tolist()])[:NUM_EXAMPLES]
-
-    def finding(self) -> Finding:
-        return Finding(self._name, self._count, tuple(self._lowest))
+                duplicates = duplicates.with_more(pairs["pair"][is_repeat])
+                contradictions = contradictions.with_more(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
+        return duplicates, contradictions
 
 
 class _Dealt:

@@ -120,10 +120,7 @@ def _read_transcripts(row: Row) -> PreferenceRow:
 
 
 def _read_conversations(row: Row) -> PreferenceRow:
-    chosen, rejected = (
-        to_messages(row["chosen"], "assistant", "chosen"),
-        to_messages(row["rejected"], "assistant", "rejected"),
-    )
+    chosen, rejected = _side(row, "chosen"), _side(row, "rejected")
     shared = split_shared_prefix(chosen, rejected)
     return _pair(row, chosen[:shared], chosen[shared:], rejected[shared:])
 
@@ -136,8 +133,8 @@ def _read_openai(row: Row) -> PreferenceRow:
     return _pair(
         {**row, **tools},
         to_messages(request["messages"], "user", "input"),
-        to_messages(row["preferred_output"], "assistant", "preferred_output"),
-        to_messages(row["non_preferred_output"], "assistant", "non_preferred_output"),
+        _side(row, "preferred_output"),
+        _side(row, "non_preferred_output"),
     )
 
 

@@ -47,15 +47,12 @@ class DataSettings:
             raise UserError("data_args.file_name names no file; give a path, a glob, a URL or a list of them")
         if any(not isinstance(name, str) or not name for name in self.file_names):
             raise UserError(f"data_args.file_name must hold names of files, got {self.file_name!r}")
-        _check_choice("truncation", self.truncation, get_args(Truncation))
-        _check_choice("on_bad_row", self.on_bad_row, get_args(OnBadRow))
-        _check_choice("special_tokens_in_text", self.special_tokens_in_text, get_args(SpecialTokensInText))
-        for name, value in (
-            ("sequence_length", self.sequence_length),
-            ("num_processes", self.num_processes),
-            ("shard_rows", self.shard_rows),
-        ):
-            least = 2 if name == "sequence_length" else 1
+        choices = {"truncation": Truncation, "on_bad_row": OnBadRow, "special_tokens_in_text": SpecialTokensInText}
+        for name, allowed in choices.items():
+            if (chosen := getattr(self, name)) not in get_args(allowed):
+                raise UserError(f"data_args.{name} is {chosen!r}; use one of {', '.join(get_args(allowed))}")
+        for name, least in {"sequence_length": 2, "num_processes": 1, "shard_rows": 1}.items():
+            value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}")
 
@@ -69,8 +66,3 @@ class DataSettings:
         keys = {"chosen": self.chosen_key, "rejected": self.rejected_key, "prompt": self.prompt_key}
         # `instruction` is a prompt of its own kind, which `input` joins; naming it renames nothing
         return {ours: theirs for ours, theirs in keys.items() if theirs and theirs not in (ours, "instruction")}
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UserError(f"data_args.{name} is {value!r}; use one of {', '.join(choices)}")

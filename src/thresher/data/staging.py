@@ -12,8 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from thresher import durable
 from thresher.errors import UserError
@@ -46,14 +45,9 @@ class Staging:
         """The directory that becomes the output."""
         return self.directory / "content"
 
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, *, failed: bool) -> None:
         """Leave nothing behind but work that a later process can continue."""
-        if kind is None or not self._is_worth_keeping:
+        if not failed or not self._is_worth_keeping:
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
 
@@ -115,6 +109,13 @@ class Staging:
             return None
         is_ours = self._fits is not None and found["fits"] == self._fits and self.content.is_dir()
         return found["state"] if is_ours else None
+
+
+def open_at(path: Path, size: int) -> BinaryIO:
+    """Open a file for writing after its first `size` bytes."""
+    stream = path.open("ab")
+    stream.truncate(size)
+    return stream
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,25 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.batch import Pair, PairBatch
-from thresher.data.open_shards import OpenShards
 from thresher.errors import UserError
 from thresher.file_names import lies_within
 
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
 HASH_BYTES = 16
+# each mapped shard holds a file descriptor; common limits allow 1024 of them, and a run maps those of a store, its
+# held-out pairs and the reference's logps
+MAX_OPEN_SHARDS = 256
 
+_TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
+_MASK = pa.list_(pa.field("item", pa.bool_(), nullable=False))
 SCHEMA = pa.schema(
     [
-        pa.field("prompt_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
-        pa.field("chosen_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
-        pa.field("rejected_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
-        pa.field("chosen_mask", pa.list_(pa.field("item", pa.bool_(), nullable=False))),
-        pa.field("rejected_mask", pa.list_(pa.field("item", pa.bool_(), nullable=False))),
+        pa.field("prompt_ids", _TOKEN_IDS, nullable=False),
+        pa.field("chosen_ids", _TOKEN_IDS, nullable=False),
+        pa.field("rejected_ids", _TOKEN_IDS, nullable=False),
+        pa.field("chosen_mask", _MASK),
+        pa.field("rejected_mask", _MASK),
         pa.field("weight", pa.float32(), nullable=False),
         pa.field("margin", pa.float32(), nullable=False),
         pa.field("hash", pa.binary(HASH_BYTES), nullable=False),
@@ -43,22 +48,8 @@ SCHEMA = pa.schema(
 )
 LENGTH_DTYPE = np.dtype("<u4")
 Lengths = npt.NDArray[np.uint32]
+HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
 Hashes = npt.NDArray[np.void]
-
-
-class ShardIndex:
-    """Find the shard of a pair from the number of pairs in each shard, in O(log shards)."""
-
-    def __init__(self, pairs_per_shard: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        self.ends = np.cumsum(np.asarray(pairs_per_shard, dtype=np.int64))
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def locate(self, pair_id: int) -> tuple[int, int]:
-        """Return (shard, row in that shard)."""
-        shard = int(np.searchsorted(self.ends, pair_id, side="right"))
-        return shard, pair_id - (int(self.ends[shard - 1]) if shard else 0)
 
 
 class _BatchView:
@@ -102,7 +93,7 @@ class Shard:
     def hashes(self, column: str) -> Hashes:
         with self._reading():
             batches = [self._batch(number, every_offset=False) for number in range(self._reader.num_record_batches)]
-            return np.concatenate([_fixed_bytes(batch.column(column)) for batch in batches])
+            return np.concatenate([fixed_width_values(batch.column(column), HASH_DTYPE) for batch in batches])
 
     def _batch(self, number: int, *, every_offset: bool) -> Any:
         batch = self._reader.get_batch(number)
@@ -123,9 +114,9 @@ def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
     return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
 
 
-def _fixed_bytes(array: Any) -> Hashes:
-    buffer = np.frombuffer(array.buffers()[1], dtype=f"V{HASH_BYTES}", count=array.offset + len(array))
-    return buffer[array.offset :]
+def fixed_width_values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """View a column of fixed width, without nulls, as numpy."""
+    return np.frombuffer(array.buffers()[1], dtype, count=array.offset + len(array))[array.offset :]
 
 
 @dataclass(frozen=True)
@@ -150,10 +141,9 @@ class PairStore:
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path = path
         self.manifest = manifest
-        self._shard_files = [StoreFile(**entry) for entry in manifest["shards"]]
-        self._index = ShardIndex([shard.num_pairs for shard in self._shard_files])
-        files = self._shard_files
-        self._open_shards = OpenShards(lambda number: Shard(path / files[number].name))
+        files = [StoreFile(**entry) for entry in manifest["shards"]]
+        self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: Shard(path / files[number].name))
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
         has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
         self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
@@ -177,7 +167,7 @@ class PairStore:
         return cls(path, manifest)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return int(self._shard_starts[-1])
 
     def __getitem__(self, pair_id: int) -> Pair:
         return self.pair(pair_id)
@@ -217,8 +207,8 @@ class PairStore:
         pair_id = int(pair_id)
         if not 0 <= pair_id < len(self):
             raise IndexError(f"pair {pair_id} of a store that holds {len(self)} pairs")
-        shard, row = self._index.locate(pair_id)
-        return self._open_shards[shard].pair(row)
+        number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
+        return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
 
     def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
         """Read pairs in the order given."""
@@ -227,15 +217,14 @@ class PairStore:
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
         """Yield the content hashes of each shard's pairs, in order; `prompt_hash` yields those of the prompts."""
-        for shard in range(len(self._shard_files)):
-            yield self._open_shards[shard].hashes(column)
+        for number in range(len(self._shard_starts) - 1):
+            yield self._shard(number).hashes(column)
 
     def verify(self) -> None:
         """Read every byte and compare it with the manifest's digests."""
         for file in _files(self.manifest):
-            with (self.path / file.name).open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
-                    raise UserError(f"the store {self.path} is damaged: {file.name} has other bytes; prepare it again")
+            if sha256_of_file(self.path / file.name) != file.sha256:
+                raise UserError(f"the store {self.path} is damaged: {file.name} has other bytes; prepare it again")
 
     def __getstate__(self) -> dict[str, Any]:
         # maps do not travel between processes; the other side opens them again
@@ -243,6 +232,12 @@ class PairStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["manifest"])  # type: ignore[misc]
+
+
+def sha256_of_file(path: Path) -> str:
+    """Digest the bytes of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,11 @@ import numpy.typing as npt
 
 from thresher import durable
 from thresher.checkpoint.exact_json import Json, encode
-from thresher.data.open_shards import OpenShards
-from thresher.data.store import Hashes
+from thresher.data.pair_columns import find_sorted
+from thresher.data.store import HASH_BYTES, MAX_OPEN_SHARDS, Hashes
 from thresher.errors import UserError
 from thresher.redact import redact_text
 from thresher.reference.identity import SCORING_VERSION, ReferenceIdentity
-from thresher.reference.key_index import KeyIndex, Positions
 from thresher.reference.shards import (
     DAMAGED,
     IDENTITY_NAME,
@@ -45,6 +45,8 @@ from thresher.reference.shards import (
 logger = logging.getLogger(__name__)
 
 _ROW_BITS = 32
+_SORTABLE = np.dtype(f"S{HASH_BYTES}")
+Positions = npt.NDArray[np.int64]
 
 
 class ReferenceCache:
@@ -73,31 +75,32 @@ class ReferenceCache:
 
     def find(self, keys: Hashes) -> FoundLogps:
         """Find pairs by their keys, in time O((run + cache) log run); damaged shards are told and left out."""
-        index = KeyIndex(keys)
-        locations = np.full(len(keys), -1, dtype=np.int64)
+        # as strings of bytes: numpy sorts those. pyarrow's index_in would hash all of them again for every shard
+        wanted, place_of_pair = np.unique(keys.view(_SORTABLE), return_inverse=True)
+        locations = np.full(len(wanted), -1, dtype=np.int64)
         shards = list_shards(self.directory)
         # reading and hashing let other threads run: a few keep a fast disk busy
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for number, match in enumerate(pool.map(lambda shard: self._search(shard, index), shards)):
+            for number, match in enumerate(pool.map(lambda shard: self._search(shard, wanted), shards)):
                 if isinstance(match, str):
                     self._leave_out(shards[number], match)
                     continue
-                rows, positions = match
-                is_new = locations[positions] < 0
+                rows = np.flatnonzero(match >= 0)
                 # backwards, so that of several copies in one shard the first stays, as it does of several shards
-                locations[positions[is_new][::-1]] = (number << _ROW_BITS) + rows[is_new][::-1]
-        return FoundLogps(shards, locations)
+                rows = rows[locations[match[rows]] < 0][::-1]
+                locations[match[rows]] = (number << _ROW_BITS) + rows
+        return FoundLogps(shards, locations[place_of_pair])
 
     def trust(self, shards: list[ShardFile]) -> None:
         """Take shards that this process has just written as sound, without reading them again."""
         self._sound |= {shard.path.name for shard in shards}
 
-    def _search(self, shard: ShardFile, index: KeyIndex) -> tuple[Positions, Positions] | str:
+    def _search(self, shard: ShardFile, wanted: npt.NDArray[np.bytes_]) -> Positions | str:
         """Match a shard's keys; one that is needed must prove its bytes. Say what is wrong with it, if anything."""
         match = None
         with contextlib.suppress(OSError, ValueError):  # not even an Arrow file: the digest will tell why
-            match = index.match(read_keys(shard.path))
-            if not len(match[0]) or shard.path.name in self._sound:
+            match = find_sorted(read_keys(shard.path).view(_SORTABLE), wanted)
+            if not (match >= 0).any() or shard.path.name in self._sound:
                 return match
         fault = find_fault(shard)
         if fault is None and match is not None:
@@ -129,7 +132,7 @@ class FoundLogps:
 
     def __init__(self, shards: list[ShardFile], locations: Positions) -> None:
         self._locations = locations
-        self._open_shards = OpenShards(lambda number: _open_shard(shards[number].path))
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: _open_shard(shards[number].path))
 
     def is_missing(self, positions: Positions | slice = slice(None)) -> npt.NDArray[np.bool_]:
         return self._locations[positions] < 0
@@ -139,7 +142,7 @@ class FoundLogps:
         location = int(self._locations[position])
         if location < 0:
             raise KeyError(f"pair at position {position} was not found in the cache")
-        return self._open_shards[location >> _ROW_BITS].logps(location & ((1 << _ROW_BITS) - 1))
+        return self._shard(location >> _ROW_BITS).logps(location & ((1 << _ROW_BITS) - 1))
 
 
 def _open_shard(path: Path) -> Shard:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from thresher.data.store import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.load import weight_files
 
@@ -57,7 +58,7 @@ def weights_digest(path: str) -> str:
             if file.suffix == ".safetensors":
                 parts |= _digest_tensors(file, pool)
             else:
-                parts[file.suffix] = _digest_file(file)
+                parts[file.suffix] = sha256_of_file(file)
     lines = "\n".join(f"{name} {parts[name]}" for name in sorted(parts))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -78,7 +79,7 @@ def settings_digest(path: str, *, trust_remote_code: bool) -> str:
         meant = {key: value for key, value in values.items() if key not in _IDLE_KEYS}
         digest.update(json.dumps(meant, sort_keys=True).encode())
         for file in sorted(config.parent.glob("*.py")) if trust_remote_code else ():
-            digest.update(f"{file.name} {_digest_file(file)}".encode())
+            digest.update(f"{file.name} {sha256_of_file(file)}".encode())
     return digest.hexdigest()
 
 
@@ -131,8 +132,3 @@ def _digest_tensor(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

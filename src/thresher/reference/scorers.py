@@ -15,7 +15,7 @@ import torch
 from thresher.data.batch import PairBatch
 from thresher.data.pair_columns import hash_pair
 from thresher.data.plan import PairIds
-from thresher.data.store import HASH_BYTES, Hashes
+from thresher.data.store import HASH_DTYPE, Hashes
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
@@ -93,12 +93,11 @@ class PrecomputedReference:
         self,
         score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
-        ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Score every block of this rank's share that lacks a wanted pair, and look all pairs up again."""
-        for done, total in self.scoring(score, ranks=ranks, limits=limits):
+        """Score every block that lacks a wanted pair, and look all pairs up again."""
+        for done, total in self.scoring(score, limits=limits):
             advance(done, total)
 
     def scoring(
@@ -108,7 +107,7 @@ class PrecomputedReference:
         ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Do the work of `score_missing`, yielding (blocks done, blocks of this rank) on the way."""
+        """Do the work of `score_missing` for this rank's share, yielding (blocks done, blocks of this rank)."""
         started = time.perf_counter()
         blocks = self._missing_blocks(ranks)
         num_missing_of_others = ranks.most(len(blocks)) - len(blocks)
@@ -128,7 +127,7 @@ class PrecomputedReference:
     def look_up(self) -> None:
         """Find the pairs in the cache as it is now: others may have scored some of them."""
         ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
-        keys = np.empty(len(ids), dtype=f"V{HASH_BYTES}")
+        keys = np.empty(len(ids), dtype=HASH_DTYPE)
         start = 0
         for hashes in self._source.hashes():
             first, last = np.searchsorted(ids, (start, start + len(hashes)))

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.data.store import HASH_BYTES, Hashes
+from thresher.data.pair_columns import list_array
+from thresher.data.store import HASH_BYTES, HASH_DTYPE, Hashes, fixed_width_values, sha256_of_file
 
 Logps = npt.NDArray[np.float32]
 
@@ -68,11 +69,9 @@ def list_shards(directory: Path) -> list[ShardFile]:
 def find_fault(shard: ShardFile) -> str | None:
     """Read every byte of a shard; say what is wrong with it, or None."""
     try:
-        with shard.path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return None if sha256_of_file(shard.path) == shard.sha256 else OTHER_BYTES
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return None if digest == shard.sha256 else OTHER_BYTES
 
 
 class Shard:
@@ -85,8 +84,7 @@ class Shard:
         batch = reader.get_batch(0)
         # lengths that reach beyond the file would otherwise be read, and end the process
         batch.validate()
-        keys = batch.column(0)
-        self.keys: Hashes = np.frombuffer(keys.buffers()[1], dtype=f"V{HASH_BYTES}", count=len(keys))
+        self.keys: Hashes = fixed_width_values(batch.column(0), HASH_DTYPE)
         self._sides = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in (1, 2)]
 
     def logps(self, row: int) -> tuple[Logps, Logps]:
@@ -171,14 +169,8 @@ def write_shard(
 
 
 def _to_arrow(keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]) -> Any:
-    columns = [pa.array(keys, pa.binary(HASH_BYTES)), _list_array(chosen), _list_array(rejected)]
+    columns = [pa.array(keys, pa.binary(HASH_BYTES)), list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
     return sink.getvalue()
-
-
-def _list_array(sides: Sequence[Logps]) -> Any:
-    offsets = np.concatenate([[0], np.cumsum([len(side) for side in sides])])
-    values = np.concatenate(sides).astype(np.float32, copy=False)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.float32()), type=_LOGPS)
