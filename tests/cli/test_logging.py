@@ -286,10 +286,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed(program):
 
 
 def test_completion_is_offered_and_completes_commands():
-    program = "from thresher.cli import app; app(prog_name='thresher')"
-
     def bash(*arguments: str, **environment: str) -> str:
-        command = [sys.executable, "-c", program, *arguments]
+        command = [sys.executable, "-m", "thresher", *arguments]
         return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
 
     script = bash("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")

@@ -9,19 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.cli.inspect import inspect, render_side
-from thresher.cli.prepare import prepare
+from thresher.cli import app
+from thresher.cli.inspect import render_side
 from thresher.data.batch import Pair
 from thresher.data.store import PairStore
 from thresher.errors import UserError
-
-app = typer.Typer()
-app.command()(prepare)
-app.command()(inspect)
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_a_defect_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch, caps
     """Libraries quote URLs in errors that nobody foresaw."""
     import thresher.cli
 
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise RuntimeError(f"no answer from https://user:{IN_URLS['login']}@h/a?{QUERY}")
 
     monkeypatch.setattr(thresher.cli, "app", fail)

@@ -74,7 +74,7 @@ def set_up(
 def main() -> None:
     """Run the command line; a mistake that a person can mend is one message and exit code 2."""
     try:
-        app()
+        app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion
     except UserError as error:
         from rich.console import Console
 
