@@ -50,16 +50,11 @@ class LengthTally:
     def bias(self) -> LengthBias:
         """Compare the lengths of chosen and rejected responses."""
         num_pairs = self._counts["total"].total()
-        means = {
-            name: sum(length * count for length, count in self._counts[name].items()) / num_pairs
-            for name in ("chosen", "rejected")
-        }
-        return LengthBias(
-            share_chosen_longer=self._num_chosen_longer / num_pairs,
-            share_equal=self._num_equal / num_pairs,
-            mean_chosen=means["chosen"],
-            mean_rejected=means["rejected"],
+        chosen, rejected = (
+            sum(length * count for length, count in self._counts[side].items()) / num_pairs
+            for side in ("chosen", "rejected")
         )
+        return LengthBias(self._num_chosen_longer / num_pairs, self._num_equal / num_pairs, chosen, rejected)
 
 
 def _percentiles(counts: Counter[int], percentiles: Sequence[int]) -> tuple[int, ...]:
