@@ -38,7 +38,7 @@ def test_a_directory_in_place_of_json_is_a_damaged_checkpoint(tmp_path: Path) ->
 
 def test_a_manifest_with_the_word_for_numbers_among_other_keys_is_damaged(tmp_path: Path) -> None:
     check = ManifestCheck(tmp_path)
-    assert not check(check.content.replace(b'"metadata": {', b'"metadata": {"$float": "1", '))
+    assert not check(check.content.replace(b'"metrics": {', b'"metrics": {"$float": "1", '))
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ class ManifestCheck:
         self.directory = directory / "step"
         self.directory.mkdir(exist_ok=True)
         files = {"model.safetensors": FileRecord(10, "ab" * 32), "state/é.json": FileRecord(0, "cd" * 32)}
-        self.written = Manifest(7, files, {"eval/loss": 0.5, "nan": float("inf")}, {"seed": 1, "deep": [{"a": None}]})
+        self.written = Manifest(7, files, {"eval/loss": 0.5, "nan": float("inf")})
         write_manifest(self.directory, self.written)
         self.content = (self.directory / "manifest.json").read_bytes()
 
