@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from contestants import LEARNING_RATE, Column, write_store
 
-from thresher.checkpoint.keeper import CheckpointKeeper
-from thresher.checkpoint.parts import Processes
-from thresher.checkpoint.saving import Write
-from thresher.data.balance import CostModel
-from thresher.data.batch import Pair
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import Plan
+from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.checkpoint.sharded import Processes
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.pair import Pair
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
-from thresher.schedule import Schedule
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import Schedule
+from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64

@@ -16,26 +16,26 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from thresher.assembly.run import AUTO_TOKENS
-from thresher.checkpoint.keeper import CheckpointKeeper
-from thresher.data.balance import CostModel
-from thresher.data.batch import Pair, PairBatch
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
-from thresher.data.plan import Plan
-from thresher.data.store import PairStore
-from thresher.data.store_writer import StoreWriter
+from thresher.builders.run import AUTO_TOKENS
+from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.pair import Pair, PairBatch
+from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.reader import PairStore
+from thresher.data.store.writer import StoreWriter
 from thresher.losses import Objective, make_loss
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.logps import PairModel
 from thresher.reference.cache import ReferenceCache
-from thresher.reference.identity import ReferenceIdentity
+from thresher.reference.fingerprint import ReferenceIdentity
 from thresher.reference.scorers import PrecomputedReference
-from thresher.schedule import Schedule
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import Schedule
+from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # number of a batch in, loss out

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from contestants import Column
 
-from thresher.data.batch import Pair
+from thresher.data.pair import Pair
 
 
 def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:

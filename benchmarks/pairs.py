@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from thresher.data.batch import Pair
-from thresher.data.plan import Plan
+from thresher.data.batching.plan import Plan
+from thresher.data.pair import Pair
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 Texts = list[tuple[str, str, str]]

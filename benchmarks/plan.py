@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from resident import kilobytes
 
-from thresher.data.balance import CostModel
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import Plan
-from thresher.data.store import LENGTH_DTYPE
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.store.reader import LENGTH_DTYPE
 
 PAIRS_PER_RANK = 128
 

@@ -113,9 +113,9 @@ def descendants(root: int) -> list[int]:
 def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) -> None:
     from transformers import AutoTokenizer
 
-    from thresher.data.prepare import DataSettings, prepare
-    from thresher.data.running import run_locally
-    from thresher.runtime.preparing import run_on_ray
+    from thresher.data.prepare.executor import run_locally
+    from thresher.data.prepare.prepare import DataSettings, prepare
+    from thresher.runtime.ray.ray_data import run_on_ray
 
     kind, _, number = runner.partition(":")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 32, 64], help="workers without a model")
     parser.add_argument("--repeats", type=int, default=12, help="ranges of each kind that the driver is timed on")
     args = parser.parse_args()
-    from thresher.runtime.environment import set_environment
+    from thresher.runtime.ray.environment import set_environment
 
     set_environment(None)  # before anything imports Ray
     if "pipeline" in args.parts:
@@ -112,11 +112,11 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
 @contextmanager
 def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     """A run of the pipeline's own parts, stopped before its first step; the caller says how far it goes."""
-    from thresher.assembly.inputs import open_inputs
-    from thresher.assembly.objective import build_objective
-    from thresher.assembly.run import build_tracking, track
+    from thresher.builders.inputs import open_inputs
+    from thresher.builders.objective import build_objective
+    from thresher.builders.run import build_tracking, track
     from thresher.config import parse_config
-    from thresher.data.prepare import prepare
+    from thresher.data.prepare.prepare import prepare
     from thresher.runtime import open_runtime
 
     config = parse_config({**values, "output_dir": str(output)})
@@ -226,10 +226,10 @@ class Discarding:
 
 
 def time_driver(ranks: Sequence[int], repeats: int) -> None:
-    from thresher.runtime.cluster import Cluster, WorkerConfig
-    from thresher.runtime.placement import RoleDemand
-    from thresher.runtime.ray_runtime import RayTrainers
-    from thresher.runtime.resources import ResourceManager
+    from thresher.runtime.ray.cluster import Cluster, WorkerConfig
+    from thresher.runtime.ray.placement import RoleDemand
+    from thresher.runtime.ray.resources import ResourceManager
+    from thresher.runtime.ray.runtime import RayTrainers
 
     report_messages()
     with ray_with_cores(None):
@@ -248,7 +248,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
 
 def time_ranges(trainable: Any, repeats: int) -> dict[tuple[int, int], np.ndarray]:
     """Milliseconds a step, by steps of a range and pairs of the store."""
-    from thresher.data.plan import Plan
+    from thresher.data.batching.plan import Plan
 
     timed: dict[tuple[int, int], list[Timed]] = {(steps, pairs): [] for steps in STEPS_PER_RANGE for pairs in NUM_PAIRS}
     done = 0
@@ -301,9 +301,9 @@ def report_messages() -> None:
 
 def inputs_of(num_pairs: int, directory: Path) -> Any:
     """Inputs of a run over a store that has a manifest and lengths, and no pairs: nobody reads any."""
-    from thresher.assembly.inputs import RunInputs
-    from thresher.data.plan import Plan
-    from thresher.data.store import LENGTH_DTYPE, PairStore
+    from thresher.builders.inputs import RunInputs
+    from thresher.data.batching.plan import Plan
+    from thresher.data.store.reader import LENGTH_DTYPE, PairStore
     from thresher.losses import Objective, make_loss
     from thresher.models.layouts import PackedLayout
 

@@ -42,8 +42,8 @@ from pairs import DATA, in_plan_order, token_pairs, train_bpe
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from thresher.data.batch import Pair
-from thresher.data.plan import Plan
+from thresher.data.batching.plan import Plan
+from thresher.data.pair import Pair
 
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"

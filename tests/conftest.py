@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT, shared_path
-from thresher.runtime.environment import set_environment
+from thresher.runtime.ray.environment import set_environment
 
 
 @pytest.fixture(scope="session", autouse=True)

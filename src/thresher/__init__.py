@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from thresher.config import DPOConfig, load_config
     from thresher.errors import UserError
     from thresher.pipeline import DPOPipeline
-    from thresher.trainer import DPOTrainer
+    from thresher.training.trainer import DPOTrainer
 
 __version__ = "0.2.0"
 
@@ -19,7 +19,7 @@ __all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "UserError", "load_config"]
 _HOMES = {
     "DPOConfig": "thresher.config",
     "DPOPipeline": "thresher.pipeline",
-    "DPOTrainer": "thresher.trainer",
+    "DPOTrainer": "thresher.training.trainer",
     "UserError": "thresher.errors",
     "load_config": "thresher.config",
 }

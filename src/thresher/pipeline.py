@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from thresher.assembly.data import StoreBuilder
-from thresher.assembly.engines import check_engines
-from thresher.assembly.inputs import open_inputs
-from thresher.assembly.objective import build_objective
-from thresher.assembly.run import (
+from thresher.builders.data import StoreBuilder
+from thresher.builders.engines import check_engines
+from thresher.builders.inputs import open_inputs
+from thresher.builders.objective import build_objective
+from thresher.builders.run import (
     build_supervisor,
     build_tracking,
     describe_run,
@@ -22,14 +22,14 @@ from thresher.assembly.run import (
     track,
 )
 from thresher.config import DPOConfig
-from thresher.data.prepare import prepare
-from thresher.loop import fit
+from thresher.data.prepare.prepare import prepare
 from thresher.losses.objective import Objective
-from thresher.observe.console import ConsoleTracker
-from thresher.observe.run_log import run_log
+from thresher.observability.run_log import run_log
+from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime import open_runtime
-from thresher.stopping import stop_on_signals
-from thresher.supervisor import Supervisor
+from thresher.training.loop import fit
+from thresher.training.preemption import stop_on_signals
+from thresher.training.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

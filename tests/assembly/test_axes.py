@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
-from thresher.assembly.axes import axis_sizes
-from thresher.assembly.engines import check_engines
+from thresher.builders.axes import axis_sizes
+from thresher.builders.engines import check_engines
 from thresher.config import parse_config
+from thresher.distributed.mesh import AxisSizes
 from thresher.errors import UserError
-from thresher.strategies.native.mesh import AxisSizes
 
 SHAPE = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 4}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.staged import staging
-from thresher.checkpoint.directory import create_staging, discard, publish, recover
 from thresher.checkpoint.manifest import read_manifest, record_files, verify
 from thresher.checkpoint.retention import latest
+from thresher.checkpoint.staging import create_staging, discard, publish, recover
 from thresher.errors import CheckpointError
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.support.staged import staging
-from thresher.checkpoint.directory import recover
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.retention import latest, prune
-from thresher.checkpoint.tensors import save_tensors
+from thresher.checkpoint.safetensors_io import save_tensors
+from thresher.checkpoint.staging import recover
 from thresher.errors import CheckpointError
 
 _DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -156,7 +156,7 @@ def test_a_write_that_the_system_refuses_is_a_readable_error(tmp_path: Path) -> 
 
 _SAVE_FOREVER = """
 import sys, itertools, pathlib
-from thresher.checkpoint.directory import create_staging, publish, recover
+from thresher.checkpoint.staging import create_staging, publish, recover
 from thresher.checkpoint.retention import latest, prune
 root = pathlib.Path(sys.argv[1])
 recover(root)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thresher.checkpoint.parts import FileNumber, HostCopies, Part
-from thresher.checkpoint.stored import StoredTensors, load_tensors
-from thresher.checkpoint.tensors import save_parts
+from thresher.checkpoint.safetensors_io import save_parts
+from thresher.checkpoint.sharded import FileNumber, HostCopies, Part
+from thresher.checkpoint.sharded_reader import StoredTensors, load_tensors
 from thresher.errors import CheckpointError
 
 

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thresher.checkpoint.exact_json import dumps, load_json, loads, save_json
+from thresher.checkpoint.json_io import dumps, load_json, loads, save_json
 from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng, restore_rng_of_rank
+from thresher.checkpoint.safetensors_io import save_tensors
+from thresher.checkpoint.sharded_reader import load_tensors
 from thresher.checkpoint.state import State, load_state, save_state
-from thresher.checkpoint.stored import load_tensors
-from thresher.checkpoint.tensors import save_tensors
 from thresher.errors import CheckpointError
 
 DTYPES = [

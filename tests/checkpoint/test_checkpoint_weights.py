@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thresher.checkpoint.tensors import save_tensors
+from thresher.checkpoint.safetensors_io import save_tensors
 from thresher.checkpoint.weights import STEM, load_weights
 from thresher.errors import CheckpointError
 

@@ -20,7 +20,7 @@ from tests.support.logged import logged
 from tests.support.small_runs import make_base
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.observe.run_log import LogFile, open_worker_log, run_log
+from thresher.observability.run_log import LogFile, open_worker_log, run_log
 
 PACKAGE = logging.getLogger("thresher")
 SECRET = "hf_canaryofthehubcanary01"
@@ -83,7 +83,9 @@ def test_verbose_shows_details_and_wins_over_the_environment(command_line, confi
     assert ended.code == 0
     assert "debug: step 2: " in ended.err
     assert STEP_LINE.search(ended.err)
-    assert " DEBUG thresher.observe.pulse: step 2: " in (config.parent / "out" / "logs" / "run.log").read_text()
+    assert (
+        " DEBUG thresher.observability.heartbeat: step 2: " in (config.parent / "out" / "logs" / "run.log").read_text()
+    )
 
 
 def test_quiet_does_not_hide_what_a_command_exists_to_print(command_line, config):
@@ -157,7 +159,7 @@ def test_run_log_holds_the_messages_of_its_run_whatever_is_shown(command_line, c
     lines = log.read_text().splitlines()
     assert all(LINE.fullmatch(line) for line in lines), lines
     text = log.read_text()
-    assert " WARNING thresher.assembly.data: of 21 training pairs 21 are also in the validation set" in text
+    assert " WARNING thresher.builders.data: of 21 training pairs 21 are also in the validation set" in text
     assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
     assert command_line("train", config).code == 0  # the same command again goes on in the same file
     assert log.read_text().startswith(text)
@@ -172,7 +174,7 @@ def test_run_log_tells_why_a_run_ended_and_no_secret(base, tmp_path):
     with pytest.raises(UserError):
         DPOPipeline(parse_config(values)).run()
     text = (tmp_path / "logs" / "run.log").read_text()
-    assert " ERROR thresher.observe.run_log: the run ended: " in text
+    assert " ERROR thresher.observability.run_log: the run ended: " in text
     assert "http://***@127.0.0.1:9/a.jsonl" in text
     assert "Traceback" not in text
     for secret in (SECRET, "hunter2"):
@@ -222,7 +224,7 @@ def test_a_library_user_sees_nothing_until_a_handler_is_there(base, tmp_path):
     assert printed() == ""
     text = (tmp_path / "out" / "logs" / "run.log").read_text()
     assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
-    assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.assembly.data"]]
+    assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.builders.data"]]
     assert re.search("^INFO thresher.pipeline .*; 2 steps of 6 pairs = ", printed("INFO"), re.MULTILINE)
 
 

@@ -33,9 +33,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from thresher.data.prepare import DataSettings, prepare
-from thresher.data.row_values import MAX_ROW_BYTES
-from thresher.data.sources import resolve_sources, source_digest
+from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.rows.parsing import MAX_ROW_BYTES
+from thresher.data.sources.resolve import resolve_sources, source_digest
 from thresher.errors import UserError
 
 SECONDS = 120

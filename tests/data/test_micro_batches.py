@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data.balance import CostModel, bin_by_tokens, rank_shares
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import make_plan
+from thresher.data.batching.balance import CostModel, bin_by_tokens, rank_shares
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import make_plan
 
 unhurried = settings(deadline=None, max_examples=60)
 SHARED = CostModel(attention_per_key=1 / 3072, shares_prompt=True)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thresher.data.batch import Pair
-from thresher.data.lint import NUM_EXAMPLES, find_leaks
-from thresher.data.pair_columns import find_sorted, hash_pair, pairs_to_record_batch
-from thresher.data.store import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore
-from thresher.data.store_writer import StoreWriter
+from thresher.data.pair import Pair
+from thresher.data.prepare.findings import NUM_EXAMPLES, find_leaks
+from thresher.data.store.arrow_schema import find_sorted, hash_pair, pairs_to_record_batch
+from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore
+from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
 
 FIELDS = {"identity": "me"}

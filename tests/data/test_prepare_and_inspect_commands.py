@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.cli import app
 from thresher.cli.inspect import render_side
-from thresher.data.batch import Pair
-from thresher.data.store import PairStore
+from thresher.data.pair import Pair
+from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 
 
@@ -169,7 +169,7 @@ def test_prepare_refuses_validation_without_a_config(tmp_path: Path, write_rows:
 def test_prepare_trusts_code_of_the_configs_model_only_where_the_config_says_so(
     tmp_path: Path, model_dir: str, write_rows: Any, seen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thresher.models import load
+    from thresher.models.loading import load
 
     trusted: list[bool] = []
     original = load.load_tokenizer

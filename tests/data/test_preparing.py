@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.prepare import DataSettings, NoPairsError, PrepareReport, Progress, prepare, store_identity
-from thresher.data.prepare import tokenizer_digest as digest_of
-from thresher.data.store import PairStore
+from thresher.data.prepare.prepare import DataSettings, NoPairsError, PrepareReport, Progress, prepare, store_identity
+from thresher.data.prepare.prepare import tokenizer_digest as digest_of
+from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 
 

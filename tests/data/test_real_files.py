@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thresher.data.lint import find_leaks
-from thresher.data.prepare import DataSettings, prepare
-from thresher.data.store import PairStore
+from thresher.data.prepare.findings import find_leaks
+from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.store.reader import PairStore
 
 pytestmark = pytest.mark.real
 

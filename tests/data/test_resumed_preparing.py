@@ -13,9 +13,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.prepare import DataSettings, Progress, prepare
-from thresher.data.staging import Staging
-from thresher.data.store import PairStore
+from thresher.data.prepare.prepare import DataSettings, Progress, prepare
+from thresher.data.store.reader import PairStore
+from thresher.data.store.staging import Staging
 from thresher.errors import UserError
 
 SHARD_ROWS = 200
@@ -99,7 +99,7 @@ def stop_after(
     num_checkpoints: int, settings: DataSettings, tokenizer: Any, output: Path, pairs_per_checkpoint: int = SHARD_ROWS
 ) -> None:
     """Interrupt a preparation as Ctrl-C would."""
-    from thresher.data import store_writer
+    from thresher.data.store.reader import writer as store_writer
 
     def stop(progress: Progress) -> None:
         if progress.pairs_kept > (num_checkpoints + 1) * pairs_per_checkpoint:

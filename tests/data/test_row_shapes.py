@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from thresher.data.messages import Segment
-from thresher.data.row_values import BadRowError
-from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
-from thresher.data.unpaired import Partners
+from thresher.data.rows.formats import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.messages import Segment
+from thresher.data.rows.parsing import BadRowError
+from thresher.data.rows.unpaired import Partners
 from thresher.errors import UserError
 
 

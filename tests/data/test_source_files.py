@@ -12,9 +12,9 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from thresher.data.readers import ROWS_PER_BLOCK, read_blocks
 from thresher.data.settings import DataSettings
-from thresher.data.sources import resolve_sources, source_digest
+from thresher.data.sources.readers import ROWS_PER_BLOCK, read_blocks
+from thresher.data.sources.resolve import resolve_sources, source_digest
 from thresher.errors import UserError
 
 ROWS = [{"prompt": f"p{n}", "chosen": f"c{n} é\u2028", "rejected": f"r{n}"} for n in range(1200)]

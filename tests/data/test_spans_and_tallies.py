@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data import readers, repeats
-from thresher.data.account import MAX_REASONS, OTHER_REASONS, Account
-from thresher.data.blocks import BadRow, BlockResult
-from thresher.data.lengths import LengthTally
-from thresher.data.lint import NUM_EXAMPLES
-from thresher.data.pair_columns import pairs_to_record_batch
-from thresher.data.prepare import DataSettings
-from thresher.data.readers import read_blocks, read_span, split_source
-from thresher.data.repeats import SpilledKeys
-from thresher.data.report import PERCENTILES
-from thresher.data.sources import resolve_sources
-from thresher.data.tasks import TaskReader
+from thresher.data.prepare.block_worker import BadRow, BlockResult
+from thresher.data.prepare.duplicates import SpilledKeys
+from thresher.data.prepare.findings import NUM_EXAMPLES
+from thresher.data.prepare.length_histogram import LengthTally
+from thresher.data.prepare.prepare import DataSettings
+from thresher.data.prepare.prepare import duplicates as repeats
+from thresher.data.prepare.report import PERCENTILES
+from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, Account
+from thresher.data.prepare.tasks import TaskReader
+from thresher.data.sources.readers import read_blocks, read_span, split_source
+from thresher.data.sources.resolve import readers, resolve_sources
+from thresher.data.store.arrow_schema import pairs_to_record_batch
 
 line = st.sampled_from([b'{"a": 1}', b"", b"  ", b'{"longer": "' + b"x" * 40 + b'"}', b"\xff", b"{}\r"])
 

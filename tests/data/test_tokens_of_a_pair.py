@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.control_tokens import ControlTokens
-from thresher.data.row_values import BadRowError
-from thresher.data.rows import PreferenceRow, detect_shape, to_preference_row
-from thresher.data.stand_ins import StandIns
-from thresher.data.template import load_template, render
-from thresher.data.tokenize import PairTokenizer, TokenizedRow
+from thresher.data.rows.formats import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.parsing import BadRowError
+from thresher.data.tokenization.chat_template import load_template, render
+from thresher.data.tokenization.control_tokens import ControlTokens
+from thresher.data.tokenization.placeholders import StandIns
+from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
 from thresher.errors import UserError
 
 

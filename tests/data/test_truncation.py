@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thresher.data.batch import Pair
-from thresher.data.truncate import pair_length, truncate
+from thresher.data.pair import Pair
+from thresher.data.tokenization.truncation import pair_length, truncate
 
 BOS, EOS = 1, 2
 

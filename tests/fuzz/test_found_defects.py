@@ -17,7 +17,7 @@ from tests.support.fuzz.checks import (
     StoreCheck,
     StoreManifestCheck,
 )
-from thresher.checkpoint.exact_json import load_json, loads
+from thresher.checkpoint.json_io import load_json, loads
 from thresher.config.load import parse_config
 from thresher.errors import CheckpointError, UserError
 

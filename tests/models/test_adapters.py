@@ -9,7 +9,7 @@ from tests.support.tiny_models import MIXED, tiny_model
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout
-from thresher.models.lora import attach_lora, merged, without_adapter
+from thresher.models.loading.lora import attach_lora, merged, without_adapter
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 

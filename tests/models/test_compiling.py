@@ -8,10 +8,10 @@ from torch._dynamo.utils import counters
 
 from tests.support.tiny_models import batch_of, pair_of, tiny_model
 from thresher.errors import UserError
-from thresher.models.compiling import compile_layers
+from thresher.models.forward_check import check_against_own_forward
 from thresher.models.layouts import PackedLayout
 from thresher.models.logps import PairModel
-from thresher.models.selfcheck import check_against_own_forward
+from thresher.models.optimizations.compile import compile_layers
 
 LAYOUT = PackedLayout(shares_prompt=True)
 BATCHES = [

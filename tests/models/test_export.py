@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from thresher.assembly.engines import build_policy
-from thresher.assembly.export import export_checkpoint
-from thresher.assembly.run import build_layout
+from thresher.builders.engines import build_policy
+from thresher.builders.export import export_checkpoint
+from thresher.builders.run import build_layout
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.logps import own_forward

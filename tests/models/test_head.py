@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.tiny_models import pair_of
-from thresher.data.batch import PairBatch
-from thresher.models import head as head_module
-from thresher.models.head import Head, LogitTransform, log_collision, target_logps
+from thresher.data.pair import PairBatch
+from thresher.models import lm_head as head_module
 from thresher.models.layouts import PackedLayout
+from thresher.models.lm_head import Head, LogitTransform, log_collision, target_logps
 from thresher.models.logps import PairModel
 
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(0.7, 1.5)]

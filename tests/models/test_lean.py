@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny_models import tiny_model
-from thresher.models.lean import as_written, make_lean
+from thresher.models.optimizations.memory_efficient_layers import as_written, make_lean
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 IDS = torch.arange(3, 43).reshape(2, 20)

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
-from thresher.data.batch import Pair, PairBatch
+from thresher.data.pair import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
 from thresher.models.attention.segments import Segment, query_slices
+from thresher.models.forward_check import check_against_own_forward
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.models.load import turn_dropout_off
+from thresher.models.loading.load import turn_dropout_off
 from thresher.models.logps import PairModel
-from thresher.models.selfcheck import check_against_own_forward
 
 
 def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> torch.Tensor:

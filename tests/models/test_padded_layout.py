@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_models import batch_of
-from thresher.data.batch import Pair
+from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.models.layouts import PaddedLayout
 

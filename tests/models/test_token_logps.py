@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
-from thresher.data.batch import Pair
+from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.head import LogitTransform
+from thresher.models.forward_check import check_against_own_forward
 from thresher.models.layouts import PaddedLayout
-from thresher.models.load import turn_dropout_off
+from thresher.models.lm_head import LogitTransform
+from thresher.models.loading.load import turn_dropout_off
 from thresher.models.logps import PairModel, logit_transform
-from thresher.models.selfcheck import check_against_own_forward
 
 LAYOUT = PaddedLayout(pad_id=0)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from thresher.errors import UserError
-from thresher.observe.jsonl import JsonlTracker, read_metrics
-from thresher.observe.tracker import RunInfo
+from thresher.observability.trackers.jsonl import JsonlTracker, read_metrics
+from thresher.observability.trackers.tracker import RunInfo
 
 
 def run_in(directory: Path) -> RunInfo:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from thresher.errors import UserError
-from thresher.observe.mlflow import MlflowTracker
-from thresher.observe.tensorboard import TensorBoardTracker
-from thresher.observe.tracker import RunInfo, Tracker
-from thresher.observe.wandb import WandbTracker
+from thresher.observability.trackers.mlflow import MlflowTracker
+from thresher.observability.trackers.tensorboard import TensorBoardTracker
+from thresher.observability.trackers.tracker import RunInfo, Tracker
+from thresher.observability.trackers.wandb import WandbTracker
 
 
 def run_in(directory: Path) -> RunInfo:
@@ -171,8 +171,8 @@ class TestWandb:
     @pytest.mark.slow
     def test_a_killed_process_loses_no_complete_step(self, tmp_path: Path) -> None:
         code = (
-            "import os, signal, sys, time, pathlib; from thresher.observe.tracker import RunInfo; "
-            "from thresher.observe.wandb import WandbTracker; t = WandbTracker(project='p'); "
+            "import os, signal, sys, time, pathlib; from thresher.observability.trackers.tracker import RunInfo; "
+            "from thresher.observability.trackers.wandb import WandbTracker; t = WandbTracker(project='p'); "
             "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
             "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
         )

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from thresher.errors import DiskError
-from thresher.skipping import SkippedStep, SkippedSteps, SpoiltPair
+from thresher.training.skipped_steps import SkippedStep, SkippedSteps, SpoiltPair
 
 STEP = SkippedStep("gradient", math.nan, (SpoiltPair(3, "ab" * 16, None),), in_a_row=1, ends_run=False)
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from thresher.errors import DiskError, UserError
-from thresher.observe.console import ConsoleTracker
-from thresher.observe.jsonl import JsonlTracker, read_metrics
-from thresher.observe.make import make_trackers
-from thresher.observe.memory import memory_metrics
-from thresher.observe.tracker import RunInfo, Status, Trackers
+from thresher.observability.memory import memory_metrics
+from thresher.observability.trackers.console import ConsoleTracker
+from thresher.observability.trackers.factory import make_trackers
+from thresher.observability.trackers.jsonl import JsonlTracker, read_metrics
+from thresher.observability.trackers.tracker import RunInfo, Status, Trackers
 
 
 def run_in(directory: Path, **config: object) -> RunInfo:
@@ -126,7 +126,7 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
     # in a process of its own: MLflow, once imported without sqlalchemy, never finds its store again
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
-        "from thresher.observe.make import TrackerSettings, make_trackers\n"
+        "from thresher.observability.trackers.factory import TrackerSettings, make_trackers\n"
         "from thresher.errors import UserError\n"
         f"try: make_trackers([{name!r}], TrackerSettings())\n"
         "except UserError as error: print(error)"
@@ -137,7 +137,7 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
 
 def test_importing_observe_imports_no_tracker_library() -> None:
     code = (
-        "import sys, thresher.observe; "
+        "import sys, thresher.observability; "
         "print([m for m in ('wandb', 'mlflow', 'tensorboard', 'torch.utils.tensorboard') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -181,8 +181,8 @@ def test_a_terminal_gets_a_bar_and_whole_messages() -> None:
 
 def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
     code = (
-        "import pathlib; from thresher.observe.tracker import RunInfo; "
-        "from thresher.observe.make import make_trackers; t = make_trackers(['console']); "
+        "import pathlib; from thresher.observability.trackers.tracker import RunInfo; "
+        "from thresher.observability.trackers.factory import make_trackers; t = make_trackers(['console']); "
         f"t.start(RunInfo('r', pathlib.Path({str(tmp_path)!r}), {{}}, 2, 2), None); "
         "t.log(1, {'loss': 0.5}); t.close('finished')"
     )
@@ -193,7 +193,7 @@ def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
 
 def test_peak_memory_sees_an_allocation() -> None:
     code = (
-        "from thresher.observe.memory import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
+        "from thresher.observability.memory import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
         "print(b['memory/peak_rss_gb'] - a['memory/peak_rss_gb'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

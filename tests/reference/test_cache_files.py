@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support.noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
+from thresher.distributed.groups import DataRanks
 from thresher.errors import UserError
+from thresher.reference.cache_admin import cache_root
 from thresher.reference.shards import (
     Shard,
     ShardFile,
@@ -24,8 +26,6 @@ from thresher.reference.shards import (
     read_keys,
     write_shard,
 )
-from thresher.reference.upkeep import cache_root
-from thresher.strategies.ranks import DataRanks
 
 PAIRS = 50
 # about six blocks of four noise pairs

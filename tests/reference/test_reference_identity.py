@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.noise_cache import IDENTITY
 from thresher.errors import UserError
-from thresher.reference.identity import frozen_digest, settings_digest, weights_digest
+from thresher.reference.fingerprint import frozen_digest, settings_digest, weights_digest
 
 
 @pytest.fixture(scope="module")

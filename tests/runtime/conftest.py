@@ -28,10 +28,10 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def reference_cluster(ray_here) -> Iterator[Any]:
     """One worker of the reference that serves all runs of a module."""
-    from thresher.runtime.cluster import Cluster, WorkerConfig
-    from thresher.runtime.placement import RoleDemand
-    from thresher.runtime.resources import ResourceManager
-    from thresher.runtime.workers import ReferenceWorker
+    from thresher.runtime.ray.cluster import Cluster, WorkerConfig
+    from thresher.runtime.ray.placement import RoleDemand
+    from thresher.runtime.ray.resources import ResourceManager
+    from thresher.runtime.ray.workers import ReferenceWorker
 
     resources = ResourceManager([RoleDemand("reference", (), 1)], None, at_once=True)
     cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference", joins_process_group=False))

@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
-from thresher.assembly.run import build_tracking, loop_settings, track
+from thresher.builders.run import build_tracking, loop_settings, track
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.loop import fit
 from thresher.pipeline import DPOPipeline
+from thresher.training.loop import fit
 
 pytestmark = pytest.mark.distributed
 
@@ -60,9 +60,9 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
 
     Their reference is scored by a worker of its own, some steps ahead; the one process has it in a table.
     """
-    from thresher.runtime.placement import RoleDemand
-    from thresher.runtime.ray_runtime import RayRuntime
-    from thresher.runtime.resources import ResourceManager
+    from thresher.runtime.ray.placement import RoleDemand
+    from thresher.runtime.ray.resources import ResourceManager
+    from thresher.runtime.ray.runtime import RayRuntime
 
     size = request.param
     resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)

@@ -13,8 +13,8 @@ from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import ResourceError
 from thresher.pipeline import DPOPipeline
-from thresher.runtime.elastic import Elasticity, fit_to_nodes
-from thresher.runtime.placement import Node
+from thresher.runtime.ray.elastic import Elasticity, fit_to_nodes
+from thresher.runtime.ray.placement import Node
 
 GPU_NODES = [Node(str(number), f"10.0.0.{number}", 8.0, 4) for number in range(4)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.runtime.placement import Node, RoleDemand, bundles_of, place_roles
+from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_roles
 
 GPU_NODES = [Node(f"node{i}", f"10.0.0.{i}", 8.0, 4) for i in range(2)]
 

@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.cli.prepare import prepare as prepare_command
-from thresher.data import readers
-from thresher.data.prepare import DataSettings, prepare
-from thresher.data.readers import split_source
-from thresher.data.sources import resolve_sources
-from thresher.data.store import PairStore
+from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.sources.readers import split_source
+from thresher.data.sources.resolve import readers, resolve_sources
+from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
-from thresher.runtime.preparing import run_on_ray
+from thresher.runtime.ray.ray_data import run_on_ray
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -103,7 +102,7 @@ def test_the_command_prepares_on_ray_where_an_option_or_the_config_says_so(
     tmp_path: Path, ray_here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray of these tests is there already, and the command finds it."""
-    from thresher.runtime import preparing
+    from thresher.runtime.ray import ray_data as preparing
 
     groups: list[tuple[int, int]] = []
     run_spans = preparing._run_spans

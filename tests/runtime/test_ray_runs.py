@@ -18,8 +18,8 @@ from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.loop import fit
 from thresher.pipeline import DPOPipeline
+from thresher.training.loop import fit
 
 pytestmark = pytest.mark.distributed
 
@@ -122,7 +122,7 @@ def test_a_run_resumes_on_another_number_of_workers_and_says_what_was_lost(base,
 @pytest.fixture
 def ahead(base, ray_here, tmp_path):
     """A run on two workers that is ready to begin, with one worker of the reference two steps ahead."""
-    from thresher.runtime.ray_runtime import open_ray_runtime
+    from thresher.runtime.ray.runtime import open_ray_runtime
 
     changes = {"reference": {"mode": "concurrent", "infer_batch_size": 8}, "output_dir": str(tmp_path / "out")}
     # many micro-batches, so that a step takes the policy longer than an answer takes the reference
@@ -134,8 +134,8 @@ def ahead(base, ray_here, tmp_path):
 
 
 def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):
-    from thresher.assembly.run import loop_settings
-    from thresher.skipping import SkippedSteps
+    from thresher.builders.run import loop_settings
+    from thresher.training.skipped_steps import SkippedSteps
 
     config, inputs, runtime, started = ahead
     started.begin()
@@ -170,7 +170,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
     _, inputs, runtime, started = ahead
     import ray
 
-    from thresher.runtime.cluster import wait_for
+    from thresher.runtime.ray.cluster import wait_for
 
     started.begin()
     records = started.trainable.run(inputs.plan.num_steps)

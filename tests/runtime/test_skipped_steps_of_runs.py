@@ -15,7 +15,7 @@ from tests.support.compared_runs import merge
 from tests.support.small_runs import last_weights, open_small_inputs
 from tests.support.worker_killer import Killer
 from thresher.config import parse_config
-from thresher.data.store import PairStore
+from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
 

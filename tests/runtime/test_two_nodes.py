@@ -63,7 +63,7 @@ def test_a_run_over_two_nodes_equals_one_process(base, alone, address, tmp_path,
 
 @pytest.fixture
 def connected(address) -> Iterator[None]:
-    from thresher.runtime.session import ray_session
+    from thresher.runtime.ray.session import ray_session
 
     with ray_session(address):
         yield
@@ -73,9 +73,9 @@ def test_workers_lie_where_their_device_ids_say(connected):
     """Two roles share devices 0 and 3, and the policy has device 1 for itself."""
     import ray
 
-    from thresher.runtime.cluster import Cluster, WorkerConfig
-    from thresher.runtime.placement import RoleDemand
-    from thresher.runtime.resources import ResourceManager, alive_nodes
+    from thresher.runtime.ray.cluster import Cluster, WorkerConfig
+    from thresher.runtime.ray.placement import RoleDemand
+    from thresher.runtime.ray.resources import ResourceManager, alive_nodes
 
     class Whereabouts:
         """A worker that only says where it is: its node, and the devices that Ray shows it."""
@@ -116,8 +116,8 @@ def test_devices_that_the_cluster_lacks_are_refused_before_anything_is_written(b
 
 
 def test_devices_that_other_work_holds_are_told(connected, monkeypatch):
-    from thresher.runtime import resources
-    from thresher.runtime.placement import RoleDemand
+    from thresher.runtime.ray import resources
+    from thresher.runtime.ray.placement import RoleDemand
 
     monkeypatch.setattr(resources, "_SECONDS_TO_RESERVE", 1.0)
     holder = resources.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, at_once=True)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.attacks import CommandLine, Run, sign
 from tests.support.staged import staging
-from thresher.checkpoint.directory import recover
 from thresher.checkpoint.retention import list_checkpoints, prune
+from thresher.checkpoint.staging import recover
 from thresher.errors import CheckpointError, UserError
 from thresher.file_names import lies_within
 

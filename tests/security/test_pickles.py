@@ -83,7 +83,7 @@ def test_a_run_whose_model_was_swapped_for_pickles_is_not_exported(
 
 def test_the_weights_of_a_split_model_are_read_from_safetensors_only(attacked: Run, canary: Canary) -> None:
     from thresher.errors import UserError
-    from thresher.models.load_split import WeightFiles
+    from thresher.models.loading.load_sharded import WeightFiles
 
     only_pickled_weights(attacked.model, canary.saved)
     with pytest.raises(UserError, match="save the model as safetensors"):
@@ -214,8 +214,8 @@ def test_values_that_ray_would_unpickle_are_read_as_bytes(canary: Canary, tmp_pa
     import ray.data  # noqa: F401
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
-    from thresher.data.readers import read_blocks
-    from thresher.data.sources import resolve_sources
+    from thresher.data.sources.readers import read_blocks
+    from thresher.data.sources.resolve import resolve_sources
 
     kind = ArrowPythonObjectType()
     pickles = pa.ExtensionArray.from_storage(kind, pa.array([canary.pickled], kind.storage_type))

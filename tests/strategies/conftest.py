@@ -15,7 +15,7 @@ import pytest
 from tests.support.strategies.parity import Case, Outcome, save_model, train_alone, train_oracle
 from tests.support.strategies.parity_cases import ALL_CASES, write_table
 from tests.support.strategies.rank_pool import RankPool
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.distributed.mesh import AxisSizes
 
 # every group of gloo has threads that wake a hundred times a second, also when nobody speaks
 _MOST_THREADS = 150

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.strategies.communication import count_step
 from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.distributed.mesh import AxisSizes
 
 pytestmark = pytest.mark.distributed
 

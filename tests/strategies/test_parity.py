@@ -25,7 +25,7 @@ from tests.support.strategies.parity_cases import (
     render_table,
     table_in_docs,
 )
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.distributed.mesh import AxisSizes
 
 distributed = pytest.mark.distributed
 EXACT, OF_WEIGHTS = 1e-5, 2e-5

@@ -13,10 +13,10 @@ from tests.support.strategies.parity_cases import INTERLEAVED, PIPELINES, TWO_ST
 from tests.support.strategies.pipeline_runs import check_logps, most_received, one_step, score
 from tests.support.strategies.split_runs import train_from_config
 from tests.support.tiny_models import tiny_model
+from thresher.distributed.mesh import AxisSizes
 from thresher.errors import UserError
-from thresher.models.chunk import check_passes_hidden_states
-from thresher.strategies.native.mesh import AxisSizes
-from thresher.strategies.native.pipeline import deal_layers
+from thresher.models.pipeline_chunk import check_passes_hidden_states
+from thresher.strategies.native.pipeline_parallel import deal_layers
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:

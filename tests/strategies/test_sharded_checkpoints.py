@@ -21,12 +21,12 @@ from tests.support.strategies.saved_runs import (
     train,
     train_during_a_slow_save,
 )
-from thresher.assembly.export import export_checkpoint
-from thresher.checkpoint.exact_json import load_json
+from thresher.builders.export import export_checkpoint
+from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.stored import StoredTensors, load_tensors
+from thresher.checkpoint.sharded_reader import StoredTensors, load_tensors
+from thresher.distributed.mesh import AxisSizes
 from thresher.errors import CheckpointError
-from thresher.strategies.native.mesh import AxisSizes
 
 pytestmark = pytest.mark.distributed
 

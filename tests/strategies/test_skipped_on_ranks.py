@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.strategies.parity import PAIRS, Case
 from tests.support.strategies.skipped_runs import train_spoilt
-from thresher.data.pair_columns import hash_pair
-from thresher.skipping import SpoiltPair
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.data.store.arrow_schema import hash_pair
+from thresher.distributed.mesh import AxisSizes
+from thresher.training.skipped_steps import SpoiltPair
 
 pytestmark = pytest.mark.distributed
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.strategies.held_memory import PeakOfProcesses, held_after_a_step, load, process_id
 from tests.support.strategies.parity import Case, axes_text
 from tests.support.strategies.rank_pool import RankPool
-from thresher.models.load import load_model
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.distributed.mesh import AxisSizes
+from thresher.models.loading.load import load_model
 
 MEGABYTE = 1e6
 

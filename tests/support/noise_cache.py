@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thresher.data.batch import Pair, PairBatch
-from thresher.data.pair_columns import hash_pair
+from thresher.data.pair import Pair, PairBatch
+from thresher.data.store.arrow_schema import hash_pair
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.reference.cache import ReferenceCache
-from thresher.reference.identity import ReferenceIdentity
+from thresher.reference.fingerprint import ReferenceIdentity
 from thresher.reference.scorers import PrecomputedReference
 
 IDENTITY = ReferenceIdentity(weights="w", settings="s", dtype="fp32", master_dtype="fp32")

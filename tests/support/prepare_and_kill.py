@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.blocks import BlockWorker
-from thresher.data.prepare import DataSettings, prepare
-from thresher.data.running import Results, Runner, run_locally
-from thresher.data.tasks import SpanTask, TaskReader
+from thresher.data.prepare.block_worker import BlockWorker
+from thresher.data.prepare.executor import Results, Runner, run_locally
+from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.prepare.tasks import SpanTask, TaskReader
 
 
 def make_runner(name: str) -> Runner:
     kind, _, number = name.partition(":")
     if kind == "local":
         return run_locally(int(number))
-    from thresher.runtime.preparing import run_on_ray
+    from thresher.runtime.ray.ray_data import run_on_ray
 
     return run_on_ray(int(number))
 

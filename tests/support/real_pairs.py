@@ -13,11 +13,11 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.support.paths import ROOT
-from thresher.data.batch import Pair, PairBatch
+from thresher.data.pair import Pair, PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PaddedLayout
-from thresher.models.load import load_model
+from thresher.models.loading.load import load_model
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tests.support.noise_cache import NoisePairs, look_up, made_up_logps
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.reference.shards import ShardLimits
 

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.compared_runs import metric_log
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
-from thresher.assembly.inputs import RunInputs, open_inputs
-from thresher.assembly.objective import build_objective
-from thresher.assembly.reference import reference_mode
-from thresher.checkpoint.stored import StoredTensors
+from thresher.builders.inputs import RunInputs, open_inputs
+from thresher.builders.objective import build_objective
+from thresher.builders.reference import reference_mode
+from thresher.checkpoint.sharded_reader import StoredTensors
 from thresher.config import DPOConfig, parse_config
-from thresher.data.prepare import prepare
+from thresher.data.prepare.prepare import prepare
 
 
 def save_small_model(directory: Path, seed: int) -> Path:

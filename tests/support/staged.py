@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from thresher.checkpoint.directory import create_staging, discard, publish, readable_errors
+from thresher.checkpoint.staging import create_staging, discard, publish, readable_errors
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from thresher.data.batch import Pair, PairBatch
+from thresher.data.pair import Pair, PairBatch
 
 VOCAB = 96
 SHAPE = {

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from tests.support.tiny_llama import VOCAB
-from thresher.assembly.engines import build_policy
-from thresher.assembly.inputs import RunInputs, build_plan
-from thresher.assembly.objective import build_objective
-from thresher.assembly.reference import ReferenceParts, build_reference_parts
-from thresher.assembly.run import loop_settings
-from thresher.assembly.trainer import build_trainer
+from thresher.builders.engines import build_policy
+from thresher.builders.inputs import RunInputs, build_plan
+from thresher.builders.objective import build_objective
+from thresher.builders.reference import ReferenceParts, build_reference_parts
+from thresher.builders.run import loop_settings
+from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
-from thresher.data.batch import Pair, PairBatch
-from thresher.data.pair_columns import hash_pair
-from thresher.loop import Standing, fit
+from thresher.data.pair import Pair, PairBatch
+from thresher.data.store.arrow_schema import hash_pair
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
-from thresher.models.load import load_family
-from thresher.skipping import SkippedSteps
-from thresher.trainer import DPOTrainer
+from thresher.models.loading.load import load_family
+from thresher.training.loop import Standing, fit
+from thresher.training.skipped_steps import SkippedSteps
+from thresher.training.trainer import DPOTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
 

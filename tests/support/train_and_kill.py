@@ -18,11 +18,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from thresher.checkpoint.saving import Write
+from thresher.checkpoint.collective_save import Write
 from thresher.config import load_config
-from thresher.observe.tracker import Trackers
+from thresher.observability.trackers.tracker import Trackers
 from thresher.pipeline import DPOPipeline
-from thresher.trainer import DPOTrainer
+from thresher.training.trainer import DPOTrainer
 
 PATCHED = {"step": "training_step", "saved": "save"}
 LOGGED = {"logged": "loss", "evaluated": "eval/loss"}

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
-from thresher.assembly import precompute
+from thresher.builders import precompute
 
 PAIRS = 27
 PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}

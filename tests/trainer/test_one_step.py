@@ -160,7 +160,7 @@ def test_a_step_with_a_non_finite_loss_leaves_weights_and_optimizer_alone(storie
 
 def test_bf16_compute_stays_near_fp32(stories_dir, pairs):
     from thresher.models.layouts import PaddedLayout
-    from thresher.models.load import load_model
+    from thresher.models.loading.load import load_model
     from thresher.strategies.native.infer import NativeInfer
 
     exact = reference_on(stories_dir)

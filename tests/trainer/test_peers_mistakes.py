@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
-from thresher.assembly.objective import build_objective
+from thresher.builders.objective import build_objective
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
-from thresher.models.load import load_model
-from thresher.observe.step_clock import StepClock
+from thresher.models.loading.load import load_model
+from thresher.observability.throughput import StepClock
 from thresher.strategies.native.infer import NativeInfer
 
 BETA = 0.1
@@ -290,7 +290,7 @@ def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
 def test_throughput_counts_the_reference(base, monkeypatch):
     """NeMo-RL leaves the reference pass out: 10 pairs in 2 s, each scored before in 0.3 s, are 10 pairs in 5 s."""
     now = iter([100.0, 102.0, 102.0])
-    monkeypatch.setattr("thresher.observe.step_clock.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("thresher.observability.throughput.time.perf_counter", lambda: next(now))
     clock = StepClock()
     clock.count(pairs=10, useful_tokens=500)
     rates = clock.take(reference_seconds_per_pair=0.3)

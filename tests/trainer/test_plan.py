@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data.plan import Plan, make_plan, permuted
+from thresher.data.batching.plan import Plan, make_plan, permuted
 from thresher.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)

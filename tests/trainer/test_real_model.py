@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from thresher.assembly.export import export_checkpoint
+from thresher.builders.export import export_checkpoint
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
 

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from tests.support.tiny_run import build_run, noise_pairs
-from thresher.assembly import run as assembly_run
-from thresher.assembly.run import build_layout, config_changes
+from thresher.builders import run as assembly_run
+from thresher.builders.run import build_layout, config_changes
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
-from thresher.reference.invariant import check_step_zero
+from thresher.reference.step_zero_check import check_step_zero
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from thresher.assembly.objective import build_schedule
+from thresher.builders.objective import build_schedule
 from thresher.config import parse_config
-from thresher.data.plan import make_plan
-from thresher.schedule import Schedule
+from thresher.data.batching.plan import make_plan
+from thresher.training.lr_schedule import Schedule
 
 PEAK = 1e-3
 

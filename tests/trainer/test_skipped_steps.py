@@ -15,15 +15,15 @@ from transformers import LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.config import parse_config
-from thresher.data.batch import PairBatch
-from thresher.data.pair_columns import hash_pair
+from thresher.data.pair import PairBatch
+from thresher.data.store.arrow_schema import hash_pair
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
-from thresher.models.load import load_model
-from thresher.skipping import SkippedStep
+from thresher.models.loading.load import load_model
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
+from thresher.training.skipped_steps import SkippedStep
 
 POISONED, TOKEN = 5, 2  # a pair, and a token that noise does not draw
 LORA = {"actor_train": {"model_args": {"lora_rank": 2, "lora_alpha": 4}}}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.staged import staging
 from thresher.errors import DiskError, LostError, RegroupError, ResourceError, UserError, WorkerError
-from thresher.supervisor import Supervisor
+from thresher.training.supervisor import Supervisor
 
 
 class Log:

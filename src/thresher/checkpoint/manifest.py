@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thresher.checkpoint.exact_json import Json, encode, load_json, save_json
+from thresher.checkpoint.json_io import Json, encode, load_json, save_json
 from thresher.errors import CheckpointError
 
 FORMAT = 1

@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from thresher.checkpoint.directory import delete, step_of
 from thresher.checkpoint.manifest import Manifest, verify
+from thresher.checkpoint.staging import delete, step_of
 from thresher.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from thresher.checkpoint.exact_json import load_json, save_json
-from thresher.checkpoint.stored import load_tensors
-from thresher.checkpoint.tensors import save_tensors
+from thresher.checkpoint.json_io import load_json, save_json
+from thresher.checkpoint.safetensors_io import save_tensors
+from thresher.checkpoint.sharded_reader import load_tensors
 
 
 class State(NamedTuple):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.stored import StoredTensors
+from thresher.checkpoint.sharded_reader import StoredTensors
+from thresher.distributed.sharded_tensor import local_part, own_part
 from thresher.errors import CheckpointError
-from thresher.models.split_tensors import local_part, own_part
 
 STEM = "weights"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from thresher.reference.upkeep import CachedReference
+    from thresher.reference.cache_admin import CachedReference
 
 cache_app = typer.Typer(help="List, verify or prune the cache of reference logps.", no_args_is_help=True)
 CacheDir = Annotated[
@@ -27,7 +27,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
 
     from thresher.cli.terminal import print_line
     from thresher.redact import printable
-    from thresher.reference.upkeep import cache_root, list_references
+    from thresher.reference.cache_admin import cache_root, list_references
 
     root = cache_root(cache_dir)
     references = list_references(root)
@@ -58,7 +58,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
 def verify(cache_dir: CacheDir = None) -> None:
     """Read every byte of the cache; exit code 1 and the names of all shards that are damaged, if any are."""
     from thresher.cli.terminal import print_line
-    from thresher.reference.upkeep import cache_root, verify_cache
+    from thresher.reference.cache_admin import cache_root, verify_cache
 
     root = cache_root(cache_dir)
     num_sound, num_damaged, num_pairs = 0, 0, 0
@@ -91,7 +91,7 @@ def prune(
 
     from thresher.cli.terminal import print_line
     from thresher.errors import UserError
-    from thresher.reference.upkeep import cache_root, leftovers, list_references, remove
+    from thresher.reference.cache_admin import cache_root, leftovers, list_references, remove
 
     root = cache_root(cache_dir)
     references = list_references(root)

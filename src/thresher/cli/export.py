@@ -21,8 +21,8 @@ def export(
     ] = False,
 ) -> None:
     """Write a directory that transformers loads on its own, LoRA merged."""
-    from thresher.assembly.export import export_checkpoint
-    from thresher.checkpoint.exact_json import load_json
+    from thresher.builders.export import export_checkpoint
+    from thresher.checkpoint.json_io import load_json
     from thresher.checkpoint.retention import best as best_checkpoint
     from thresher.checkpoint.retention import latest
     from thresher.cli.terminal import quiet_libraries

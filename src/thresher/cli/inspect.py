@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from thresher.data.batch import Pair
-    from thresher.data.store import PairStore
+    from thresher.data.pair import Pair
+    from thresher.data.store.reader import PairStore
 
 PROMPT_STYLE = "dim"
 UNSCORED_STYLE = "bright_black"
@@ -29,7 +29,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
 ) -> None:
     """Show what a store holds; with --pair, which tokens of a pair are scored."""
-    from thresher.data.store import PairStore
+    from thresher.data.store.reader import PairStore
     from thresher.errors import UserError
 
     opened = PairStore.open(store)
@@ -48,7 +48,7 @@ def inspect(
 def _print_summary(store: PairStore) -> None:
     from thresher.cli.prepare import print_report
     from thresher.cli.terminal import print_line
-    from thresher.data.report import report_of
+    from thresher.data.prepare.report import report_of
 
     manifest = store.manifest
     print_line(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
@@ -60,9 +60,9 @@ def _print_summary(store: PairStore) -> None:
 def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None:
     from rich.console import Console
 
-    from thresher.data.identity import tokenizer_digest
+    from thresher.data.prepare.fingerprint import tokenizer_digest
     from thresher.errors import UserError
-    from thresher.models.load import load_tokenizer
+    from thresher.models.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if tokenizer_digest(tokenizer) != store.tokenizer_digest:

@@ -21,7 +21,7 @@ def precompute_reference(
 
     config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
 
-    from thresher.assembly.score import score_ahead
+    from thresher.builders.score import score_ahead
     from thresher.cli.prepare import build_with_progress, log_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from thresher.data.prepare import PrepareReport, Progress
+    from thresher.data.prepare.prepare import PrepareReport, Progress
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _from_config(
     path: Path, overrides: list[str], *, validation: bool
 ) -> tuple[DataSettings, str | None, bool, RayCluster | None]:
     """Return the settings, the policy's path, whether code that comes with it may run, and the cluster to work on."""
-    from thresher.assembly.data import data_settings
+    from thresher.builders.data import data_settings
     from thresher.config import load_config
     from thresher.errors import UserError
 
@@ -181,11 +181,11 @@ def run_prepare(
     ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
-    from thresher.data.lint import find_leaks
-    from thresher.data.prepare import store_identity
-    from thresher.data.report import report_of
-    from thresher.data.store import PairStore
-    from thresher.models.load import load_tokenizer
+    from thresher.data.prepare.findings import find_leaks
+    from thresher.data.prepare.prepare import store_identity
+    from thresher.data.prepare.report import report_of
+    from thresher.data.store.reader import PairStore
+    from thresher.models.loading.load import load_tokenizer
 
     if num_processes is not None:
         settings = replace(settings, num_processes=num_processes)
@@ -220,12 +220,12 @@ def build_with_progress(
     ray: RayCluster | None = None,
 ) -> PrepareReport:
     """Build a store while a person watches; where no pair is left, the table tells why before the error does."""
-    from thresher.data.prepare import NoPairsError
-    from thresher.data.prepare import prepare as build
+    from thresher.data.prepare.prepare import NoPairsError
+    from thresher.data.prepare.prepare import prepare as build
 
     runner = None
     if ray is not None:
-        from thresher.runtime.preparing import run_on_ray
+        from thresher.runtime.ray.ray_data import run_on_ray
 
         runner = run_on_ray(settings.num_processes, ray.address)
     try:
@@ -298,7 +298,7 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from thresher.data.report import PERCENTILES
+    from thresher.data.prepare.report import PERCENTILES
     from thresher.redact import printable
 
     table = Table("", "count", title="prepared", title_justify="left")

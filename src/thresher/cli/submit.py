@@ -33,10 +33,10 @@ def submit(
     values = compose_yaml(path, overrides or [])
     check_job(parse_config(values), address, working_dir)  # mistakes are told before anything is sent
 
-    from thresher.runtime.environment import set_environment
+    from thresher.runtime.ray.environment import set_environment
 
     set_environment(address)
-    from thresher.runtime.submission import JobServer
+    from thresher.runtime.ray.jobs import JobServer
 
     server = JobServer(address)
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on

@@ -22,7 +22,7 @@ def train(
 
     from thresher.cli.prepare import build_with_progress, log_report
     from thresher.cli.terminal import metric_table, progress_console, progress_lines, quiet_libraries
-    from thresher.observe.console import ConsoleTracker
+    from thresher.observability.trackers.console import ConsoleTracker
     from thresher.pipeline import DPOPipeline
 
     quiet_libraries()

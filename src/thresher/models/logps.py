@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from thresher.distributed.context_parallel import RowShare
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, Visibility
-from thresher.models.chunk import Chunk
-from thresher.models.head import Head, LogitTransform, VocabShare, log_collision, target_logps
 from thresher.models.layouts import ArrangedBatch, Layout
-from thresher.models.lean import as_written, make_lean
-from thresher.models.load import max_positions
-from thresher.models.pruning import prune_last_layer
-from thresher.models.row_share import RowShare
+from thresher.models.lm_head import Head, LogitTransform, VocabShare, log_collision, target_logps
+from thresher.models.loading.load import max_positions
+from thresher.models.optimizations.last_layer import prune_last_layer
+from thresher.models.optimizations.memory_efficient_layers import as_written, make_lean
+from thresher.models.pipeline_chunk import Chunk
 
 
 @dataclass(frozen=True)

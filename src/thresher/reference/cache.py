@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher import durable
-from thresher.checkpoint.exact_json import Json, encode
-from thresher.data.pair_columns import find_sorted
-from thresher.data.store import HASH_BYTES, MAX_OPEN_SHARDS, Hashes
+from thresher.checkpoint.json_io import Json, encode
+from thresher.data.store.arrow_schema import find_sorted
+from thresher.data.store.reader import HASH_BYTES, MAX_OPEN_SHARDS, Hashes
 from thresher.errors import UserError
 from thresher.redact import redact_text
-from thresher.reference.identity import SCORING_VERSION, ReferenceIdentity
+from thresher.reference.fingerprint import SCORING_VERSION, ReferenceIdentity
 from thresher.reference.shards import (
     DAMAGED,
     IDENTITY_NAME,

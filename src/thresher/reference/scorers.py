@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.data.batch import PairBatch
-from thresher.data.pair_columns import hash_pair
-from thresher.data.plan import PairIds
-from thresher.data.store import HASH_DTYPE, Hashes
+from thresher.data.batching.plan import PairIds
+from thresher.data.pair import PairBatch
+from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.reader import HASH_DTYPE, Hashes
+from thresher.distributed.groups import DataRanks
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
-from thresher.strategies.ranks import DataRanks
 
 
 @dataclass(frozen=True)

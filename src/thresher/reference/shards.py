@@ -22,8 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.data.pair_columns import list_array
-from thresher.data.store import HASH_BYTES, HASH_DTYPE, Hashes, fixed_width_values, sha256_of_file
+from thresher.data.store.arrow_schema import list_array
+from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, Hashes, fixed_width_values, sha256_of_file
 
 Logps = npt.NDArray[np.float32]
 

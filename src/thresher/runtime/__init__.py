@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a run that is only submitted must not wait for models and trainers to be imported
-    from thresher.assembly.inputs import RunInputs
-    from thresher.assembly.precompute import Progress
+    from thresher.builders.inputs import RunInputs
+    from thresher.builders.precompute import Progress
     from thresher.config import DPOConfig
-    from thresher.loop import Standing, Trainable
     from thresher.losses.objective import Objective
+    from thresher.training.loop import Standing, Trainable
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Runtime(Protocol):
 def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:
     """Take what the run needs of this machine or cluster, or refuse at once; leaving gives it back."""
     if config.uses_ray:
-        from thresher.runtime.environment import set_environment
+        from thresher.runtime.ray.environment import set_environment
 
         set_environment(config.ray_address)
-        from thresher.runtime.ray_runtime import open_ray_runtime
+        from thresher.runtime.ray.runtime import open_ray_runtime
 
         return open_ray_runtime(config, objective)
     from thresher.runtime.local import LocalRuntime

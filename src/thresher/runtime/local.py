@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.assembly.engines import build_policy
-from thresher.assembly.inputs import RunInputs
-from thresher.assembly.precompute import Progress
-from thresher.assembly.reference import build_reference_parts
-from thresher.assembly.trainer import build_trainer, check_policy
+from thresher.builders.engines import build_policy
+from thresher.builders.inputs import RunInputs
+from thresher.builders.precompute import Progress
+from thresher.builders.reference import build_reference_parts
+from thresher.builders.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
 from thresher.runtime import Started
 

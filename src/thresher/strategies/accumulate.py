@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
+from thresher.distributed.groups import DataRanks, Metrics
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs, empty_logps
-from thresher.strategies.faults import Seen
-from thresher.strategies.ranks import DataRanks, Metrics
+from thresher.strategies.nonfinite import Seen
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
 Score = Callable[[PairBatch], ChosenRejectedLogps]

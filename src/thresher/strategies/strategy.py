@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.parts import HostCopies
-from thresher.checkpoint.saving import Write
-from thresher.data.batch import PairBatch
+from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.sharded import HostCopies
+from thresher.data.pair import PairBatch
+from thresher.distributed.groups import DataRanks, Metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.strategies.faults import StepFault
-from thresher.strategies.ranks import DataRanks, Metrics
+from thresher.strategies.nonfinite import StepFault
 
 
 @dataclass(frozen=True)

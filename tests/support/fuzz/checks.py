@@ -17,26 +17,26 @@ import numpy as np
 import pyarrow as pa
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.checkpoint.exact_json import dumps, load_json
+from thresher.checkpoint.json_io import dumps, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
-from thresher.data.batch import Pair
-from thresher.data.blocks import BadRow, BlockTask, BlockWorker
-from thresher.data.pair_columns import hash_pair, pairs_to_record_batch
-from thresher.data.prepare import prepare
-from thresher.data.readers import Block
-from thresher.data.report import report_of
-from thresher.data.row_values import BadRowError, parse_row
-from thresher.data.rows import SHAPE_OF_NAME, PreferenceRow, detect_shape, to_preference_row
+from thresher.data.pair import Pair
+from thresher.data.prepare.block_worker import BadRow, BlockTask, BlockWorker
+from thresher.data.prepare.prepare import prepare
+from thresher.data.prepare.report import report_of
+from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.parsing import BadRowError, parse_row
+from thresher.data.rows.unpaired import Partners
 from thresher.data.settings import DataSettings
-from thresher.data.store import SCHEMA, PairStore, Shard
-from thresher.data.template import load_template
-from thresher.data.unpaired import Partners
+from thresher.data.sources.readers import Block
+from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.reader import SCHEMA, PairStore, Shard
+from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.cache import ReferenceCache
-from thresher.reference.identity import ReferenceIdentity
+from thresher.reference.cache_admin import list_references, verify_cache
+from thresher.reference.fingerprint import ReferenceIdentity
 from thresher.reference.shards import ShardLimits, write_shard
-from thresher.reference.upkeep import list_references, verify_cache
 
 
 def check_row(content: Any) -> bool:

@@ -31,7 +31,7 @@ from tests.support.fuzz.checks import (
     check_row,
     new_directory,
 )
-from thresher.checkpoint.exact_json import loads
+from thresher.checkpoint.json_io import loads
 
 Target = Callable[[random.Random], bool]
 # parts of all cases; those that touch files or Hydra are dear

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.resident import kilobytes
 from tests.support.strategies.parity import CPU, Case, make_policy, make_trainer, mesh_of, split_model
-from thresher.models.load_split import empty_model
-from thresher.strategies.native.mesh import AxisSizes
-from thresher.strategies.native.placement import place_model
+from thresher.distributed.mesh import AxisSizes
+from thresher.models.loading.load_sharded import empty_model
+from thresher.strategies.native.parallelize import place_model
 
 
 @dataclass(frozen=True)

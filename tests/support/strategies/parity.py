@@ -20,25 +20,25 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
-from thresher.checkpoint.keeper import CheckpointKeeper
-from thresher.data.balance import CostModel
-from thresher.data.batch import Pair, PairBatch
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import Plan
+from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.pair import Pair, PairBatch
+from thresher.distributed.mesh import AXES, AxisSizes, Mesh
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.models.load import load_model
-from thresher.models.load_split import empty_model
+from thresher.models.loading.load import load_model
+from thresher.models.loading.load_sharded import empty_model
 from thresher.reference.scorers import LiveReference
-from thresher.schedule import Schedule
-from thresher.skipping import SkippedStep
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.mesh import AXES, AxisSizes, Mesh
-from thresher.strategies.native.placement import Placement, place_model
+from thresher.strategies.native.parallelize import Placement, place_model
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import Schedule
+from thresher.training.skipped_steps import SkippedStep
+from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
 
 CPU = torch.device("cpu")
 BETA = 0.1

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.paths import ROOT
 from tests.support.strategies.parity import Case, axes_text
-from thresher.strategies.native.mesh import AxisSizes
+from thresher.distributed.mesh import AxisSizes
 
 DOCS = ROOT / "docs" / "concepts" / "parallelism-and-layouts.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"

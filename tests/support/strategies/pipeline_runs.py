@@ -19,16 +19,16 @@ from tests.support.strategies.parity import (
     objective_of,
     whole,
 )
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
+from thresher.distributed.mesh import AxisSizes, Mesh
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import ArrangedBatch, PackedLayout
-from thresher.models.load import load_model
-from thresher.models.load_split import empty_model
-from thresher.strategies.native import pipeline_passes
+from thresher.models.loading.load import load_model
+from thresher.models.loading.load_sharded import empty_model
+from thresher.strategies.native import pipeline_executor as pipeline_passes
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.mesh import AxisSizes, Mesh
-from thresher.strategies.native.placement import Placement, place_model
+from thresher.strategies.native.parallelize import Placement, place_model
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 

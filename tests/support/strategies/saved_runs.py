@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.strategies import parity
-from thresher.checkpoint.keeper import CheckpointKeeper
-from thresher.checkpoint.saving import Write
-from thresher.data.balance import CostModel
-from thresher.data.micro_batches import MicroBatching
-from thresher.data.plan import Plan
+from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.distributed.mesh import AxisSizes
 from thresher.errors import UserError
-from thresher.models.load_split import empty_model
-from thresher.schedule import Schedule
-from thresher.strategies.native.mesh import AxisSizes
-from thresher.strategies.native.placement import Placement, place_model
+from thresher.models.loading.load_sharded import empty_model
+from thresher.strategies.native.parallelize import Placement, place_model
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import Schedule
+from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
 
 NUM_STEPS, SAVED_STEP = 5, 2
 PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)

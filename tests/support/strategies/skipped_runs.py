@@ -19,10 +19,10 @@ from tests.support.strategies.parity import (
     split_model,
 )
 from thresher.losses.objective import Objective
-from thresher.skipping import SkippedStep
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
-from thresher.trainer import DPOTrainer
+from thresher.training.skipped_steps import SkippedStep
+from thresher.training.trainer import DPOTrainer
 
 
 @dataclass(frozen=True)

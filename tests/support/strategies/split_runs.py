@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, Outcome, make_trainer, whole
-from thresher.assembly.engines import build_policy, build_reference
+from thresher.builders.engines import build_policy, build_reference
 from thresher.config import parse_config
-from thresher.data.batch import PairBatch
-from thresher.strategies.native.mesh import AxisSizes
-from thresher.strategies.ranks import Group
+from thresher.data.pair import PairBatch
+from thresher.distributed.groups import Group
+from thresher.distributed.mesh import AxisSizes
 
 
 def config_of(policy_dir: Path, num_workers: int, axes: dict[str, int], **model_args: Any):

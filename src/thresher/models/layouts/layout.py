@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
 from thresher.models.attention.segments import KeptRows, Segment
 
 

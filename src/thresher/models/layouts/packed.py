@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.data.batch import Pair, PairBatch, TokenIds, scored_positions
+from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, Segment, Visibility
 from thresher.models.layouts.layout import ArrangedBatch

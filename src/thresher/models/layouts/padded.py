@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from thresher.data.batch import PairBatch, TokenIds, scored_positions
+from thresher.data.pair import PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts.layout import ArrangedBatch
 

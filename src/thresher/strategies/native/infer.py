@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.models.forward_check import check_against_own_forward
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
-from thresher.models.selfcheck import check_against_own_forward
 from thresher.strategies.accumulate import Passes
-from thresher.strategies.native.passes import OneByOne
+from thresher.strategies.native.parallelize import Placement
 from thresher.strategies.native.pipeline_check import check_stages
-from thresher.strategies.native.pipeline_passes import PipelinePasses
-from thresher.strategies.native.placement import Placement
+from thresher.strategies.native.pipeline_executor import PipelinePasses
+from thresher.strategies.native.sequential import OneByOne
 
 
 class NativeInfer:

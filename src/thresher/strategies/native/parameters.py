@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thresher.models.split_tensors import local_part
-from thresher.strategies.native.placement import Placement
-from thresher.strategies.ranks import sum_in_buckets
+from thresher.distributed.groups import sum_in_buckets
+from thresher.distributed.sharded_tensor import local_part
+from thresher.strategies.native.parallelize import Placement
 
 
 class LocalParameters:

@@ -2,7 +2,7 @@
 
 No process can make the model's own forward, so every stage makes its part of it: each pair alone, attention and norms
 as their authors wrote them, and in the last stage the logits of the model's own head. That stages may hand on hidden
-states at all was checked when the model was cut (see models/chunk.py).
+states at all was checked when the model was cut (see models/pipeline_chunk.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.data.batch import PairBatch
+from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.chunk import Chunk
+from thresher.models.forward_check import TOLERANCES, as_exact_as_stored, evaluating, family_of
 from thresher.models.layouts import ArrangedBatch, PaddedLayout
 from thresher.models.logps import PairModel, own_forward
-from thresher.models.selfcheck import TOLERANCES, as_exact_as_stored, evaluating, family_of
-from thresher.strategies.native.pipeline_passes import PipelinePasses
+from thresher.models.pipeline_chunk import Chunk
+from thresher.strategies.native.pipeline_executor import PipelinePasses
 
 
 @torch.no_grad()

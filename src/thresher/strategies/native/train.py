@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.parts import HostCopies
-from thresher.checkpoint.saving import Write
-from thresher.data.batch import PairBatch
+from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.sharded import HostCopies
+from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.compiling import compile_layers
 from thresher.models.layouts import Layout
-from thresher.models.lora import without_adapter
+from thresher.models.loading.lora import without_adapter
+from thresher.models.optimizations.compile import compile_layers
 from thresher.strategies.accumulate import Share, accumulate_gradients
-from thresher.strategies.faults import StepFault, find_faults, reason_to_skip
+from thresher.strategies.native.checkpoint import PolicyFiles
 from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.parallelize import Placement
 from thresher.strategies.native.parameters import LocalParameters
-from thresher.strategies.native.placement import Placement
-from thresher.strategies.native.saving import PolicyFiles
+from thresher.strategies.nonfinite import StepFault, find_faults, reason_to_skip
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 

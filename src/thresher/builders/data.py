@@ -1,0 +1,109 @@
+"""The stores of a run: opened where they exist, prepared where they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from thresher.config import DataArgs, DPOConfig
+from thresher.data.pair import PairBatch
+from thresher.data.prepare.findings import find_leaks
+from thresher.data.prepare.prepare import store_identity, tokenizer_digest
+from thresher.data.settings import DataSettings
+from thresher.data.store.reader import PairStore
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+
+logger = logging.getLogger(__name__)
+
+StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
+
+
+def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
+    return DataSettings(
+        file_name=args.file_name,
+        template=args.template,
+        sequence_length=config.sequence_length,
+        truncation=args.truncation,
+        on_bad_row=args.on_bad_row,
+        special_tokens_in_text=args.special_tokens_in_text,
+        chosen_key=config.chosen_key,
+        rejected_key=config.rejected_key,
+        prompt_key=config.prompt_key,
+        num_processes=args.preprocessing_num_workers,
+    )
+
+
+def open_stores(
+    config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
+) -> tuple[PairStore, PairStore | None]:
+    """Open the training and the held-out pairs, and say where they overlap."""
+    train = _open_store(config, config.actor_train.data_args, tokenizer, build)
+    if config.validation is None:
+        return train, None
+    validation = _open_store(config, config.validation.data_args, tokenizer, build)
+    pairs, prompts = find_leaks(train, validation)
+    if pairs.count or prompts.count:
+        logger.warning(
+            "of %s training pairs %s are also in the validation set, and prompts of %s occur there; what is measured "
+            "on them is memory",
+            f"{len(train):,}",
+            f"{pairs.count:,}",
+            f"{prompts.count:,}",
+        )
+    return train, validation
+
+
+def check_pairs(
+    config: DPOConfig, objective: Objective, max_positions: int | None, stores: Sequence[PairStore | None]
+) -> None:
+    """Refuse pairs that the losses would misread or the model cannot hold, before anything is trained."""
+    for store in stores:
+        if store is None:
+            continue
+        objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
+        if store.longest_pair > config.sequence_length:
+            raise UserError(
+                f"{store.path} holds pairs of up to {store.longest_pair} tokens, more than sequence_length "
+                f"{config.sequence_length}; raise sequence_length or prepare the pairs again"
+            )
+        if max_positions is not None and store.longest_pair > max_positions:
+            raise UserError(
+                f"{store.path} holds pairs of up to {store.longest_pair} tokens, and the model takes {max_positions}; "
+                f"set sequence_length={max_positions}"
+            )
+
+
+def probe_pairs(store: PairStore) -> PairBatch:
+    """Two pairs to check the model on: the first, and the longest of a few thousand, which may pass a window."""
+    totals = store.lengths[:4096].sum(axis=1)
+    return store.read(np.unique([0, int(totals.argmax())]))
+
+
+def _open_store(
+    config: DPOConfig,
+    args: DataArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    build: StoreBuilder,
+) -> PairStore:
+    """Open a prepared store, preparing it first where none fits the data, tokenizer and settings."""
+    if args.store:
+        store = PairStore.open(args.store)
+        if store.tokenizer_digest != tokenizer_digest(tokenizer):
+            raise UserError(
+                f"the store {args.store} was prepared with another tokenizer than the policy's; prepare it again with "
+                f"--model {config.policy_path}"
+            )
+        return store
+    settings = data_settings(config, args)
+    identity = store_identity(settings, tokenizer)
+    path = Path(config.output_dir) / "data" / identity[:16]
+    if path.exists():
+        logger.info("using the pairs prepared in %s", path)
+    else:
+        build(settings, tokenizer, path)
+    return PairStore.open(path, expected_identity=identity)

@@ -1,0 +1,51 @@
+"""The objective and the schedule that a config describes; a knob that would act on nothing is refused."""
+
+from __future__ import annotations
+
+from thresher.config import DPOConfig
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+from thresher.losses.registry import make_losses
+from thresher.training.lr_schedule import Schedule
+
+_NORMALISED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
+
+
+def build_objective(config: DPOConfig) -> Objective:
+    """Bind every given knob to the losses that take it."""
+    weights = config.loss_weights
+    losses = make_losses(list(weights), config.given_knobs)
+    _check_length_normalization(config, weights)
+    return Objective(
+        terms=tuple(zip(losses, weights.values(), strict=True)),
+        f_divergence=config.f_divergence_type,
+        f_alpha_divergence_coef=config.f_alpha_divergence_coef,
+        ld_alpha=1.0 if config.ld_alpha is None else config.ld_alpha,
+        length_penalty=config.length_penalty or 0.0,
+        rpo_alpha=config.rpo_alpha or 0.0,
+        wpo=config.use_wpo,
+    )
+
+
+def _check_length_normalization(config: DPOConfig, weights: dict[str, float]) -> None:
+    if config.length_normalization is None:
+        return
+    misfits = [name for name in weights if (name in _NORMALISED) != config.length_normalization]
+    if misfits:
+        raise UserError(
+            f"length_normalization: {str(config.length_normalization).lower()} does not fit {', '.join(misfits)}; the "
+            f"losses over logps averaged by length are {', '.join(sorted(_NORMALISED))}, all others are over sums; "
+            "choose one that fits or remove length_normalization"
+        )
+
+
+def build_schedule(config: DPOConfig, num_steps: int) -> Schedule:
+    args = config.actor_train.training_args
+    return Schedule(
+        name=args.lr_scheduler_type,
+        learning_rate=args.learning_rate,
+        num_warmup_steps=args.num_warmup_steps(num_steps),
+        num_steps=num_steps,
+        min_lr_ratio=args.min_lr_ratio,
+        power=args.lr_power,
+    )

@@ -1,0 +1,1 @@
+"""Which pairs each step holds, and how ranks and micro-batches divide them."""

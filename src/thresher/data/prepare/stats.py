@@ -1,0 +1,146 @@
+"""What became of the rows so far: sums over blocks in the order of the files, in memory that does not grow with them.
+
+What must be compared over all pairs lies in files (`repeats`); everything else is a count. The state of an account
+can be saved and taken up again, so that a killed preparation goes on with the same figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thresher.data.prepare.block_worker import BadRow, BlockResult
+from thresher.data.prepare.duplicates import SpilledKeys
+from thresher.data.prepare.findings import NUM_EXAMPLES, Finding
+from thresher.data.prepare.length_histogram import LengthTally
+from thresher.data.prepare.report import FileReport, PrepareReport
+from thresher.data.prepare.tasks import TaskReader
+from thresher.data.store.arrow_schema import lengths_of
+from thresher.data.store.reader import LENGTH_DTYPE
+
+# reasons may quote a row, so there could be as many as bad rows
+MAX_REASONS = 4096
+OTHER_REASONS = "other reasons"
+_COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened", "num_control_tokens")
+
+
+class Account:
+    """Add up results; know how far into the sources they reach.
+
+    directory: where what does not fit into memory lies. state: of an earlier process, to go on from.
+    """
+
+    def __init__(self, reader: TaskReader, directory: Path, state: Mapping[str, Any] | None = None) -> None:
+        self._reader = reader
+        found: Mapping[str, Any] = state or {}
+        self._counts = Counter({name: int(found.get(name, 0)) for name in _COUNTS})
+        self._bad_reasons: Counter[str] = Counter(found.get("bad_reasons", {}))
+        self._dropped: Counter[str] = Counter(found.get("dropped", {}))
+        self._truncated: Counter[str] = Counter(found.get("truncated", {}))
+        self._control_tokens: list[int] = list(found.get("control_tokens", ()))
+        self._rows_of_file: list[int] = list(found.get("rows_of_file", [0] * len(reader.files)))
+        self._lengths = LengthTally(found.get("lengths"))
+        # the next block: its span, its place there, and the number of the last row before that span and in it
+        self.span = int(found.get("span", 0))
+        self.blocks_of_span = int(found.get("blocks_of_span", 0))
+        self._number_before_span = int(found.get("number_before_span", 0))
+        self._last_number = int(found.get("last_number", 0))
+        self._keys = SpilledKeys(directory, self.pairs_kept)
+
+    @property
+    def rows_read(self) -> int:
+        return self._counts["rows_read"]
+
+    @property
+    def pairs_kept(self) -> int:
+        return self._counts["pairs_kept"]
+
+    def add(self, result: BlockResult) -> list[BadRow]:
+        """Count a block; return its bad rows in order, numbered from the start of their file."""
+        self._move_to(result)
+        bad = [replace(row, number=self._number_before_span + row.number) for row in result.bad]
+        for row in bad:
+            known = row.reason in self._bad_reasons or len(self._bad_reasons) < MAX_REASONS
+            self._bad_reasons[row.reason if known else OTHER_REASONS] += 1
+        self._dropped.update(result.dropped)
+        self._truncated.update(result.truncated)
+        self._lengths.add(lengths_of(result.pairs).astype(LENGTH_DTYPE))
+        self._keys.append(result.keys, result.swapped_keys)
+        if len(self._control_tokens) < NUM_EXAMPLES:
+            numbers = [self.pairs_kept + position for position in result.control_tokens]
+            self._control_tokens = [*self._control_tokens, *numbers][:NUM_EXAMPLES]
+        self._rows_of_file[self._reader.spans[result.span].file] += result.rows_read
+        self._counts.update(
+            rows_read=result.rows_read,
+            pairs_kept=result.pairs.num_rows,
+            rows_joined=result.rows_joined,
+            splits_moved=result.splits_moved,
+            headers_shortened=result.headers_shortened,
+            num_control_tokens=len(result.control_tokens),
+        )
+        return sorted(bad, key=lambda row: row.number)
+
+    def _move_to(self, result: BlockResult) -> None:
+        spans = self._reader.spans
+        if result.span != self.span:
+            is_new_file = spans[result.span].file != spans[self.span].file
+            self._number_before_span = 0 if is_new_file else self._number_before_span + self._last_number
+            self.span, self.blocks_of_span = result.span, 0
+        self.blocks_of_span += 1
+        self._last_number = result.last_number
+
+    def sync(self) -> dict[str, Any]:
+        """Bring what lies in files to the disk; return what a later process needs to go on."""
+        self._keys.sync()
+        return {
+            **self._counts,
+            "bad_reasons": dict(self._bad_reasons),
+            "dropped": dict(self._dropped),
+            "truncated": dict(self._truncated),
+            "control_tokens": self._control_tokens,
+            "rows_of_file": self._rows_of_file,
+            "lengths": self._lengths.state(),
+            "span": self.span,
+            "blocks_of_span": self.blocks_of_span,
+            "number_before_span": self._number_before_span,
+            "last_number": self._last_number,
+        }
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._keys.close()
+
+    def report(self, digests: Sequence[str]) -> PrepareReport:
+        """Account for every row once all are read; digests are those of the sources."""
+        dropped = Counter(self._dropped)
+        if self._reader.num_unpaired:
+            dropped["unpaired"] += self._reader.num_unpaired
+        has_pairs = self.pairs_kept > 0
+        control = Finding("control_tokens_in_text", self._counts["num_control_tokens"], tuple(self._control_tokens))
+        findings = (*self._keys.find_repeats(), control) if has_pairs else ()
+        return PrepareReport(
+            files=tuple(self._file_reports(digests)),
+            rows_read=self.rows_read,
+            pairs_kept=self.pairs_kept,
+            rows_joined=self._counts["rows_joined"],
+            bad_rows=self._bad_reasons.total(),
+            dropped=dict(sorted(dropped.items())),
+            truncated=dict(sorted(self._truncated.items())),
+            splits_moved=self._counts["splits_moved"],
+            headers_shortened=self._counts["headers_shortened"],
+            percentiles=self._lengths.percentiles() if has_pairs else {},
+            findings=tuple(each for each in findings if each.count),
+            length_bias=self._lengths.bias() if has_pairs else None,
+            bad_reasons=dict(self._bad_reasons.most_common(20)),
+        )
+
+    def _file_reports(self, digests: Sequence[str]) -> list[FileReport]:
+        return [
+            FileReport(
+                each.source.shown, digest, each.shape.name if each.shape else "unreadable", rows, each.unused_columns
+            )
+            for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Source files: resolving names, reading rows in spans."""

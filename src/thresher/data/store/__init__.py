@@ -1,0 +1,1 @@
+"""The token store on disk: Arrow shards, written once, memory-mapped."""

@@ -1,0 +1,282 @@
+"""Tokenised pairs on disk, memory-mapped: how they are found and read. Writing them is `store_writer`'s.
+
+A store is a directory: `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` when some
+pair has loss masks. Opening reads the manifest only; a shard is mapped when one of its pairs is asked for, so that
+a hundred million pairs open as fast as ten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from thresher.data.pair import Pair, PairBatch
+from thresher.errors import UserError
+from thresher.file_names import lies_within
+
+FORMAT_VERSION = 1
+ROWS_PER_RECORD_BATCH = 1024
+HASH_BYTES = 16
+# each mapped shard holds a file descriptor; common limits allow 1024 of them, and a run maps those of a store, its
+# held-out pairs and the reference's logps
+MAX_OPEN_SHARDS = 256
+
+_TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
+_MASK = pa.list_(pa.field("item", pa.bool_(), nullable=False))
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_ids", _TOKEN_IDS, nullable=False),
+        pa.field("chosen_ids", _TOKEN_IDS, nullable=False),
+        pa.field("rejected_ids", _TOKEN_IDS, nullable=False),
+        pa.field("chosen_mask", _MASK),
+        pa.field("rejected_mask", _MASK),
+        pa.field("weight", pa.float32(), nullable=False),
+        pa.field("margin", pa.float32(), nullable=False),
+        pa.field("hash", pa.binary(HASH_BYTES), nullable=False),
+        pa.field("prompt_hash", pa.binary(HASH_BYTES), nullable=False),
+    ]
+)
+LENGTH_DTYPE = np.dtype("<u4")
+Lengths = npt.NDArray[np.uint32]
+HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
+Hashes = npt.NDArray[np.void]
+
+
+class _BatchView:
+    """A record batch as numpy views of the map: indexing Arrow scalars would cost more than reading the tokens."""
+
+    def __init__(self, batch: Any) -> None:
+        self._ids = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in range(3)]
+        # a column of masks is mostly null; None says that it is so throughout
+        self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
+        self._weights, self._margins = (batch.column(at).to_numpy() for at in (5, 6))
+
+    def pair(self, row: int) -> Pair:
+        # copies, not views: a pair stays valid and writable after its shard is unmapped
+        prompt, chosen, rejected = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._ids)
+        chosen_mask, rejected_mask = (None if column is None else _mask(column[row]) for column in self._masks)
+        weight, margin = float(self._weights[row]), float(self._margins[row])
+        return Pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+
+
+class Shard:
+    """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._reading():
+            self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            if not self._reader.schema.equals(SCHEMA):
+                raise ValueError("it has other columns")
+        self._batches: dict[int, _BatchView] = {}
+
+    def pair(self, row: int) -> Pair:
+        number, row = divmod(row, ROWS_PER_RECORD_BATCH)
+        if number not in self._batches:
+            with self._reading():
+                self._batches[number] = _BatchView(self._batch(number, every_offset=True))
+        try:
+            return self._batches[number].pair(row)
+        except IndexError:
+            raise UserError(f"{self._path} of the store has fewer pairs than it should; prepare it again") from None
+
+    def hashes(self, column: str) -> Hashes:
+        with self._reading():
+            batches = [self._batch(number, every_offset=False) for number in range(self._reader.num_record_batches)]
+            return np.concatenate([fixed_width_values(batch.column(column), HASH_DTYPE) for batch in batches])
+
+    def _batch(self, number: int, *, every_offset: bool) -> Any:
+        batch = self._reader.get_batch(number)
+        # lengths that reach beyond the file would otherwise be read, and end the process
+        batch.validate(full=every_offset)
+        return batch
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError, TypeError, IndexError) as error:
+            raise UserError(f"{self._path} of the store is damaged ({error}); prepare the store again") from error
+
+
+def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
+    # bits in the file, bytes in memory: always a copy
+    return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
+
+
+def fixed_width_values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """View a column of fixed width, without nulls, as numpy."""
+    return np.frombuffer(array.buffers()[1], dtype, count=array.offset + len(array))[array.offset :]
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """A file of the store as the manifest tells it; num_pairs is 0 for what is no shard."""
+
+    name: str
+    size: int
+    sha256: str
+    num_pairs: int = 0
+
+    def __post_init__(self) -> None:
+        if not lies_within(self.name):
+            raise UserError(
+                f"the store's manifest names {self.name!r}, which is no file of it; prepare the store again"
+            )
+
+
+class PairStore:
+    """Read pairs by number from a prepared directory."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        files = [StoreFile(**entry) for entry in manifest["shards"]]
+        self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: Shard(path / files[number].name))
+        self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
+        has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
+        self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
+
+    @classmethod
+    def open(cls, path: str | Path, expected_identity: str | None = None) -> PairStore:
+        """Open a store, checking that its files have their sizes and, if asked, that it is the one expected."""
+        path = Path(path)
+        manifest = read_manifest(path)
+        if expected_identity is not None and manifest["identity"] != expected_identity:
+            raise UserError(
+                f"the store {path} was prepared from other rows, another tokenizer, template or other settings "
+                f"(identity {manifest['identity'][:12]}, expected {expected_identity[:12]}); "
+                "prepare it again, or name another output directory"
+            )
+        for file in _files(manifest):
+            size = (path / file.name).stat().st_size if (path / file.name).is_file() else None
+            if size != file.size:
+                found = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
+                raise UserError(f"the store {path} is damaged: {file.name} {found}; prepare it again")
+        return cls(path, manifest)
+
+    def __len__(self) -> int:
+        return int(self._shard_starts[-1])
+
+    def __getitem__(self, pair_id: int) -> Pair:
+        return self.pair(pair_id)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all pairs in order, whatever the shards."""
+        return str(self.manifest["content_digest"])
+
+    @property
+    def identity(self) -> str:
+        """Digest of what the store was made from: sources, tokenizer, template and settings."""
+        return str(self.manifest["identity"])
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Digest of the tokenizer that made the tokens."""
+        return str(self.manifest.get("tokenizer_digest", "unknown"))
+
+    @property
+    def longest_pair(self) -> int:
+        """Tokens of the longest prompt plus response."""
+        return int(self.manifest["longest_pair"])
+
+    @property
+    def columns_in_use(self) -> frozenset[str]:
+        """Which of weight and margin differ from their neutral value in some pair."""
+        return frozenset(self.manifest["columns_in_use"])
+
+    @property
+    def scored_lengths(self) -> Lengths:
+        """Scored tokens of (chosen, rejected) per pair; equal to the lengths where no pair has masks."""
+        return self._scored if self._scored is not None else self.lengths[:, 1:]
+
+    def pair(self, pair_id: int) -> Pair:
+        """Read one pair by its number, from 0."""
+        pair_id = int(pair_id)
+        if not 0 <= pair_id < len(self):
+            raise IndexError(f"pair {pair_id} of a store that holds {len(self)} pairs")
+        number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
+        return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
+
+    def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
+        """Read pairs in the order given."""
+        pair_ids = np.asarray(pair_ids, dtype=np.int64)
+        return PairBatch(pair_ids, tuple(self.pair(pair_id) for pair_id in pair_ids.tolist()))
+
+    def hashes(self, column: str = "hash") -> Iterator[Hashes]:
+        """Yield the content hashes of each shard's pairs, in order; `prompt_hash` yields those of the prompts."""
+        for number in range(len(self._shard_starts) - 1):
+            yield self._shard(number).hashes(column)
+
+    def verify(self) -> None:
+        """Read every byte and compare it with the manifest's digests."""
+        for file in _files(self.manifest):
+            if sha256_of_file(self.path / file.name) != file.sha256:
+                raise UserError(f"the store {self.path} is damaged: {file.name} has other bytes; prepare it again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # maps do not travel between processes; the other side opens them again
+        return {"path": self.path, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["manifest"])  # type: ignore[misc]
+
+
+def sha256_of_file(path: Path) -> str:
+    """Digest the bytes of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a store's manifest, refusing what is no store or has another format."""
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"{path} is no pair store: it has no manifest.json; make one with `thresher prepare`")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+        if version == FORMAT_VERSION:
+            _check_fields(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has store format {version}, this thresher reads {FORMAT_VERSION}; prepare it again")
+    return manifest
+
+
+def _check_fields(manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest that tells other things than were written: it may come from anybody."""
+    files = _files(manifest)
+    for each in files:
+        if not (type(each.size) is type(each.num_pairs) is int and min(each.size, each.num_pairs) >= 0):
+            raise ValueError(f"{each.name} has no size")
+    num_pairs = sum(each.num_pairs for each in files)
+    sizes = {each.name: each.size for each in files}
+    for name, width in (("lengths.bin", 3), ("scored.bin", 2)):
+        if sizes.get(name, 0 if name == "scored.bin" else None) not in (num_pairs * width * LENGTH_DTYPE.itemsize, 0):
+            raise ValueError(f"{name} is not of {num_pairs} pairs")
+    texts = [manifest["content_digest"], manifest["identity"], *manifest["columns_in_use"]]
+    texts += [each.sha256 for each in files]
+    if num_pairs == 0 or type(manifest["longest_pair"]) is not int or not all(type(each) is str for each in texts):
+        raise ValueError("a value of another type than was written")
+
+
+def _files(manifest: Mapping[str, Any]) -> list[StoreFile]:
+    return [StoreFile(**entry) for entry in (*manifest["shards"], *manifest["indexes"])]
+
+
+def _map_lengths(path: Path, num_pairs: int, width: int) -> Lengths:
+    return np.memmap(path, dtype=LENGTH_DTYPE, mode="r", shape=(num_pairs, width))

@@ -1,0 +1,1 @@
+"""Process groups, the device mesh, context parallelism and sharded tensors."""

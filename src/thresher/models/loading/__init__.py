@@ -1,0 +1,1 @@
+"""Loading models and adapters, whole or one shard per process."""

@@ -1,0 +1,78 @@
+"""LoRA adapters by PEFT: attach, switch off for the reference, merge for export."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from thresher.distributed.sharded_tensor import local_part, own_part
+from thresher.errors import UserError
+
+
+def attach_lora(
+    model: PreTrainedModel, *, rank: int, alpha: float | None, dropout: float, target: Sequence[str]
+) -> nn.Module:
+    """Freeze a model and add trainable adapters, whose numbers come from `start_adapters`."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if list(target) == ["all-linear"] else list(target),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        is_empty = next(model.parameters()).is_meta
+        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+    except ValueError as error:
+        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise UserError(
+            f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
+        ) from error
+    # the log-probabilities read the head's weight directly, so an adapter on it would never be trained
+    if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
+        raise UserError(f"lora_target {list(target)} reaches the LM head, which takes no adapter; leave it out")
+    return adapted
+
+
+@torch.no_grad()
+def start_adapters(model: nn.Module, seed: int) -> None:
+    """Give adapters their first numbers, with which every output is as it was.
+
+    Each tensor has its own stream of random numbers, by its name: adapters start alike whatever part of a model a
+    process has.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            continue
+        whole = _first_numbers(name, parameter.shape, seed)
+        local_part(parameter).copy_(whole[own_part(parameter)])
+
+
+def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    # uniform in +-1/sqrt(inputs), as PEFT draws it
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
+def without_adapter(model: Any) -> AbstractContextManager[None]:
+    """Give the exact base model for the length of a `with` block."""
+    context: AbstractContextManager[None] = model.disable_adapter()
+    return context
+
+
+def merged(model: Any) -> PreTrainedModel:
+    """Fold the adapters into the base weights."""
+    plain: PreTrainedModel = model.merge_and_unload()
+    return plain

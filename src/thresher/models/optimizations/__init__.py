@@ -1,0 +1,1 @@
+"""Exact replacements that make a model's forward and backward cheaper."""

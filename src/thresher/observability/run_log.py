@@ -1,0 +1,137 @@
+"""The log files of a run: `run.log` beside the metrics, and one file per worker in `workers/`.
+
+Both hold the records of the `thresher` loggers as plain text, masked, and are appended to by restarts and resumed runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from thresher.errors import StoppedError, UserError
+from thresher.observability.trackers.tracker import refuse_links
+from thresher.redact import RedactingFormatter
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "run.log"
+WORKERS = "workers"
+_PACKAGE = logging.getLogger("thresher")
+
+
+class LogFile(logging.StreamHandler[TextIO]):
+    """Append records to a file, each flushed; a file that can no longer be written is left out with a warning."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: a run's directory may come from elsewhere, and a link in it would lead out of it
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        super().__init__(os.fdopen(file, "a", encoding="utf-8", errors="backslashreplace"))
+        self.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._path = path
+
+    def format(self, record: logging.LogRecord) -> str:
+        # further lines of a message are indented, so that none of them looks like a record
+        return super().format(record).replace("\n", "\n    ")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        _PACKAGE.removeHandler(self)
+        logger.warning("could not write %s: %r; nothing more is written there", self._path, sys.exc_info()[1])
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):  # told by handleError, if it is what could not be written
+            self.stream.close()
+
+
+@contextlib.contextmanager
+def run_log(directory: Path) -> Iterator[None]:
+    """Write `run.log` for the length of a run, from level INFO on, and what ends the run early."""
+    if directory.is_dir():
+        refuse_links(directory)
+    try:
+        file = LogFile(directory / FILE_NAME)
+    except OSError as error:
+        logger.warning("could not open %s: %s; the run has no such file", directory / FILE_NAME, error.strerror)
+        yield
+        return
+    with _info_enabled():
+        _PACKAGE.addHandler(file)
+        try:
+            yield
+        except BaseException as error:
+            file.handle(_last_record(error))
+            raise
+        finally:
+            _PACKAGE.removeHandler(file)
+            file.close()
+
+
+def open_worker_log(directory: Path, role: str, rank: int, level: int) -> LogFile:
+    """Write the records of this process, which is a worker, to its own file; an OSError tells why it cannot be."""
+    path = directory / WORKERS / f"{role}-{rank}.log"
+    if path.parent.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path.parent))
+    file = LogFile(path)
+    _PACKAGE.addHandler(file)
+    _PACKAGE.setLevel(level)
+    _PACKAGE.propagate = False  # Ray's handlers would write the records unmasked
+    return file
+
+
+@contextlib.contextmanager
+def _info_enabled() -> Iterator[None]:
+    """Lower the level to INFO for handlers that are added within; all others get the records that they got before."""
+    level, own_level, propagate = _PACKAGE.getEffectiveLevel(), _PACKAGE.level, _PACKAGE.propagate
+    if level <= logging.INFO:
+        yield
+        return
+    forward = _Forward(level, _PACKAGE.handlers[:], _PACKAGE.parent if propagate else None)
+    for handler in forward.handlers:
+        _PACKAGE.removeHandler(handler)
+    _PACKAGE.addHandler(forward)
+    _PACKAGE.propagate = False
+    _PACKAGE.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _PACKAGE.setLevel(own_level)
+        _PACKAGE.propagate = propagate
+        _PACKAGE.removeHandler(forward)
+        for handler in forward.handlers:
+            _PACKAGE.addHandler(handler)
+
+
+class _Forward(logging.Handler):
+    def __init__(self, level: int, handlers: list[logging.Handler], parent: logging.Logger | None) -> None:
+        super().__init__(level)
+        self.handlers = handlers
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for handler in self.handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        if self._parent is not None and self._parent.hasHandlers():
+            self._parent.callHandlers(record)
+
+
+def _last_record(error: BaseException) -> logging.LogRecord:
+    """What ended a run: a request to stop, a mistake in the user's words, or anything else with its traceback."""
+    is_asked = isinstance(error, (StoppedError, KeyboardInterrupt, SystemExit))
+    is_told = is_asked or isinstance(error, UserError)
+    return logger.makeRecord(
+        logger.name,
+        logging.INFO if is_asked else logging.ERROR,
+        __file__,
+        0,
+        "the run ended: %s",
+        (str(error) or repr(error),),
+        None if is_told else (type(error), error, error.__traceback__),
+    )

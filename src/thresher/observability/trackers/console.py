@@ -1,0 +1,89 @@
+"""Progress on the terminal: a bar where there is one, a plain line per log call where there is not."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from thresher.observability.trackers.tracker import RunInfo, Status
+from thresher.redact import printable, redact_text
+
+# What a person watches: the metric, the label, and how it is printed.
+_SHOWN = (
+    ("loss", "loss {:.4f}"),
+    ("rewards/accuracies", "accuracy {:.3f}"),
+    ("rewards/margins", "margin {:.4f}"),
+    ("pairs_per_second", "{:.1f} pairs/s"),
+)
+
+
+class ConsoleTracker:
+    """Show progress on stderr. Print other messages on the same console, so that they do not tear the bar."""
+
+    name = "console"
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total_steps = 0
+        self._first_step = 0
+        self._started_at = 0.0
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Say what runs, and start the bar on a terminal."""
+        self._total_steps = run.total_steps
+        self._first_step = max(0, resume_step or 0)
+        self._started_at = self._clock()
+        begin = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
+        self.print(f"{run.exp_name}: {run.total_steps} steps, {begin}, in {run.run_dir}")
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}", markup=False),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(run.exp_name, total=run.total_steps, completed=self._first_step, shown="")
+        self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step; those of an evaluation get a line of their own."""
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluated:
+            self.print(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in evaluated.items()))
+        shown = "  ".join(pattern.format(metrics[name]) for name, pattern in _SHOWN if name in metrics)
+        if not shown:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, shown=shown)
+        else:
+            self.print(f"step {step}/{self._total_steps}  {shown}  eta {self._time_left(step)}")
+
+    def close(self, status: Status) -> None:
+        """End the bar and say how the run ended."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self.print(f"{status} after {format_seconds(self._clock() - self._started_at)}")
+
+    def print(self, message: str) -> None:
+        """Print one message above the bar, with no markup read into it and no line broken."""
+        self._console.print(printable(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._first_step
+        if done <= 0:
+            return "?"
+        return format_seconds((self._clock() - self._started_at) / done * (self._total_steps - step))
+
+
+def format_seconds(seconds: float) -> str:
+    """Spell a duration as hours, minutes and seconds."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,39 @@
+"""TensorBoard event files in `tensorboard/` below the run's directory."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library, set_aside
+
+
+class TensorBoardTracker:
+    """Write scalars through torch's SummaryWriter."""
+
+    name = "tensorboard"
+
+    def __init__(self) -> None:
+        self._library = import_tracker_library("torch.utils.tensorboard", "tensorboard")
+        self._writer: Any = None
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Open a new event file; on a resume, one that hides what was logged after `resume_step`."""
+        directory = run.run_dir / "tensorboard"
+        if resume_step is None:
+            set_aside(directory)
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = self._library.SummaryWriter(str(directory), purge_step=purge_step)
+        if resume_step is None:
+            text = json.dumps(dict(run.config), indent=2, default=str)
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        # A killed run loses what was not flushed, and a resume would not log it again.
+        self._writer.flush()
+
+    def close(self, status: Status) -> None:  # noqa: ARG002
+        """Close the event file."""
+        self._writer.close()

@@ -1,0 +1,98 @@
+"""Weights & Biases: online where an API key is set up, offline in `wandb/` below the run's directory otherwise.
+
+A resumed run goes on under the same id, kept in `wandb_run.json`. W&B's history can only be appended to, so
+that steps it has already are not sent again. The command line, the code and the git remote are not collected:
+they may hold secrets.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from thresher.errors import UserError
+from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
+
+Mode = Literal["auto", "online", "offline", "disabled"]
+
+
+class WandbTracker:
+    """Log to Weights & Biases, and never ask anything."""
+
+    name = "wandb"
+
+    def __init__(self, *, project: str, entity: str | None = None, mode: Mode = "auto") -> None:
+        self._library = import_tracker_library("wandb", "wandb")
+        self._project = project
+        self._entity = entity
+        self._mode = mode
+        self._run: Any = None
+        self._state_path = Path()
+        self._run_id = ""
+        self._last_step = -1
+        self._skip_through = -1
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Begin a run, or go on with the one that this directory belongs to."""
+        self._state_path = run.run_dir / "wandb_run.json"
+        has_state = resume_step is not None and self._state_path.exists()
+        state: dict[str, Any] | None = json.loads(self._state_path.read_text()) if has_state else None
+        self._run_id = state["id"] if state else secrets.token_hex(4)
+        self._skip_through = self._last_step = state["complete_through"] if state else -1
+        self._run = self._library.init(
+            project=self._project,
+            entity=self._entity,
+            name=run.exp_name,
+            id=self._run_id,
+            resume="allow",
+            mode=self._choose_mode(),
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            # A run of its own, also where the calling program has another one open.
+            reinit="create_new",
+            settings=self._library.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,
+                # Seconds that a killed offline run loses; W&B's own choice is 15.
+                x_transaction_log_flush_interval=0.1,
+            ),
+        )
+        self._write_state(self._skip_through)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step, unless W&B has had them before a resume."""
+        if step <= self._skip_through or step < self._run.step:
+            return
+        if step > self._last_step:
+            # W&B writes a step only when the next one begins, so until then it counts as not logged.
+            self._write_state(self._last_step)
+            self._last_step = step
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def close(self, status: Status) -> None:
+        """Finish the run."""
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._write_state(self._last_step)
+
+    def _choose_mode(self) -> str:
+        mode = os.environ.get("WANDB_MODE", "auto") if self._mode == "auto" else self._mode
+        if mode in ("offline", "dryrun", "disabled"):
+            return mode
+        if self._library.login(prompt=False, verify=False):
+            return "online"
+        if mode == "online":
+            raise UserError(
+                "wandb is to run online, but no API key is set up; "
+                "run `wandb login`, set WANDB_API_KEY, or use mode `offline`"
+            )
+        return "offline"
+
+    def _write_state(self, complete_through: int) -> None:
+        temporary = self._state_path.with_name(f".{self._state_path.name}.new")
+        temporary.write_text(json.dumps({"id": self._run_id, "complete_through": complete_through}))
+        temporary.replace(self._state_path)

@@ -1,0 +1,134 @@
+"""Which reference a logp belongs to: its weights, how it computes with them, and how we score.
+
+Read from the model's files, so that a run whose pairs are all in the cache never loads the reference. Names of files
+and directories do not matter, nor does the way in which tensors are spread over files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from thresher.data.store.reader import sha256_of_file
+from thresher.errors import UserError
+from thresher.models.loading.load import weight_files
+
+# raise it when the same weights and tokens begin to get other logps: an older cache is then left alone
+SCORING_VERSION = 1
+# keys of a model's config.json that cannot change a logp: we load in a dtype of our own, and without a cache
+_IDLE_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+
+
+@dataclass(frozen=True)
+class ReferenceIdentity:
+    """What decides a logp beside the tokens.
+
+    weights and settings are digests of the model's files; master_dtype is what the weights are stored in, dtype what
+    the forward computes in. Layout, batch size, device and attention kernel are left out: they move a logp by rounding
+    only.
+    """
+
+    weights: str
+    settings: str
+    dtype: str
+    master_dtype: str
+
+    @property
+    def digest(self) -> str:
+        content = {"scoring_version": SCORING_VERSION, **asdict(self)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(path: str) -> str:
+    """Digest every tensor of a model (name, dtype, shape, bytes), or the bytes of a GGUF file."""
+    parts: dict[str, str] = {}
+    # hashing lets other threads run: a few keep a fast disk busy
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for file in _weight_files(path):
+            if file.suffix == ".safetensors":
+                parts |= _digest_tensors(file, pool)
+            else:
+                parts[file.suffix] = sha256_of_file(file)
+    lines = "\n".join(f"{name} {parts[name]}" for name in sorted(parts))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def frozen_digest(weights: str | None, master_dtype: str) -> str:
+    """Identify the weights that training leaves alone, as they are held in memory; None: it leaves none alone."""
+    return "none" if weights is None else hashlib.sha256(f"{weights} {master_dtype}".encode()).hexdigest()
+
+
+def settings_digest(path: str, *, trust_remote_code: bool) -> str:
+    """Digest what else a model is: its config.json, and the code that comes with it where that may run."""
+    digest = hashlib.sha256()
+    if not path.endswith(".gguf"):  # there it is in the file itself
+        config = _find(path, "config.json")
+        if config is None:
+            raise UserError(f"{path} has no config.json; give a Hugging Face model directory or a `.gguf` file")
+        values = json.loads(config.read_text(encoding="utf-8"))
+        meant = {key: value for key, value in values.items() if key not in _IDLE_KEYS}
+        digest.update(json.dumps(meant, sort_keys=True).encode())
+        for file in sorted(config.parent.glob("*.py")) if trust_remote_code else ():
+            digest.update(f"{file.name} {sha256_of_file(file)}".encode())
+    return digest.hexdigest()
+
+
+def _weight_files(path: str) -> Iterator[Path]:
+    """Name the files that transformers reads the weights from."""
+    if path.endswith(".gguf"):
+        yield Path(path)
+        return
+    if (adapter := _find(path, "adapter_config.json")) is not None:
+        # transformers then loads the base that the adapter names, and the adapter on top
+        yield adapter
+        if (own := _find(path, "adapter_model.safetensors")) is not None:
+            yield own
+        path = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if (whole := _find(path, SAFE_WEIGHTS_NAME)) is not None:
+        yield whole
+        return
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise UserError(
+            f"{path} has no weights in safetensors files, or they cannot be fetched; convert it with transformers' "
+            "save_pretrained, or download it"
+        )
+    for name in sorted(set(weight_files(index).values())):
+        shard = _find(path, name)
+        if shard is None:
+            raise UserError(f"{path} lacks {name}, which its index names; copy or download the model again")
+        yield shard
+
+
+def _find(path: str, name: str) -> Path | None:
+    """Look a file up in a model directory, or in the hub's own cache, where it is fetched to if need be."""
+    try:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"{name} of {path} can neither be found nor fetched: {error}") from error
+    return None if found is None else Path(found)
+
+
+def _digest_tensors(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))
+    except SafetensorError as error:
+        raise UserError(f"{file} is not a readable safetensors file ({error}); copy the model again") from error
+
+
+def _digest_tensor(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,40 @@
+"""Step 0: a policy that starts from the reference's weights must say exactly what the reference says."""
+
+from __future__ import annotations
+
+import torch
+
+from thresher.errors import UserError
+from thresher.losses.objective import Objective
+from thresher.models.forward_check import TOLERANCES
+from thresher.models.loading.load import DTYPES
+from thresher.strategies.accumulate import pair_logps
+from thresher.strategies.strategy import MicroBatch, Scorer
+
+
+@torch.no_grad()
+def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dtype: str) -> None:
+    """Stop a run whose margins do not start at 0, or whose loss does not start where it must (at ln 2 for DPO)."""
+    if first.reference is None:
+        return
+    tolerance = TOLERANCES[DTYPES[dtype]]
+    scored = policy.score(first.pairs, with_log_collision=objective.needs_log_collision)
+    if not len(first.pairs):  # this rank scored to keep step with others
+        return
+    sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))
+    distance = max((ours.values - theirs.values).abs().mean().item() for ours, theirs in sides)
+    if not distance <= tolerance:
+        raise UserError(
+            f"policy and reference start from the same weights but disagree by {distance:.2g} nats a token at step 0; "
+            "check that reference.model_args has the same dtype and settings as actor_train.model_args"
+        )
+    pairs = pair_logps(first, scored)
+    expected = objective.zero_margin_loss
+    if expected is None or pairs.weight is not None or pairs.margin is not None or DTYPES[dtype] != torch.float32:
+        return
+    loss = objective(pairs).metrics["loss"].mean
+    if not abs(loss - expected) <= 1e-2 * max(1.0, abs(expected)):
+        raise UserError(
+            f"the loss starts at {loss:.6g}, and where policy and reference agree it is {expected:.6g}; this is a "
+            "defect of the loss, please report it"
+        )

@@ -1,0 +1,1 @@
+"""The Ray runtime: clusters of workers, placement, recovery, jobs."""
