@@ -22,8 +22,8 @@ import torch
 from contestants import LEARNING_RATE, Column, write_store
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.manager import CheckpointKeeper
-from thresher.checkpoint.sharded import Processes
+from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.sharded import Communicator
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
@@ -31,8 +31,8 @@ from thresher.data.pair import Pair
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.training.lr_schedule import Schedule
-from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import LRSchedule
+from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
@@ -40,12 +40,12 @@ KINDS = ("no save", "save at once", "save in the background")
 
 
 @dataclass(frozen=True)
-class TimedKeeper(CheckpointKeeper):
+class TimedKeeper(CheckpointManager):
     """Notes when each save was published."""
 
     published_at: list[float] = field(default_factory=list)
 
-    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes) -> Path:
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Communicator) -> Path:
         place = super().save(step, write, metrics, processes)
         self.published_at.append(time.perf_counter())
         return place
@@ -80,8 +80,8 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
         objective=Objective(terms=((make_loss("simpo", {}), 1.0),)),
         plan=plan,
         micro_batching=MicroBatching(store.lengths, CostModel(1 / (6 * MODEL.hidden), shares_prompt=True), 4096),
-        schedule=Schedule("constant", LEARNING_RATE, 0, num_steps),
-        train=Split(store, None),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, num_steps),
+        train=ScoredDataset(store, None),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=8, async_save=async_save),
         checkpoints=keeper,
@@ -100,7 +100,7 @@ def time_block(trainer: DPOTrainer, keeper: TimedKeeper, steps: int, timing: Tim
     for _ in range(steps):
         trainer.training_step()
     waited_from = time.perf_counter()
-    trainer.finish()
+    trainer.wait_for_saves()
     timing.block.append(time.perf_counter() - started)
     if saves:
         timing.call[-1] += time.perf_counter() - waited_from

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from thresher.builders.run import AUTO_TOKENS
-from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.builders.run import DEFAULT_TOKENS_PER_MICRO_BATCH
+from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
@@ -34,8 +34,8 @@ from thresher.reference.fingerprint import ReferenceIdentity
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.training.lr_schedule import Schedule
-from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import LRSchedule
+from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # number of a batch in, loss out
@@ -119,7 +119,7 @@ def thresher_trainer(
     layout: Layout,
     reference: PrecomputedReference,
     *,
-    max_tokens: int | None = AUTO_TOKENS,
+    max_tokens: int | None = DEFAULT_TOKENS_PER_MICRO_BATCH,
     checkpointing: bool = False,
     compiled: bool = False,
 ) -> DPOTrainer:
@@ -140,11 +140,11 @@ def thresher_trainer(
         micro_batching=MicroBatching(
             store.lengths, costs, max_tokens if packed else None, None if packed else plan.pairs_per_step
         ),
-        schedule=Schedule("constant", LEARNING_RATE, 0, plan.num_steps),
-        train=Split(store, reference),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps),
+        train=ScoredDataset(store, reference),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=8),
-        checkpoints=CheckpointKeeper(directory / "checkpoints", 1, "eval/loss", False),
+        checkpoints=CheckpointManager(directory / "checkpoints", 1, "eval/loss", False),
         identity={},
         config={},
     )
@@ -182,7 +182,7 @@ def bare_step(
     def step(number: int) -> float:
         ids = plan.pair_ids(number)
         batch = PairBatch(ids, tuple(pairs[i] for i in ids))
-        output = objective(ObjectiveInputs(pair_model.score(layout.arrange(batch)), reference.logps(batch)))
+        output = objective(ObjectiveInputs(pair_model.score(layout.collate(batch)), reference.logps(batch)))
         loss = output.per_pair.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -37,12 +37,12 @@ COLUMNS = ("h384-L6-V8k-fp32", "h512-L8-V32k-bf16")
 def peak_over_floor(column_key: str, contestant: str, data: str, num_batches: int) -> float:
     """Megabytes; runs in the child."""
     import torch
-    from contestants import COLUMNS as SHAPES
+    from contestants import COLUMNS as FORMATS
     from contestants import layouts, thresher_step, thresher_trainer
     from vs_trl import Field
 
     torch.set_num_threads(1)
-    column = SHAPES[column_key]
+    column = FORMATS[column_key]
     field = Field(column, data, num_batches, pairs_per_step=8, max_length=1024)
     if contestant == "thresher, micro-batches of 1,024 tokens":
         shared = layouts()["shared"]

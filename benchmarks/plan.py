@@ -47,12 +47,12 @@ def main() -> None:
         micro_batching = MicroBatching(
             np.load(path, mmap_mode="r"), CostModel(1 / (6 * 4096), shares_prompt=True), max_tokens=4096
         )
-        micro_batching.cut(plan.pair_ids(0), 0, args.ranks)
+        micro_batching.split(plan.pair_ids(0), 0, args.ranks)
         start_up = time.perf_counter() - started
         seconds = []
         for step in range(1, args.steps + 1):
             started = time.perf_counter()
-            micro_batching.cut(plan.pair_ids(step), step % args.ranks, args.ranks)
+            micro_batching.split(plan.pair_ids(step), step % args.ranks, args.ranks)
             seconds.append(time.perf_counter() - started)
         low, middle, high = np.percentile(seconds, [25, 50, 75]) * 1e3
         private, mapped = kilobytes("RssAnon") / 1024 - before, kilobytes("RssFile") / 1024

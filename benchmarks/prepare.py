@@ -113,7 +113,7 @@ def descendants(root: int) -> list[int]:
 def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) -> None:
     from transformers import AutoTokenizer
 
-    from thresher.data.prepare.executor import run_locally
+    from thresher.data.prepare.executor import local_executor
     from thresher.data.prepare.prepare import DataSettings, prepare
     from thresher.runtime.ray.ray_data import run_on_ray
 
@@ -121,7 +121,7 @@ def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) ->
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     memory = WorkerMemory()
     started = time.perf_counter()
-    run = run_locally(int(number)) if kind == "local" else run_on_ray(int(number))
+    run = local_executor(int(number)) if kind == "local" else run_on_ray(int(number))
     report = prepare(DataSettings(files, "raw"), tokenizer, output, runner=run)
     seconds = time.perf_counter() - started
     workers, others = memory.close()

@@ -229,7 +229,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
     from thresher.runtime.ray.cluster import Cluster, WorkerConfig
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager
-    from thresher.runtime.ray.runtime import RayTrainers
+    from thresher.runtime.ray.runtime import RayTrainerGroup
 
     report_messages()
     with ray_with_cores(None):
@@ -240,7 +240,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
             cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train", False))
             cluster.call("follow", 0)  # all of them are there
-            report_driver(size, time_ranges(RayTrainers(cluster), repeats))
+            report_driver(size, time_ranges(RayTrainerGroup(cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()

@@ -95,6 +95,6 @@ def translate_os_errors(
         where = f" ({error.filename})" if error.filename else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = if_full if is_full else "check that this place can be written"
-        raise (DiskError if DiskError.fits(error) else kind)(
+        raise (DiskError if DiskError.is_transient(error) else kind)(
             f"{failed}{where}: {error.strerror or error}; {mend}{also}"
         ) from error

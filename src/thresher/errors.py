@@ -8,7 +8,7 @@ import errno
 from thresher.redact import redact_text
 
 # a full disk, a disk or file server that is away, files that a peer took away while it ended
-_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT}
+_TRANSIENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT}
 
 
 class UserError(Exception):
@@ -25,27 +25,27 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, torn or made for another run."""
 
 
-class LostError(UserError):
+class WorkerLostError(UserError):
     """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint.
 
     The first line is what happened; what a person can do stands below it, and is told where the run does not go on.
     """
 
 
-class DiskError(CheckpointError, LostError):
+class DiskError(CheckpointError, WorkerLostError):
     """Something could not be written: the disk is full, or fails. What was written before is whole."""
 
     @staticmethod
-    def fits(error: OSError) -> bool:
+    def is_transient(error: OSError) -> bool:
         """Say if trying again may help; a place that may not be written needs a person."""
-        return error.errno in _MAY_PASS
+        return error.errno in _TRANSIENT_ERRNOS
 
 
 class ResourceError(UserError):
     """The cluster has no room for what the config asks for: a mistake at first, and a node that is away later on."""
 
 
-class RegroupError(Exception):
+class RescaleRequested(Exception):
     """The run can go on better with other workers than it has, and everything is saved for that."""
 
 
@@ -56,7 +56,7 @@ class WorkerError(RuntimeError):
         super().__init__(redact_text(message))
 
 
-class StoppedError(Exception):
+class RunStopped(Exception):
     """The run was asked to stop, and did; the command line leaves with exit_code."""
 
     def __init__(self, step: int | None, exit_code: int = 0):

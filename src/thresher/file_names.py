@@ -3,7 +3,7 @@
 from pathlib import PurePosixPath, PureWindowsPath
 
 
-def lies_within(name: object) -> bool:
+def is_safe_relative_path(name: object) -> bool:
     """Say whether a name leads to a file below the directory that it is relative to, and nowhere else."""
     if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).is_absolute():
         return False

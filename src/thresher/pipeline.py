@@ -79,12 +79,12 @@ class DPOPipeline:
             for note in run.notes:
                 logger.warning("%s", note)
             mode, layout = run.reference_mode, inputs.layout.name
-            logger.info("%s", describe_run(inputs.objective, plan, mode, layout, run.place, checkpoint))
+            logger.info("%s", describe_run(inputs.objective, plan, mode, layout, run.devices, checkpoint))
             run.begin()
 
             with (
                 stop_on_signals(stop_file(config), config.graceful_stop_timeout),
                 track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
-                log = supervisor.watching(trackers)
-                return fit(run.trainable, run.standing, plan.num_steps, loop_settings(config), log, skipped)
+                log = supervisor.track_progress(trackers)
+                return fit(run.trainable, run.progress, plan.num_steps, loop_settings(config), log, skipped)

@@ -54,7 +54,7 @@ def redact_text(text: str) -> str:
     return _KNOWN_TOKEN.sub(MASK, text)
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """Spell out control characters, which a terminal would obey: rows and names of files may hold any."""
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
 
@@ -63,7 +63,7 @@ class RedactingFormatter(logging.Formatter):
     """Format a record, its traceback included, without secrets and without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(redact_text(super().format(record)))
+        return escape_control_chars(redact_text(super().format(record)))
 
 
 def redact_overrides(text: str, overrides: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 from thresher.builders.axes import axis_sizes
 from thresher.builders.engines import check_engines
 from thresher.config import parse_config
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 
 SHAPE = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -38,12 +38,12 @@ def refusal(config) -> str:
 
 
 def test_what_the_named_axes_leave_of_the_workers_shards(config):
-    assert axis_sizes(config(num_workers=8, tp_size=2).actor_train) == AxisSizes(dp_shard=4, tp=2)
-    assert axis_sizes(config(num_workers=8, dp_replicate=2).actor_train) == AxisSizes(dp_replicate=2, dp_shard=4)
-    assert axis_sizes(config(num_workers=8, dp_replicate=8).actor_train).is_plain
-    assert axis_sizes(config(num_workers=8, role="reference").reference) == AxisSizes(dp_replicate=8)
+    assert axis_sizes(config(num_workers=8, tp_size=2).actor_train) == ParallelDims(dp_shard=4, tp=2)
+    assert axis_sizes(config(num_workers=8, dp_replicate=2).actor_train) == ParallelDims(dp_replicate=2, dp_shard=4)
+    assert axis_sizes(config(num_workers=8, dp_replicate=8).actor_train).is_replicated
+    assert axis_sizes(config(num_workers=8, role="reference").reference) == ParallelDims(dp_replicate=8)
     split = config(num_workers=8, role="reference", strategy="fsdp2_infer", tp_size=2).reference
-    assert axis_sizes(split) == AxisSizes(dp_shard=4, tp=2)
+    assert axis_sizes(split) == ParallelDims(dp_shard=4, tp=2)
 
 
 def test_a_step_has_a_share_for_every_data_rank_not_for_every_worker(config):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thresher.checkpoint.json_io import dumps, load_json, loads, save_json
 from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng, restore_rng_of_rank
+from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng, restore_rng_of_rank
 from thresher.checkpoint.safetensors_io import save_tensors
 from thresher.checkpoint.sharded_reader import load_tensors
 from thresher.checkpoint.state import State, load_state, save_state
@@ -317,7 +317,7 @@ def test_every_rank_goes_on_with_its_own_random_stream(tmp_path):
         torch.manual_seed(seed)
         states.append(capture_rng())
         expected.append(torch.rand(3))
-    save_state(tmp_path, "rng", join_rng(states))
+    save_state(tmp_path, "rng", merge_rng(states))
     joined = load_state(tmp_path, "rng")
     for rank in (0, 1):
         torch.manual_seed(9)
@@ -331,4 +331,4 @@ def test_every_rank_goes_on_with_its_own_random_stream(tmp_path):
     assert restore_rng_of_rank(joined, 0, 3) == [
         "the checkpoint holds random streams of 2 ranks and 3 train now: ranks from 2 on draw new ones"
     ]
-    assert restore_rng_of_rank(join_rng(states[:1]), 0, 1) == []
+    assert restore_rng_of_rank(merge_rng(states[:1]), 0, 1) == []

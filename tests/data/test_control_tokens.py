@@ -17,7 +17,7 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.builders.data import data_settings
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.prepare.prepare import DataSettings, prepare, store_identity
-from thresher.data.rows.formats import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.store.reader import PairStore
 from thresher.data.tokenization.chat_template import Template, load_template, render
@@ -30,7 +30,7 @@ CHATML = str(Path(__file__).with_name("chatml.jinja"))
 
 
 def row_of(columns: dict[str, Any]) -> PreferenceRow:
-    return to_preference_row(columns, detect_shape(columns, {}, "here"), {})
+    return to_preference_row(columns, detect_format(columns, {}, "here"), {})
 
 
 def texts(prompt: Any = "Why?", chosen: Any = "yes", rejected: Any = "no", **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data.batching.balance import CostModel, bin_by_tokens, rank_shares
+from thresher.data.batching.balance import CostModel, assign_ranks, bin_by_tokens
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import make_plan
 
@@ -26,7 +26,7 @@ def as_lengths(rows: list[tuple[int, int, int]]) -> np.ndarray:
 
 
 def cut_all(batching: MicroBatching, ids: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
-    return [[batch.tolist() for batch in batching.cut(ids, rank, num_ranks)] for rank in range(num_ranks)]
+    return [[batch.tolist() for batch in batching.split(ids, rank, num_ranks)] for rank in range(num_ranks)]
 
 
 @unhurried
@@ -109,7 +109,7 @@ def test_sixteen_thousand_pairs_are_binned_without_a_search_through_all_bins(bud
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=60), st.integers(1, 20))
 def test_shares_follow_the_rule_of_the_longest_first(costs, num_ranks):
     """Loads are no worse than dealing rounds in exact order allows: the spread is at most one largest cost."""
-    ranks = rank_shares(np.array(costs), num_ranks)
+    ranks = assign_ranks(np.array(costs), num_ranks)
     counts = np.bincount(ranks, minlength=num_ranks)
     assert counts.max() - counts.min() <= 1
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
@@ -142,7 +142,7 @@ def test_work_is_even_over_ranks_on_real_lengths(num_ranks, shared_data):
     lengths = as_lengths(rows)[np.random.default_rng(0).integers(0, len(rows), 128 * num_ranks)]
     costs = SHARED.costs(lengths)
     started = time.perf_counter()
-    ranks = rank_shares(costs, num_ranks)
+    ranks = assign_ranks(costs, num_ranks)
     assert time.perf_counter() - started < 0.1  # 3 ms measured
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     assert loads.max() / loads.mean() <= 1.05
@@ -164,7 +164,7 @@ def test_a_hundred_million_pairs_start_at_once_and_a_step_is_cheap(tmp_path):
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        batches = MicroBatching(lengths, SHARED, max_tokens=4096).cut(plan.pair_ids(1000), rank=77, num_ranks=1024)
+        batches = MicroBatching(lengths, SHARED, max_tokens=4096).split(plan.pair_ids(1000), rank=77, num_ranks=1024)
         times.append(time.perf_counter() - started)
     assert sum(map(len, batches)) == 128
     print(f"{min(times) * 1e3:.0f} ms a step")

@@ -11,7 +11,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.prepare.prepare import DataSettings, NoPairsError, PrepareReport, Progress, prepare, store_identity
+from thresher.data.prepare.prepare import (
+    DataSettings,
+    NoPairsError,
+    PrepareProgress,
+    PrepareReport,
+    prepare,
+    store_identity,
+)
 from thresher.data.prepare.prepare import tokenizer_digest as digest_of
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -272,7 +279,7 @@ def test_a_tokenizer_digest_tells_ids_and_not_padding_or_template() -> None:
 def test_progress_reaches_the_end_of_the_files(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     name = write_rows(*[row(f"q{n}?") for n in range(1100)])
     prepare(DataSettings(name), chat_tokenizer, tmp_path / "s", seen.append)
     assert [each.rows_read for each in seen] == [512, 1024, 1100]

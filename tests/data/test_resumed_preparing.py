@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.prepare.prepare import DataSettings, Progress, prepare
+from thresher.data.prepare.prepare import DataSettings, PrepareProgress, prepare
 from thresher.data.store.reader import PairStore
 from thresher.data.store.staging import Staging
 from thresher.errors import UserError
@@ -91,7 +91,7 @@ def test_damaged_work_is_done_again(tmp_path: Path, write_rows: Any, chat_tokeni
     assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
 
 
-class StoppedError(Exception):
+class RunStopped(Exception):
     pass
 
 
@@ -99,20 +99,20 @@ def stop_after(
     num_checkpoints: int, settings: DataSettings, tokenizer: Any, output: Path, pairs_per_checkpoint: int = SHARD_ROWS
 ) -> None:
     """Interrupt a preparation as Ctrl-C would."""
-    from thresher.data.store.reader import writer as store_writer
+    from thresher.data.store import writer as store_writer
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.pairs_kept > (num_checkpoints + 1) * pairs_per_checkpoint:
-            raise StoppedError
+            raise RunStopped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_writer, "PAIRS_PER_CHECKPOINT", pairs_per_checkpoint)
-        with pytest.raises(StoppedError):
+        with pytest.raises(RunStopped):
             prepare(settings, tokenizer, output, stop)
 
 
 def first_progress(settings: DataSettings, tokenizer: Any, output: Path) -> int:
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     prepare(settings, tokenizer, output, seen.append)
     return seen[0].rows_read
 
@@ -164,12 +164,12 @@ def test_an_old_store_is_whole_until_the_new_one_is(
     prepare(settings, chat_tokenizer, tmp_path / "s")
     before = files_of(tmp_path / "s")
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.pairs_kept > 700:
-            raise StoppedError
+            raise RunStopped
 
     shorter = replace(settings, sequence_length=30)
-    with pytest.raises(StoppedError):
+    with pytest.raises(RunStopped):
         prepare(shorter, chat_tokenizer, tmp_path / "s", stop, overwrite=True)
     assert files_of(tmp_path / "s") == before
     prepare(shorter, chat_tokenizer, tmp_path / "s", overwrite=True)

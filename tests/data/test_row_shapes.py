@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from thresher.data.rows.formats import PreferenceRow, detect_shape, to_preference_row
-from thresher.data.rows.messages import Segment
+from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
+from thresher.data.rows.messages import TextSegment
 from thresher.data.rows.parsing import BadRowError
-from thresher.data.rows.unpaired import Partners
+from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.errors import UserError
 
 
@@ -22,7 +22,7 @@ def assistant(content: str) -> dict[str, str]:
 
 
 def read(row: dict[str, Any], **keys: str) -> PreferenceRow:
-    shape = detect_shape(row, keys, "rows.jsonl, line 1")
+    shape = detect_format(row, keys, "rows.jsonl, line 1")
     return to_preference_row(row, shape, keys)
 
 
@@ -60,7 +60,7 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
     ],
 )
 def test_every_shape_becomes_the_same_pair(shape: str, row: dict[str, Any]) -> None:
-    assert detect_shape(row, {}, "here").name == shape
+    assert detect_format(row, {}, "here").name == shape
     pair = read(row)
     assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, BAD)
 
@@ -107,13 +107,13 @@ def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs
     pair = read({"chosen": f"{start} Because.", "rejected": f"{start} No.\n\nHuman: oh\n\nAssistant: Yes."})
     assert pair.plain is not None
     assert pair.plain.prompt == start
-    assert pair.plain.chosen == (Segment(" Because."),)
+    assert pair.plain.chosen == (TextSegment(" Because."),)
     assert pair.plain.rejected == (
-        Segment(" No."),
-        Segment("\n\nHuman:", scored=False),
-        Segment(" oh", scored=False),
-        Segment("\n\nAssistant:", scored=False),
-        Segment(" Yes."),
+        TextSegment(" No."),
+        TextSegment("\n\nHuman:", scored=False),
+        TextSegment(" oh", scored=False),
+        TextSegment("\n\nAssistant:", scored=False),
+        TextSegment(" Yes."),
     )
     assert pair.rejected == [assistant("No."), user("oh"), assistant("Yes.")]
 
@@ -150,7 +150,7 @@ def test_equal_conversations_still_have_a_response() -> None:
     ],
 )
 def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], reason: str) -> None:
-    shape = detect_shape({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "here")
+    shape = detect_format({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "here")
     with pytest.raises(BadRowError, match=reason):
         to_preference_row(row, shape, {})
 
@@ -162,7 +162,7 @@ def test_conversations_without_a_shared_prompt_are_bad_rows() -> None:
 
 def test_an_unknown_shape_lists_columns_shapes_and_the_nearest_key() -> None:
     with pytest.raises(UserError) as error:
-        detect_shape({"prompt": "p", "choosen": "a", "reject": "b"}, {}, "rows.jsonl, line 1")
+        detect_format({"prompt": "p", "choosen": "a", "reject": "b"}, {}, "rows.jsonl, line 1")
     told = str(error.value)
     assert told.startswith("rows.jsonl, line 1: the columns prompt, choosen, reject are no shape we know")
     assert "chosen_key=choosen rejected_key=reject" in told
@@ -171,18 +171,18 @@ def test_an_unknown_shape_lists_columns_shapes_and_the_nearest_key() -> None:
 
 def test_a_prompt_that_is_missing_is_named() -> None:
     with pytest.raises(UserError, match=r"the prompt not found\). Name your columns with prompt_key=COLUMN"):
-        detect_shape({"chosen": "a", "rejected": "b", "id": 1}, {}, "here")
+        detect_format({"chosen": "a", "rejected": "b", "id": 1}, {}, "here")
 
 
 def test_a_key_that_names_no_column_is_told() -> None:
     row = {"prompt": "p", "better": "a", "worse": "b"}
     with pytest.raises(UserError, match=r"no column 'beter', which chosen_key names; .* did you mean 'better'"):
-        detect_shape(row, {"chosen": "beter", "rejected": "worse"}, "here")
+        detect_format(row, {"chosen": "beter", "rejected": "worse"}, "here")
 
 
 def test_rows_with_labels_are_joined_in_order_by_their_prompt() -> None:
-    partners = Partners()
-    shape = detect_shape({"prompt": "p", "completion": "c", "label": True}, {}, "here")
+    partners = UnpairedJoiner()
+    shape = detect_format({"prompt": "p", "completion": "c", "label": True}, {}, "here")
     answers = [
         ("p", "good 1", True),
         ("q", "bad", False),
@@ -198,8 +198,8 @@ def test_rows_with_labels_are_joined_in_order_by_their_prompt() -> None:
 
 
 def test_labelled_messages_split_before_the_last_answer() -> None:
-    partners = Partners()
-    shape = detect_shape({"messages": ASKED + GOOD, "label": True}, {}, "here")
+    partners = UnpairedJoiner()
+    shape = detect_format({"messages": ASKED + GOOD, "label": True}, {}, "here")
     assert partners.join({"messages": ASKED + GOOD, "label": True}, shape) is None
     joined = partners.join({"messages": ASKED + BAD, "label": False}, shape)
     assert joined == {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}

@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.data.prepare import duplicates
 from thresher.data.prepare.block_worker import BadRow, BlockResult
 from thresher.data.prepare.duplicates import SpilledKeys
 from thresher.data.prepare.findings import NUM_EXAMPLES
-from thresher.data.prepare.length_histogram import LengthTally
+from thresher.data.prepare.length_histogram import LengthHistogram
 from thresher.data.prepare.prepare import DataSettings
-from thresher.data.prepare.prepare import duplicates as repeats
 from thresher.data.prepare.report import PERCENTILES
-from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, Account
+from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, PrepareStats
 from thresher.data.prepare.tasks import TaskReader
+from thresher.data.sources import readers
 from thresher.data.sources.readers import read_blocks, read_span, split_source
-from thresher.data.sources.resolve import readers, resolve_sources
+from thresher.data.sources.resolve import resolve_sources
 from thresher.data.store.arrow_schema import pairs_to_record_batch
 
 line = st.sampled_from([b'{"a": 1}', b"", b"  ", b'{"longer": "' + b"x" * 40 + b'"}', b"\xff", b"{}\r"])
@@ -74,7 +75,7 @@ def test_repeats_in_files_are_those_of_the_naive_way(
     contradicted = [number for number, (_, other) in enumerate(keys) if other in {key for key, _ in keys}]
     directory = tmp_path_factory.mktemp("keys")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeats, "KEYS_PER_PART", keys_per_part)
+        patch.setattr(duplicates, "KEYS_PER_PART", keys_per_part)
         spilled = SpilledKeys(directory)
         for start in range(0, len(keys), piece):
             spilled.append(pairs[start : start + piece], swapped[start : start + piece])
@@ -103,9 +104,9 @@ def test_percentiles_and_bias_from_counts_are_those_of_all_lengths(
     lengths: list[tuple[int, int, int]], piece: int
 ) -> None:
     every = np.array(lengths, np.uint32)
-    tally = LengthTally()
+    tally = LengthHistogram()
     for start in range(0, len(every), piece):
-        tally = LengthTally(json.loads(json.dumps(tally.state())))  # as after a crash
+        tally = LengthHistogram(json.loads(json.dumps(tally.state())))  # as after a crash
         tally.add(every[start : start + piece])
     totals = every[:, 0] + every[:, 1:].max(axis=1)
     for name, column in zip(("prompt", "chosen", "rejected", "total"), (*every.T, totals), strict=True):
@@ -134,7 +135,7 @@ def peak_memory_of_an_account(directory: Path, num_blocks: int) -> int:
     directory.mkdir()
     (directory / "a.jsonl").write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
     reader = TaskReader(DataSettings("x"), resolve_sources([str(directory / "a.jsonl")]))
-    account = Account(reader, directory)
+    account = PrepareStats(reader, directory)
     tracemalloc.start()
     for result in results(num_blocks):
         account.add(result)
@@ -154,7 +155,7 @@ def test_an_account_of_five_times_the_pairs_takes_no_more_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """266 thousand pairs and 1.3 million, with bad rows enough to fill the table of reasons in both."""
-    monkeypatch.setattr(repeats, "KEYS_PER_PART", 1 << 15)
+    monkeypatch.setattr(duplicates, "KEYS_PER_PART", 1 << 15)
     small = peak_memory_of_an_account(tmp_path / "small", 520)
     large = peak_memory_of_an_account(tmp_path / "large", 2600)
     print(f"{small / 2**20:.1f} MiB, {large / 2**20:.1f} MiB")
@@ -164,7 +165,7 @@ def test_an_account_of_five_times_the_pairs_takes_no_more_memory(
 def test_reasons_beyond_a_bound_are_counted_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
     reader = TaskReader(DataSettings("x"), resolve_sources([str(tmp_path / "a.jsonl")]))
-    account = Account(reader, tmp_path)
+    account = PrepareStats(reader, tmp_path)
     num_rows = MAX_REASONS + 100
     bad = [BadRow("a", "line", n, f"reason {n}", "") for n in range(num_rows)]
     account.add(BlockResult(0, num_rows, 0, num_rows, pairs=pairs_to_record_batch([], []), bad=bad))

@@ -37,7 +37,7 @@ def test_stores_of_versions_with_other_names_are_found_again(
     settings = DataSettings("a.jsonl", **setting)
     template: Any = SimpleNamespace(digest="d" * 64)
     assert identity.make_identity(settings, None, template, ["jsonl:" + "0" * 64]) == fingerprint  # type: ignore[arg-type]
-    assert identity.settings_that_matter(settings)["special_tokens_in_text"] == stored
+    assert identity.fingerprinted_settings(settings)["special_tokens_in_text"] == stored
 
 
 def test_prepare_takes_the_earlier_spelling_of_the_option() -> None:

@@ -11,17 +11,17 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.rows.formats import PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import load_template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
-from thresher.data.tokenization.placeholders import StandIns
+from thresher.data.tokenization.placeholders import PlaceholderTokenizer
 from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
 from thresher.errors import UserError
 
 
 def row_of(columns: dict[str, Any]) -> PreferenceRow:
-    return to_preference_row(columns, detect_shape(columns, {}, "here"), {})
+    return to_preference_row(columns, detect_format(columns, {}, "here"), {})
 
 
 def tokenize(columns: dict[str, Any], tokenizer: Any, template: str = "auto", **arguments: Any) -> TokenizedRow:
@@ -219,7 +219,7 @@ def test_a_template_that_is_not_jinja_is_told_at_once(tmp_path: Path) -> None:
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = make_tokenizer(eos_token=None)
     with pytest.raises(UserError, match=r'no EOS token.*set "eos_token" in its tokenizer_config.json'):
-        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}), StandIns(tokenizer, []))
+        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}), PlaceholderTokenizer(tokenizer, []))
 
 
 def test_tokens_are_int32(chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -139,8 +139,8 @@ def test_rpo_alpha_adds_the_mean_chosen_nll():
 def with_collision(pairs: ObjectiveInputs) -> ObjectiveInputs:
     """Give the hand pair log_collision of -0.5 (chosen) and -1 (rejected)."""
     policy = ChosenRejectedLogps(
-        replace(pairs.policy.chosen, log_collision=torch.full((2,), -0.5, dtype=torch.float64)),
-        replace(pairs.policy.rejected, log_collision=torch.full((3,), -1.0, dtype=torch.float64)),
+        replace(pairs.policy.chosen, log_sum_squared_probs=torch.full((2,), -0.5, dtype=torch.float64)),
+        replace(pairs.policy.rejected, log_sum_squared_probs=torch.full((3,), -1.0, dtype=torch.float64)),
     )
     return replace(pairs, policy=policy)
 
@@ -158,7 +158,7 @@ def test_wpo_weighs_value_and_gradient_alike(name):
 
 
 def test_wpo_without_collisions_names_the_fix():
-    with pytest.raises(UserError, match="log_collision"):
+    with pytest.raises(UserError, match="log_sum_squared_probs"):
         replace(objective_of("sigmoid"), wpo=True)(hand_pairs())
 
 

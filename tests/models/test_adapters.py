@@ -9,7 +9,7 @@ from tests.support.tiny_models import MIXED, tiny_model
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout
-from thresher.models.loading.lora import attach_lora, merged, without_adapter
+from thresher.models.loading.lora import adapter_disabled, attach_lora, merge_adapter
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 
@@ -49,7 +49,7 @@ def test_without_its_adapter_a_trained_model_is_its_base_bit_for_bit(family):
     model = adapted(family)
     stir(model)
     trained = score(model)
-    with without_adapter(model):
+    with adapter_disabled(model):
         base = score(model)
     assert_same(base, score(tiny_model(family)))
     assert (trained.chosen.values - base.chosen.values).abs().max() > 1e-2
@@ -61,7 +61,7 @@ def test_a_merged_model_says_what_the_adapted_one_said(family):
     model = adapted(family)
     stir(model)
     trained = score(model)
-    plain = merged(model)
+    plain = merge_adapter(model)
     assert not any("lora" in name for name, _ in plain.named_parameters())
     torch.testing.assert_close(score(plain).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
 
@@ -78,7 +78,7 @@ def test_adapter_dropout_acts_in_training_and_not_in_scoring():
     model = adapted("llama", dropout=0.5)
     stir(model)
     policy = NativeTrain(model, LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
-    arranged = LAYOUT.arrange(MIXED)
+    arranged = LAYOUT.collate(MIXED)
     once, again = (policy._pair_model.score(arranged).chosen.values for _ in range(2))
     assert not torch.equal(once, again)
     assert_same(policy.score(MIXED), policy.score(MIXED))

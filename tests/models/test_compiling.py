@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from tests.support.tiny_models import batch_of, pair_of, tiny_model
 from thresher.errors import UserError
-from thresher.models.forward_check import check_against_own_forward
+from thresher.models.forward_check import check_logps
 from thresher.models.layouts import PackedLayout
 from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import compile_layers
@@ -23,7 +23,7 @@ BATCHES = [
 
 def _gradients(model: PairModel, batch) -> dict[str, torch.Tensor]:
     model.causal_lm.zero_grad()
-    scored = model.score(LAYOUT.arrange(batch))
+    scored = model.score(LAYOUT.collate(batch))
     (scored.chosen.values.sum() - 2 * scored.rejected.values.sum()).backward()
     return {name: p.grad.clone() for name, p in model.causal_lm.named_parameters()}
 
@@ -37,7 +37,7 @@ def test_compiled_layers_give_the_same_gradients_and_compile_once(checkpointing)
     torch.compiler.reset()
     counters.clear()
     compile_layers(compiled.backbone)
-    check_against_own_forward(compiled, LAYOUT, BATCHES[0])
+    check_logps(compiled, LAYOUT, BATCHES[0])
     assert counters["stats"]["unique_graphs"] == 0  # the check watches layers and runs them as they are
     graphs = []
     for batch in BATCHES:

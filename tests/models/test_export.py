@@ -16,7 +16,7 @@ from thresher.builders.export import export_checkpoint
 from thresher.builders.run import build_layout
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
-from thresher.models.logps import own_forward
+from thresher.models.logps import original_forward
 from thresher.pipeline import DPOPipeline
 
 pytestmark = pytest.mark.real
@@ -69,7 +69,7 @@ def test_plain_transformers_gives_the_policys_logits(trained, exported, stories_
     policy.load(checkpoint)
     plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     start = AutoModelForCausalLM.from_pretrained(stories_dir, dtype=torch.float32).eval()
-    with torch.no_grad(), own_forward(policy.model):
+    with torch.no_grad(), original_forward(policy.model):
         ours = policy.model.eval()(input_ids=ids).logits
         # merging rounds each weight once more, so a few logits of LoRA move by a little over 1e-5
         torch.testing.assert_close(plain(input_ids=ids).logits, ours, atol=2e-5, rtol=1e-5)

@@ -12,7 +12,7 @@ from tests.support.tiny_models import pair_of
 from thresher.data.pair import PairBatch
 from thresher.models import lm_head as head_module
 from thresher.models.layouts import PackedLayout
-from thresher.models.lm_head import Head, LogitTransform, log_collision, target_logps
+from thresher.models.lm_head import LMHead, LogitTransform, log_sum_squared_probs, target_logps
 from thresher.models.logps import PairModel
 
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(0.7, 1.5)]
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_those_of_whole_logits(transform, has_bias, at_
         leaves = [tensor.clone().requires_grad_() for tensor in (rows, weight, bias)]
         own_bias = leaves[2] if has_bias else None
         if way == "slices":
-            logps = target_logps(Head(leaves[1], own_bias, torch.float64, transform), leaves[0], targets)
+            logps = target_logps(LMHead(leaves[1], own_bias, torch.float64, transform), leaves[0], targets)
         else:
             logps = _plain(leaves[0], leaves[1], own_bias, targets, transform)
         (logps * factors).sum().backward()
@@ -61,14 +61,14 @@ def test_values_and_gradients_are_those_of_whole_logits(transform, has_bias, at_
 def test_the_collision_probability_does_not_depend_on_slices(at_once):
     rows, weight, bias, _ = _case(7, 5, 33, torch.float64)
     expected = (rows @ weight.T + bias).softmax(-1).square().sum(-1).log()
-    found = log_collision(Head(weight, bias, torch.float64, LogitTransform()), rows)
+    found = log_sum_squared_probs(LMHead(weight, bias, torch.float64, LogitTransform()), rows)
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-12)
 
 
 def test_a_frozen_head_gets_no_gradient_and_still_passes_one_on():
     rows, weight, _, targets = _case(4, 5, 33, torch.float32)
     rows.requires_grad_()
-    target_logps(Head(weight, None, torch.float32, LogitTransform()), rows, targets).sum().backward()
+    target_logps(LMHead(weight, None, torch.float32, LogitTransform()), rows, targets).sum().backward()
     assert weight.grad is None
     assert rows.grad.abs().sum() > 0
 
@@ -79,7 +79,7 @@ def test_bf16_rounds_factors_and_not_logits():
     rows, weight = (rows * 3).bfloat16().float(), weight.bfloat16().float()  # factors that rounding leaves alone
     exact = _plain(rows.double(), weight.double(), None, targets, LogitTransform())
     assert (rows @ weight.T).abs().max() > 64
-    found = target_logps(Head(weight, None, torch.bfloat16, LogitTransform()), rows.bfloat16(), targets)
+    found = target_logps(LMHead(weight, None, torch.bfloat16, LogitTransform()), rows.bfloat16(), targets)
     assert found.dtype == torch.float32
     assert (found - exact).abs().max() < 1e-3
     rounded = (rows.bfloat16() @ weight.bfloat16().T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
@@ -89,7 +89,7 @@ def test_bf16_rounds_factors_and_not_logits():
 def test_products_elsewhere_keep_their_precision():
     """bf16 inside the head is a setting of the whole process: it must be as it was afterwards, also after a failure."""
     before = torch.backends.mkldnn.matmul.fp32_precision
-    head = Head(torch.randn(8, 4), None, torch.bfloat16, LogitTransform())
+    head = LMHead(torch.randn(8, 4), None, torch.bfloat16, LogitTransform())
     target_logps(head, torch.randn(3, 4), torch.tensor([1, 2, 3]))
     with pytest.raises(RuntimeError):
         head.product(torch.randn(3, 5), torch.randn(4, 8))
@@ -125,7 +125,7 @@ def test_the_largest_tensor_of_a_step_is_under_an_eighth_of_the_logits():
         )
     )
     pairs = tuple(pair_of(90, 45, 60, seed=seed) for seed in range(8))
-    arranged = layout.arrange(PairBatch(torch.arange(8).numpy(), pairs))
+    arranged = layout.collate(PairBatch(torch.arange(8).numpy(), pairs))
     shapes = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
     pair_model = PairModel.for_layout(model, torch.float32, layout)
     with LargestActivation(shapes) as watch:

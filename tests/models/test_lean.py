@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny_models import tiny_model
-from thresher.models.optimizations.memory_efficient_layers import as_written, make_lean
+from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 IDS = torch.arange(3, 43).reshape(2, 20)
@@ -25,9 +25,9 @@ def _forward_and_gradients(model, autocast: bool) -> tuple[torch.Tensor, dict[st
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-6), (True, 3e-2)], ids=["fp32", "bf16"])
 def test_values_and_gradients_are_those_of_the_model_as_written(family, autocast, tolerance):
     model = tiny_model(family).train()
-    make_lean(model.model)
+    use_memory_efficient_layers(model.model)
     ours, our_gradients = _forward_and_gradients(model, autocast)
-    with as_written(model):
+    with original_forwards(model):
         theirs, their_gradients = _forward_and_gradients(model, autocast)
     assert (ours - theirs).norm() <= tolerance * theirs.norm()
     assert our_gradients.keys() == their_gradients.keys()
@@ -42,7 +42,7 @@ def test_less_is_kept_for_the_backward(autocast):
     kept = []
     for lean in (False, True):
         if lean:
-            make_lean(model.model)
+            use_memory_efficient_layers(model.model)
         held: dict[int, torch.Tensor] = {}  # by storage: what two functions keep is counted once
 
         def hold(tensor: torch.Tensor, held: dict[int, torch.Tensor] = held) -> torch.Tensor:
@@ -59,11 +59,11 @@ def test_less_is_kept_for_the_backward(autocast):
 def test_other_families_and_other_activations_are_left_as_written():
     for family in ("gemma2", "olmo2", "gpt_neox"):
         model = tiny_model(family)
-        make_lean(model.base_model)
+        use_memory_efficient_layers(model.base_model)
         assert not any("forward" in vars(module) for module in model.modules())
     model = tiny_model("llama")
     model.config.hidden_act = "gelu"
-    make_lean(model.model)
+    use_memory_efficient_layers(model.model)
     assert "forward" not in vars(model.model.layers[0].mlp)
     assert "forward" in vars(model.model.layers[0].input_layernorm)
 
@@ -72,7 +72,7 @@ def test_a_forward_of_somebody_else_is_left_alone():
     model = tiny_model("llama")
     norm = model.model.layers[0].input_layernorm
     norm.forward = lambda hidden: hidden
-    make_lean(model.model)
-    with as_written(model):
+    use_memory_efficient_layers(model.model)
+    with original_forwards(model):
         assert norm.forward(1) == 1
     assert norm.forward(1) == 1

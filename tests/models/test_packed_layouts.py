@@ -16,9 +16,9 @@ from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
 from thresher.models.attention.segments import Segment, query_slices
-from thresher.models.forward_check import check_against_own_forward
+from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.models.loading.load import turn_dropout_off
+from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel
 
 
@@ -62,7 +62,7 @@ def score(
 ) -> ChosenRejectedLogps:
     if layout.name == "padded":  # soft-capped scores are beyond sdpa
         model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
-    return PairModel.for_layout(model, dtype, layout).score(layout.arrange(batch))
+    return PairModel.for_layout(model, dtype, layout).score(layout.collate(batch))
 
 
 def values(sides: ChosenRejectedLogps) -> torch.Tensor:
@@ -79,7 +79,7 @@ def gradient(model: torch.nn.Module, layout: Layout, batch: PairBatch) -> torch.
 @pytest.fixture(scope="module", params=PACKABLE)
 def model(request):
     model = tiny_model(request.param).train()
-    turn_dropout_off(model)
+    disable_dropout(model)
     return model
 
 
@@ -128,13 +128,13 @@ def test_no_token_of_one_side_reaches_the_other_side_or_a_neighbour_bitwise(mode
 def test_layouts_by_hand():
     """Prompt 7 8, chosen 20 21 22, rejected 30 31: the last token of a response predicts nothing and is left out."""
     pair = Pair(*(np.array(ids, dtype=np.int32) for ids in ([7, 8], [20, 21, 22], [30, 31])))
-    shared = SHARED.arrange(batch_of(pair))
+    shared = SHARED.collate(batch_of(pair))
     assert shared.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 30]]
     assert shared.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
     assert shared.segments == (Segment(0, 4), Segment(4, 5, 0, 2))
     assert shared.scored_rows.tolist() == [1, 2, 3, 1, 4]
     assert shared.targets.tolist() == [20, 21, 22, 30, 31]
-    packed = PACKED.arrange(batch_of(pair))
+    packed = PACKED.collate(batch_of(pair))
     assert packed.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 7, 8, 30]]
     assert packed.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert packed.segments == (Segment(0, 4), Segment(4, 7))
@@ -147,7 +147,7 @@ def test_layouts_by_hand():
 
 def test_an_empty_prompt_is_refused_by_its_number():
     with pytest.raises(UserError, match="pair 0 has an empty prompt"):
-        SHARED.arrange(batch_of(pair_of(0, 2, 2)))
+        SHARED.collate(batch_of(pair_of(0, 2, 2)))
 
 
 SEGMENTS = (Segment(0, 5), Segment(5, 9, 0, 3), Segment(9, 10), Segment(10, 17, 9, 10))
@@ -213,9 +213,9 @@ PRUNED = ["llama", "llama_stray_window", "mistral", "qwen2", "qwen2_windowed", "
 @pytest.mark.parametrize("family", PACKABLE)
 def test_the_last_layer_computes_scored_rows_only_where_the_family_allows_it(family):
     model = tiny_model(family).eval()
-    turn_dropout_off(model)
+    disable_dropout(model)
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
-    assert pair_model.prunes_last_layer == (family in PRUNED)
+    assert pair_model.skips_unscored_rows == (family in PRUNED)
     rows: list[int] = []
 
     def count(_module: object, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -223,7 +223,7 @@ def test_the_last_layer_computes_scored_rows_only_where_the_family_allows_it(fam
 
     for layer in pair_model.backbone.layers:
         layer.register_forward_hook(count)
-    arranged = SHARED.arrange(ODD)
+    arranged = SHARED.collate(ODD)
     pair_model.score(arranged)
     whole, kept = arranged.model_inputs["input_ids"].numel(), len(arranged.kept.rows)
     assert kept < 0.7 * whole
@@ -306,7 +306,7 @@ def test_dense_attention_holds_no_matrix_of_the_whole_row():
 def test_the_start_up_check_names_the_layer_where_a_layout_parts_from_the_model():
     model = tiny_model("granite").eval()
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
-    check_against_own_forward(pair_model, SHARED, MIXED)
+    check_logps(pair_model, SHARED, MIXED)
     calls = []
 
     def spoil_packed_rows(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
@@ -317,7 +317,7 @@ def test_the_start_up_check_names_the_layer_where_a_layout_parts_from_the_model(
     with pytest.raises(
         UserError, match=r"layout `shared` differ .*family `granite`, they part in layer 1\); use layout"
     ):
-        check_against_own_forward(pair_model, SHARED, MIXED)
+        check_logps(pair_model, SHARED, MIXED)
     assert calls[0] is not None
 
 
@@ -330,4 +330,4 @@ def test_a_family_that_cannot_be_packed_is_told_so_at_the_start():
 
     model.model.layers[0].register_forward_pre_hook(lose_segments, with_kwargs=True)
     with pytest.raises(UserError, match=r"layout `shared` does not work with model family `llama`.*use layout=padded"):
-        check_against_own_forward(pair_model, SHARED, MIXED)
+        check_logps(pair_model, SHARED, MIXED)

@@ -21,7 +21,7 @@ LONG = Pair(ids(11, 12, 13), ids(22, 23), ids(31, 32, 33), np.array([False, True
 
 @pytest.fixture(scope="module")
 def arranged():
-    return PaddedLayout(pad_id=9).arrange(batch_of(SHORT, LONG))
+    return PaddedLayout(pad_id=9).collate(batch_of(SHORT, LONG))
 
 
 def test_rows_are_all_chosen_sides_then_all_rejected_ones_padded_on_the_right(arranged):
@@ -54,16 +54,16 @@ def test_useful_and_padding_tokens_add_up_to_the_batch(arranged):
 
 
 def test_padding_goes_to_the_longest_of_the_batch_not_to_a_fixed_length():
-    assert PaddedLayout(pad_id=9).arrange(batch_of(SHORT)).model_inputs["input_ids"].shape == (2, 3)
+    assert PaddedLayout(pad_id=9).collate(batch_of(SHORT)).model_inputs["input_ids"].shape == (2, 3)
 
 
 def test_a_response_without_a_scored_token_has_length_zero():
     silent = Pair(ids(10), ids(20), ids(30), np.array([False]), np.array([True]))
-    arranged = PaddedLayout(pad_id=9).arrange(batch_of(silent, SHORT))
+    arranged = PaddedLayout(pad_id=9).collate(batch_of(silent, SHORT))
     assert arranged.chosen_lengths.tolist() == [0, 2]
     assert arranged.targets.tolist() == [20, 21, 30, 30]
 
 
 def test_an_empty_prompt_is_refused_by_the_number_of_its_pair():
     with pytest.raises(UserError, match="pair 1 has an empty prompt, so nothing predicts its first token"):
-        PaddedLayout(pad_id=9).arrange(batch_of(SHORT, Pair(ids(), ids(20), ids(30))))
+        PaddedLayout(pad_id=9).collate(batch_of(SHORT, Pair(ids(), ids(20), ids(30))))

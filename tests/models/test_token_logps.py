@@ -11,10 +11,10 @@ from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of,
 from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.forward_check import check_against_own_forward
+from thresher.models.forward_check import check_logps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.lm_head import LogitTransform
-from thresher.models.loading.load import turn_dropout_off
+from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel, logit_transform
 
 LAYOUT = PaddedLayout(pad_id=0)
@@ -29,12 +29,12 @@ def family(request):
 def model(family):
     """In training mode, as a policy is, with every dropout off."""
     model = tiny_model(family).train()
-    turn_dropout_off(model)
+    disable_dropout(model)
     return model
 
 
 def score(model: torch.nn.Module, batch, **options) -> ChosenRejectedLogps:
-    return PairModel(model, torch.float32).score(LAYOUT.arrange(batch), **options)
+    return PairModel(model, torch.float32).score(LAYOUT.collate(batch), **options)
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_models_own_logits(model):
     (scored.chosen.values.sum() - 2 * scored.rejected.values.sum()).backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    arranged = LAYOUT.arrange(MIXED)
+    arranged = LAYOUT.collate(MIXED)
     logits = model(**arranged.model_inputs, use_cache=False).logits
     rows = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].float()
     own = rows.log_softmax(-1).gather(1, arranged.targets[:, None]).squeeze(1)
@@ -103,19 +103,19 @@ def test_gradients_are_those_of_the_models_own_logits(model):
 
 
 def test_the_collision_probability_is_the_sum_of_squared_probabilities(model):
-    scored = score(model, MIXED, with_log_collision=True)
-    arranged = LAYOUT.arrange(MIXED)
+    scored = score(model, MIXED, with_log_sum_squared_probs=True)
+    arranged = LAYOUT.collate(MIXED)
     with torch.no_grad():
         logits = model(**arranged.model_inputs, use_cache=False).logits
     probabilities = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].double().softmax(-1)
     expected = probabilities.square().sum(-1).log().float()
-    found = torch.cat([scored.chosen.log_collision, scored.rejected.log_collision])
+    found = torch.cat([scored.chosen.log_sum_squared_probs, scored.rejected.log_sum_squared_probs])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert not found.requires_grad
 
 
 def test_the_start_up_check_accepts_every_family(model):
-    check_against_own_forward(PairModel(model, torch.float32), LAYOUT, MIXED)
+    check_logps(PairModel(model, torch.float32), LAYOUT, MIXED)
     assert model.training
 
 
@@ -139,7 +139,7 @@ def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
     """8 scored rows of 2 x 84 positions; the head's own weight has 32 rows in its transposed form."""
     batch = batch_of(pair_of(80, 4, 4, seed=7))
     with LargestTensor() as watch:
-        scored = score(model, batch, with_log_collision=True)
+        scored = score(model, batch, with_log_sum_squared_probs=True)
         (scored.chosen.values.sum() + scored.rejected.values.sum()).backward()
     assert 8 <= watch.rows <= 32
     model.zero_grad()
@@ -181,12 +181,12 @@ def test_a_family_that_changes_its_logits_in_an_unknown_way_is_stopped_at_the_st
     with pytest.raises(
         UserError, match=r"layout `padded` differ from the model's own forward by .* \(model family `llama`"
     ):
-        check_against_own_forward(PairModel(model, torch.float32), LAYOUT, MIXED)
+        check_logps(PairModel(model, torch.float32), LAYOUT, MIXED)
 
 
 def test_logps_stay_fp32_when_the_backbone_computes_in_bf16():
     model = tiny_model("llama")
-    exact = PairModel(model, torch.float32).score(LAYOUT.arrange(MIXED)).chosen.values
-    mixed = PairModel(model, torch.bfloat16).score(LAYOUT.arrange(MIXED)).chosen.values
+    exact = PairModel(model, torch.float32).score(LAYOUT.collate(MIXED)).chosen.values
+    mixed = PairModel(model, torch.bfloat16).score(LAYOUT.collate(MIXED)).chosen.values
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - exact).abs().max() < 0.3

@@ -8,13 +8,13 @@ import math
 import pytest
 
 from thresher.errors import DiskError
-from thresher.training.skipped_steps import SkippedStep, SkippedSteps, SpoiltPair
+from thresher.training.skipped_steps import NonFinitePair, SkippedStep, SkippedStepLog
 
-STEP = SkippedStep("gradient", math.nan, (SpoiltPair(3, "ab" * 16, None),), in_a_row=1, ends_run=False)
+STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), in_a_row=1, ends_run=False)
 
 
 def test_a_record_is_json_without_words_that_json_lacks(tmp_path):
-    SkippedSteps(tmp_path / "logs", None).write(7, STEP)
+    SkippedStepLog(tmp_path / "logs", None).write(7, STEP)
     (line,) = (tmp_path / "logs" / "skipped_steps.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {
         "step": 7,
@@ -26,13 +26,13 @@ def test_a_record_is_json_without_words_that_json_lacks(tmp_path):
 
 
 def test_a_run_that_starts_over_after_a_failure_keeps_no_record(tmp_path):
-    SkippedSteps(tmp_path, None).write(1, STEP)
-    SkippedSteps(tmp_path, -1)
+    SkippedStepLog(tmp_path, None).write(1, STEP)
+    SkippedStepLog(tmp_path, -1)
     assert (tmp_path / "skipped_steps.jsonl").read_text() == ""
 
 
 def test_a_full_disk_is_told_as_one(tmp_path):
-    skipped = SkippedSteps(tmp_path, None)
+    skipped = SkippedStepLog(tmp_path, None)
     skipped.path.symlink_to("/dev/full")
     with pytest.raises(DiskError, match=r"could not write the log of the run.*: No space left on device; free"):
         skipped.write(7, STEP)

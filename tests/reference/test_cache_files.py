@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.noise_cache import NoisePairs, all_bits, look_up, made_up_logps, open_cache
-from thresher.distributed.groups import DataRanks
+from tests.support.noise_cache import NoisePairs, all_bits, lookup, made_up_logps, open_cache
+from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.shards import (
-    Shard,
+    CacheShard,
     ShardFile,
     ShardLimits,
     ShardWriter,
-    find_fault,
     list_shards,
     read_keys,
+    verify_shard,
     write_shard,
 )
 
@@ -42,8 +42,8 @@ def test_logps_come_back_bit_for_bit(tmp_path):
     sides = [[draw.normal(size=n).astype(np.float32) for n in draw.integers(0, 9, 20)] for _ in range(2)]
     sides[0][3] = np.array([-np.inf, -0.0, np.nan, np.float32(1e-42)], dtype=np.float32)
     file = write_shard(tmp_path, keys, *sides)
-    assert (file, file.num_pairs, find_fault(file)) == (ShardFile.parse(file.path), 20, None)
-    shard = Shard(file.path)
+    assert (file, file.num_pairs, verify_shard(file)) == (ShardFile.parse(file.path), 20, None)
+    shard = CacheShard(file.path)
     assert [key.tobytes() for key in read_keys(file.path)] == keys
     for row in range(20):
         for ours, theirs in zip(shard.logps(row), (sides[0][row], sides[1][row]), strict=True):
@@ -102,11 +102,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_shard_is_told_once_and_counts_as_absent(tmp_path, caplog, damage):
     pairs = NoisePairs(PAIRS)
-    look_up(tmp_path, pairs).score_missing(made_up_logps, limits=SMALL)
-    expected = all_bits(look_up(tmp_path, pairs), pairs)
+    lookup(tmp_path, pairs).score_missing(made_up_logps, limits=SMALL)
+    expected = all_bits(lookup(tmp_path, pairs), pairs)
     victim = shards_in(tmp_path)[1]
     damage(victim.path)
-    again = look_up(tmp_path, pairs)
+    again = lookup(tmp_path, pairs)
     (told,) = caplog.records
     assert told.levelname == "WARNING"
     assert (
@@ -117,13 +117,13 @@ def test_a_damaged_shard_is_told_once_and_counts_as_absent(tmp_path, caplog, dam
     again.score_missing(made_up_logps)
     assert again.num_missing == 0
     assert all_bits(again, pairs) == expected
-    look_up(tmp_path, pairs)
+    lookup(tmp_path, pairs)
     assert len(caplog.records) == 1
 
 
 def test_a_shard_that_vanishes_during_a_run_is_told_with_its_mend(tmp_path):
     pairs = NoisePairs(PAIRS)
-    reference = look_up(tmp_path, pairs)
+    reference = lookup(tmp_path, pairs)
     reference.score_missing(made_up_logps)
     for shard in shards_in(tmp_path):
         shard.path.unlink()
@@ -134,7 +134,7 @@ def test_a_shard_that_vanishes_during_a_run_is_told_with_its_mend(tmp_path):
 def test_a_cache_that_cannot_be_written_is_told_with_its_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written in .*; set reference.cache_dir to a place that can"):
-        look_up(tmp_path / "file", NoisePairs(4)).score_missing(made_up_logps)
+        lookup(tmp_path / "file", NoisePairs(4)).score_missing(made_up_logps)
 
 
 def test_a_directory_that_vanishes_under_a_writer_is_told(tmp_path):
@@ -167,24 +167,24 @@ def test_an_error_in_the_middle_keeps_what_was_scored(tmp_path):
         return made_up_logps(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        look_up(tmp_path, pairs).score_missing(score)
-    assert look_up(tmp_path, pairs).num_missing == PAIRS - 7 * 4
+        lookup(tmp_path, pairs).score_missing(score)
+    assert lookup(tmp_path, pairs).num_missing == PAIRS - 7 * 4
 
 
 def test_of_two_copies_of_a_pair_the_oldest_counts(tmp_path):
     """A run that goes on must see the bits that it saw before, whatever others have written since."""
     pairs = NoisePairs(12)
-    first = look_up(tmp_path, pairs, pairs_per_block=3)
-    late = look_up(tmp_path, pairs, pairs_per_block=4)  # sees an empty cache, as a second writer would
+    first = lookup(tmp_path, pairs, pairs_per_block=3)
+    late = lookup(tmp_path, pairs, pairs_per_block=4)  # sees an empty cache, as a second writer would
     first.score_missing(made_up_logps)
     bits = all_bits(first, pairs)
     time.sleep(0.002)
     late.score_missing(made_up_logps)
     assert len(shards_in(tmp_path)) == 2
-    assert all_bits(look_up(tmp_path, pairs), pairs) == bits
+    assert all_bits(lookup(tmp_path, pairs), pairs) == bits
     assert all_bits(late, pairs) == bits
     (alone := tmp_path / "alone").mkdir()
-    other = look_up(alone, pairs, pairs_per_block=4)
+    other = lookup(alone, pairs, pairs_per_block=4)
     other.score_missing(made_up_logps)
     assert all_bits(other, pairs) != bits
 
@@ -193,7 +193,7 @@ def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
     pairs = NoisePairs(12)
     pairs.pairs[10] = pairs.pairs[1]
     pairs.pairs.pop()  # the last block holds three pairs, so that its bits differ
-    reference = look_up(tmp_path, pairs)
+    reference = lookup(tmp_path, pairs)
     reference.score_missing(made_up_logps)
     one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
     assert one == other
@@ -204,16 +204,16 @@ def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
 
 def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
     pairs = NoisePairs(PAIRS)
-    some = look_up(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
+    some = lookup(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
     assert (some.num_pairs, some.num_missing) == (4, 4)
     some.score_missing(made_up_logps)
     assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last holds two pairs
-    every = look_up(tmp_path / "every", pairs)
+    every = lookup(tmp_path / "every", pairs)
     every.score_missing(made_up_logps)
     for pair_id in (3, 17, 18, 49):
         batch = pairs.read(np.array([pair_id]))
         assert some.logps(batch).chosen.values.tolist() == every.logps(batch).chosen.values.tolist()
-    longer = look_up(tmp_path / "some", pairs)
+    longer = lookup(tmp_path / "some", pairs)
     assert longer.num_missing == PAIRS - 10
     longer.score_missing(made_up_logps)
     assert all_bits(longer, pairs) == all_bits(every, pairs)
@@ -221,7 +221,7 @@ def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
 
 def test_a_pair_that_was_not_looked_up_has_no_logps(tmp_path):
     pairs = NoisePairs(PAIRS)
-    reference = look_up(tmp_path, pairs, np.array([9, 20]))
+    reference = lookup(tmp_path, pairs, np.array([9, 20]))
     reference.score_missing(made_up_logps)
     for stranger in (0, 12, 49):
         with pytest.raises(IndexError, match=f"pair {stranger} is none of the pairs that were looked up"):
@@ -232,14 +232,17 @@ def test_a_pair_that_was_not_looked_up_has_no_logps(tmp_path):
 def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
     """Also when one of them looks up while others have written already: all must deal alike."""
     pairs = NoisePairs(PAIRS)
-    reader, scored = look_up(tmp_path, pairs), 0
+    reader, scored = lookup(tmp_path, pairs), 0
     for rank in range(num_ranks):
-        reference = look_up(tmp_path, pairs)
-        deque(reference.scoring(made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL), maxlen=0)
+        reference = lookup(tmp_path, pairs)
+        deque(
+            reference.iter_score_missing(made_up_logps, ranks=DataParallelGroup(rank, num_ranks), limits=SMALL),
+            maxlen=0,
+        )
         scored += reference.num_scored
     assert scored == PAIRS
     assert reader.num_missing == PAIRS
-    reader.look_up()
+    reader.lookup()
     assert reader.num_missing == 0
 
 
@@ -253,8 +256,8 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
             code = 1
             try:
                 rank, num_ranks = (0, 1) if number % 2 else (number // 2, 4)
-                scoring = look_up(tmp_path, pairs).scoring(
-                    made_up_logps, ranks=DataRanks(rank, num_ranks), limits=SMALL
+                scoring = lookup(tmp_path, pairs).iter_score_missing(
+                    made_up_logps, ranks=DataParallelGroup(rank, num_ranks), limits=SMALL
                 )
                 deque(scoring, maxlen=0)
                 code = 0
@@ -264,10 +267,10 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
     shards = shards_in(tmp_path)
     assert sum(shard.num_pairs for shard in shards) > 400
-    assert [find_fault(shard) for shard in shards] == [None] * len(shards)
-    reference = look_up(tmp_path, pairs)
+    assert [verify_shard(shard) for shard in shards] == [None] * len(shards)
+    reference = lookup(tmp_path, pairs)
     assert reference.num_missing == 0
-    alone = look_up(tmp_path / "alone", pairs)
+    alone = lookup(tmp_path / "alone", pairs)
     alone.score_missing(made_up_logps)
     assert all_bits(reference, pairs) == all_bits(alone, pairs)
 
@@ -303,9 +306,9 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
         begun += kill
 
     pairs = NoisePairs(num_pairs)
-    whole = look_up(tmp_path / "whole", pairs)
+    whole = lookup(tmp_path / "whole", pairs)
     whole.score_missing(made_up_logps)
-    assert all_bits(look_up(tmp_path / "killed", pairs), pairs) == all_bits(whole, pairs)
+    assert all_bits(lookup(tmp_path / "killed", pairs), pairs) == all_bits(whole, pairs)
 
 
 @pytest.mark.parametrize(
@@ -327,9 +330,9 @@ def test_the_cache_lies_where_the_config_the_environment_or_custom_says(monkeypa
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):
     pairs = NoisePairs(8)
-    look_up(tmp_path, pairs).score_missing(made_up_logps)
+    lookup(tmp_path, pairs).score_missing(made_up_logps)
     cache = open_cache(tmp_path)
     other = cache.directory.rename(tmp_path / ("0" * 32))
-    assert look_up(tmp_path, pairs).num_missing == 8
+    assert lookup(tmp_path, pairs).num_missing == 8
     other.rename(cache.directory)
-    assert look_up(tmp_path, pairs).num_missing == 0
+    assert lookup(tmp_path, pairs).num_missing == 0

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.noise_cache import IDENTITY
 from thresher.errors import UserError
-from thresher.reference.fingerprint import frozen_digest, settings_digest, weights_digest
+from thresher.reference.fingerprint import config_digest, frozen_digest, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def copy(model, tmp_path) -> Path:
 
 
 def settings(path: Path) -> str:
-    return settings_digest(str(path), trust_remote_code=False)
+    return config_digest(str(path), trust_remote_code=False)
 
 
 def test_a_copy_under_another_name_is_the_same_reference(model, copy):
@@ -97,9 +97,9 @@ def test_settings_matter_where_they_can_change_a_logp(model, copy, key, value, m
 
 
 def test_code_that_may_run_matters(copy):
-    before = [settings_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
+    before = [config_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
     (copy / "modeling_own.py").write_text("scale = 2")
-    after = [settings_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
+    after = [config_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
     assert before[0] == after[0]
     assert before[1] != after[1]
 

@@ -80,7 +80,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         started.begin()
         trackers = build_tracking(config, None)
         with track(trackers, config, inputs.plan, resume_step=None) as skipped:
-            fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), trackers, skipped)
+            fit(started.trainable, started.progress, inputs.plan.num_steps, loop_settings(config), trackers, skipped)
 
     yield run
     for cluster in clusters:

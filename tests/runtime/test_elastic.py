@@ -13,7 +13,7 @@ from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import ResourceError
 from thresher.pipeline import DPOPipeline
-from thresher.runtime.ray.elastic import Elasticity, fit_to_nodes
+from thresher.runtime.ray.elastic import ElasticScaler, fit_to_nodes
 from thresher.runtime.ray.placement import Node
 
 GPU_NODES = [Node(str(number), f"10.0.0.{number}", 8.0, 4) for number in range(4)]
@@ -59,15 +59,15 @@ def test_the_pairs_of_a_step_do_not_follow_the_workers():
     )
     assert config.pairs_per_step == 16 * 8
     nodes, free = GPU_NODES[:2], 0.0
-    elasticity = Elasticity(config, lambda: nodes, lambda: {"GPU": free})
+    elasticity = ElasticScaler(config, lambda: nodes, lambda: {"GPU": free})
     assert elasticity.notes == [
         "elastic: 8 of 16 workers of actor_train, as the cluster has no room for more; the steps stay the same"
     ]
-    assert elasticity.room_for_more() is None
+    assert elasticity.can_scale_up() is None
     nodes += GPU_NODES[2:3]
-    assert elasticity.room_for_more() is None  # somebody else uses it
+    assert elasticity.can_scale_up() is None  # somebody else uses it
     free = 4.0
-    assert elasticity.room_for_more() == "the cluster has room for 4 more workers"
+    assert elasticity.can_scale_up() == "the cluster has room for 4 more workers"
 
 
 def test_a_reference_whose_devices_are_gone_shares_those_that_are_left():

@@ -76,7 +76,7 @@ def test_the_script_of_an_example_makes_the_launchers_run(tiny, launched, tmp_pa
     assert_same_run(tmp_path, launched)
 
 
-class Head(NamedTuple):
+class LMHead(NamedTuple):
     """Where a cluster is found: by drivers, and by those who submit jobs."""
 
     address: str
@@ -84,7 +84,7 @@ class Head(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
+def head() -> Iterator[LMHead]:
     """A head on loopback with its dashboard, as `ray start` makes one; its token is that of the tests."""
     temp_dir = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it, and their paths may have 107 characters
     port, dashboard_port, agent_port, client_port = free_ports(4)
@@ -100,7 +100,7 @@ def head() -> Iterator[Head]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
+        yield LMHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
     finally:
         process.terminate()  # a blocking head takes all that it started with it
         process.wait(timeout=30)

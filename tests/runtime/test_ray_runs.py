@@ -40,7 +40,7 @@ class FreeCores:
     name = "console"
 
     def __init__(self) -> None:
-        self.most = 0.0
+        self.max_over_ranks = 0.0
 
     def start(self, run: object, resume_step: int | None) -> None:
         pass
@@ -49,8 +49,8 @@ class FreeCores:
         import ray
 
         deadline = time.monotonic() + 10  # Ray gives resources back some moments after it was asked to
-        while self.most < 6 and time.monotonic() < deadline:
-            self.most = max(self.most, ray.available_resources()["CPU"])
+        while self.max_over_ranks < 6 and time.monotonic() < deadline:
+            self.max_over_ranks = max(self.max_over_ranks, ray.available_resources()["CPU"])
             time.sleep(0.1)
 
     def close(self, status: str) -> None:
@@ -83,7 +83,7 @@ def test_a_reference_that_workers_score_in_advance_equals_a_plain_forward(alone,
 
 
 def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on_two):
-    assert on_two[2].most == 6  # of 8; two workers of the policy have one each
+    assert on_two[2].max_over_ranks == 6  # of 8; two workers of the policy have one each
 
 
 def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
@@ -135,7 +135,7 @@ def ahead(base, ray_here, tmp_path):
 
 def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):
     from thresher.builders.run import loop_settings
-    from thresher.training.skipped_steps import SkippedSteps
+    from thresher.training.skipped_steps import SkippedStepLog
 
     config, inputs, runtime, started = ahead
     started.begin()
@@ -145,11 +145,11 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
         def log(self, step: int, metrics: dict) -> None:
             log.append((step, metrics))
 
-    skipped = SkippedSteps(tmp_path, resume_step=None)
-    fit(started.trainable, started.standing, inputs.plan.num_steps, loop_settings(config), Log(), skipped)
+    skipped = SkippedStepLog(tmp_path, resume_step=None)
+    fit(started.trainable, started.progress, inputs.plan.num_steps, loop_settings(config), Log(), skipped)
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
-    scored = [span for worker in runtime.reference.call("spans") for span in worker]
-    trained = runtime.policy.call("spans")
+    scored = [span for worker in runtime.reference.call("trace") for span in worker]
+    trained = runtime.policy.call("trace")
     assert sorted({span.step for span in scored}) == [0, 1, 2, 3]
     for rank in trained:
         assert [span.step for span in rank] == [0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
     with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*it goes on from the newest"):
         list(records)
     with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
-        wait_for(runtime.policy.submit("measure")[:1])  # the whole group was ended
+        wait_for(runtime.policy.submit("evaluate_and_record")[:1])  # the whole group was ended
 
 
 def cannot_be_loaded(*roles: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.logged import logged
 from tests.support.small_runs import last_weights
 from tests.support.worker_killer import Killer
 from thresher.config import parse_config
-from thresher.errors import StoppedError
+from thresher.errors import RunStopped
 from thresher.pipeline import DPOPipeline
 
 pytestmark = pytest.mark.distributed
@@ -103,7 +103,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     run(values, tmp_path / "whole")
     before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
-    stopped = pytest.raises(StoppedError, match=r"after step \d+, which is saved; the same command goes on")
+    stopped = pytest.raises(RunStopped, match=r"after step \d+, which is saved; the same command goes on")
     with logged(logging.WARNING) as records, stopped as caught:
         DPOPipeline(config, console=Asker(3, "")).run()
     assert caught.value.exit_code == 128 + signal.SIGTERM

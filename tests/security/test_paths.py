@@ -15,7 +15,7 @@ from tests.support.staged import staging
 from thresher.checkpoint.retention import list_checkpoints, prune
 from thresher.checkpoint.staging import recover
 from thresher.errors import CheckpointError, UserError
-from thresher.file_names import lies_within
+from thresher.file_names import is_safe_relative_path
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_logs_are_not_written_through_a_link(attacked: Run, precious: Path, thre
     ],
 )
 def test_a_name_stays_within_or_does_not(name: object, expected: bool) -> None:
-    assert lies_within(name) == expected
+    assert is_safe_relative_path(name) == expected
 
 
 def test_a_checkpoint_signed_by_anybody_is_still_one_of_plain_files(attacked: Run) -> None:

@@ -83,14 +83,14 @@ def test_a_run_whose_model_was_swapped_for_pickles_is_not_exported(
 
 def test_the_weights_of_a_split_model_are_read_from_safetensors_only(attacked: Run, canary: Canary) -> None:
     from thresher.errors import UserError
-    from thresher.models.loading.load_sharded import WeightFiles
+    from thresher.models.loading.load_sharded import SafetensorsReader
 
     only_pickled_weights(attacked.model, canary.saved)
     with pytest.raises(UserError, match="save the model as safetensors"):
-        WeightFiles(attacked.model)
+        SafetensorsReader(attacked.model)
     (attacked.model / "model.safetensors").write_bytes(canary.saved)
     with pytest.raises(UserError):
-        WeightFiles(attacked.model)
+        SafetensorsReader(attacked.model)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import CommandLine, Run
-from thresher.redact import printable
+from thresher.redact import escape_control_chars
 
 TITLE = "\x1b]0;mine\x07"
 CLEAR = "\x1b[2J\x9b31m"
@@ -20,8 +20,8 @@ def is_harmless(text: str) -> bool:
 
 @pytest.mark.parametrize("text", [TITLE, CLEAR, "\r", "\b\b", "\x7f", "\x00"])
 def test_control_characters_are_spelled_out(text: str) -> None:
-    assert is_harmless(printable(f"a{text}b"))
-    assert printable("a\tb\nc é \U0001f600") == "a\tb\nc é \U0001f600"
+    assert is_harmless(escape_control_chars(f"a{text}b"))
+    assert escape_control_chars("a\tb\nc é \U0001f600") == "a\tb\nc é \U0001f600"
 
 
 def test_rows_and_names_of_files_do_not_reach_the_terminal_as_they_are(

@@ -15,7 +15,7 @@ import pytest
 from tests.support.strategies.parity import Case, Outcome, save_model, train_alone, train_oracle
 from tests.support.strategies.parity_cases import ALL_CASES, write_table
 from tests.support.strategies.rank_pool import RankPool
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 
 # every group of gloo has threads that wake a hundred times a second, also when nobody speaks
 _MOST_THREADS = 150
@@ -64,7 +64,7 @@ def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
 def oracle(model_dirs) -> Callable[[Case], Outcome]:
     """What examples/minimal_dpo.py makes of a case; how it is split and cut is none of its concern."""
     train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
-    plain = Case(AxisSizes())
+    plain = Case(ParallelDims())
     not_its_concern = {
         name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size")
     }
@@ -75,7 +75,7 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """What one process of our own engine makes of a case."""
     train = cache(lambda case: train_alone(case, *model_dirs(case.family)))
-    return lambda case: train(replace(case, sizes=AxisSizes(), also="", virtual_pp_size=1))
+    return lambda case: train(replace(case, sizes=ParallelDims(), also="", virtual_pp_size=1))
 
 
 @pytest.fixture

@@ -9,23 +9,23 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.strategies.communication import count_step
 from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 
 pytestmark = pytest.mark.distributed
 
 BYTES = 4  # of a number in fp32
 MESHES = (
-    AxisSizes(dp_shard=2),
-    AxisSizes(dp_shard=4),
-    AxisSizes(dp_replicate=2),
-    AxisSizes(tp=2),
-    AxisSizes(tp=4),
-    AxisSizes(cp=2),
-    AxisSizes(cp=4),
-    AxisSizes(dp_replicate=2, dp_shard=2),
-    AxisSizes(dp_shard=2, tp=2),
-    AxisSizes(dp_shard=2, cp=2),
-    AxisSizes(cp=2, tp=2),
+    ParallelDims(dp_shard=2),
+    ParallelDims(dp_shard=4),
+    ParallelDims(dp_replicate=2),
+    ParallelDims(tp=2),
+    ParallelDims(tp=4),
+    ParallelDims(cp=2),
+    ParallelDims(cp=4),
+    ParallelDims(dp_replicate=2, dp_shard=2),
+    ParallelDims(dp_shard=2, tp=2),
+    ParallelDims(dp_shard=2, cp=2),
+    ParallelDims(cp=2, tp=2),
 )
 
 
@@ -64,8 +64,8 @@ def shape_of(model_dir) -> Shape:
 
 def work_of(case: Case, data_rank: int) -> Work:
     store = PairsInMemory(PAIRS)
-    cut = micro_batching_of(case).cut(case.plan.pair_ids(1), data_rank, case.sizes.num_data_ranks)
-    arranged = [LAYOUTS[case.layout].arrange(store.read(pair_ids)) for pair_ids in cut]
+    cut = micro_batching_of(case).split(case.plan.pair_ids(1), data_rank, case.sizes.num_data_ranks)
+    arranged = [LAYOUTS[case.layout].collate(store.read(pair_ids)) for pair_ids in cut]
     parts = case.sizes.cp
     # rows are filled up to a multiple of their parts
     tokens = sum(-(-batch.model_inputs["input_ids"].numel() // parts) * parts for batch in arranged)
@@ -74,16 +74,16 @@ def work_of(case: Case, data_rank: int) -> Work:
     return Work(len(cut), tokens, sum(len(batch.scored_rows) for batch in arranged), kept)
 
 
-def formula(sizes: AxisSizes, shape: Shape, work: Work) -> dict[str, float]:
+def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
     """As in docs/concepts/parallelism-and-layouts.md, of one process."""
     weights = shape.parameters / sizes.tp
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
-    if sizes.shards > 1:
+    if sizes.fsdp_size > 1:
         numbers["all_gather"] += 2 * weights * work.micro_batches
         numbers["reduce_scatter"] += weights * work.micro_batches
     if sizes.dp_replicate > 1:
-        numbers["all_reduce"] += weights if sizes.shards == 1 else weights / sizes.shards * work.micro_batches
+        numbers["all_reduce"] += weights if sizes.fsdp_size == 1 else weights / sizes.fsdp_size * work.micro_batches
     if sizes.cp > 1:
         numbers["all_to_all"] += 4 * shape.layers * tokens * (shape.queries + shape.keys) / sizes.tp
         numbers["all_reduce"] += work.scored

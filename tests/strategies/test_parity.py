@@ -25,7 +25,7 @@ from tests.support.strategies.parity_cases import (
     render_table,
     table_in_docs,
 )
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 
 distributed = pytest.mark.distributed
 EXACT, OF_WEIGHTS = 1e-5, 2e-5
@@ -38,7 +38,7 @@ OF_THE_CUT = {"tokens/padding"}
 def assert_agree(found: Mapping[str, float], expected: Mapping[str, float], tolerance: float = EXACT) -> None:
     """Within a tolerance: relative to what is larger than 1, absolute to what is not."""
     assert found.keys() >= expected.keys()
-    apart = {
+    clone_for_thread = {
         name: (found[name], number)
         for name, number in expected.items()
         if not math.isclose(found[name], number, rel_tol=tolerance, abs_tol=tolerance)
@@ -137,12 +137,12 @@ def test_a_reference_that_is_split_scores_as_in_one_process(sizes, pool_of, mode
 @distributed
 def test_savings_of_known_layers_outlive_sharding(pool_of, model_dirs):
     # FSDP2 gives every layer a class of another name
-    assert all(pool_of(2).run(leaves_rows_out, Case(AxisSizes(dp_shard=2)), model_dirs("llama")[0]))
+    assert all(pool_of(2).run(leaves_rows_out, Case(ParallelDims(dp_shard=2)), model_dirs("llama")[0]))
 
 
 def micro_batches_of_ranks(case: Case) -> list[list[int]]:
     """How many micro-batches each data rank has in each step."""
-    cut = micro_batching_of(case).cut
+    cut = micro_batching_of(case).split
     num_ranks = case.sizes.num_data_ranks
     steps = [case.plan.pair_ids(step) for step in range(case.plan.num_steps)]
     return [[len(cut(pair_ids, rank, num_ranks)) for rank in range(num_ranks)] for pair_ids in steps]

@@ -13,10 +13,10 @@ from tests.support.strategies.parity_cases import INTERLEAVED, PIPELINES, TWO_ST
 from tests.support.strategies.pipeline_runs import check_logps, most_received, one_step, score
 from tests.support.strategies.split_runs import train_from_config
 from tests.support.tiny_models import tiny_model
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
-from thresher.models.pipeline_chunk import check_passes_hidden_states
-from thresher.strategies.native.pipeline_parallel import deal_layers
+from thresher.models.pipeline_chunk import check_accepts_hidden_states
+from thresher.strategies.native.pipeline_parallel import partition_layers
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
@@ -71,21 +71,21 @@ def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
 @pytest.mark.parametrize(
     ("sizes", "virtual_pp_size", "shares"),
     [
-        (AxisSizes(pp=4), 1, [[[0, 1, 2, 3]]]),
-        (AxisSizes(pp=4), 1, [[[0, 1], [2], [3, 4]]]),
-        (AxisSizes(pp=4), 1, [[[0], [1, 2, 3], [4], [5], [6, 7], [8]]]),
-        (AxisSizes(pp=2, dp_replicate=2), INTERLEAVED, [[[0, 1, 2]], [[3], [4], [5], [6], [7]]]),
-        (AxisSizes(pp=2, dp_replicate=2), 1, [[[0]], []]),
-        (AxisSizes(pp=2, dp_shard=2), 1, [[[0, 1], [2]], [[3], []]]),
-        (AxisSizes(pp=2, dp_shard=2), 1, [[[0]], [[]]]),
-        (AxisSizes(pp=2, dp_shard=2), INTERLEAVED, [[[0]], [[]]]),
+        (ParallelDims(pp=4), 1, [[[0, 1, 2, 3]]]),
+        (ParallelDims(pp=4), 1, [[[0, 1], [2], [3, 4]]]),
+        (ParallelDims(pp=4), 1, [[[0], [1, 2, 3], [4], [5], [6, 7], [8]]]),
+        (ParallelDims(pp=2, dp_replicate=2), INTERLEAVED, [[[0, 1, 2]], [[3], [4], [5], [6], [7]]]),
+        (ParallelDims(pp=2, dp_replicate=2), 1, [[[0]], []]),
+        (ParallelDims(pp=2, dp_shard=2), 1, [[[0, 1], [2]], [[3], []]]),
+        (ParallelDims(pp=2, dp_shard=2), 1, [[[0]], [[]]]),
+        (ParallelDims(pp=2, dp_shard=2), INTERLEAVED, [[[0]], [[]]]),
     ],
     ids=["one of four", "three of four", "six", "1 and 5", "none", "a rank with fewer", "an empty one", "interleaved"],
 )
 def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, virtual_pp_size, shares):
     path = model_dirs("llama")[0]
     everything = [[ids for share in shares for ids in share if ids]]
-    alone = one_step(Case(AxisSizes(), loss="simpo"), path, everything)
+    alone = one_step(Case(ParallelDims(), loss="simpo"), path, everything)
     ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", virtual_pp_size=virtual_pp_size), path, shares)
     for rank in ranks:
         assert rank.metrics == pytest.approx(alone.metrics, rel=1e-5, abs=1e-5)
@@ -99,13 +99,15 @@ def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs,
 @pytest.mark.parametrize("virtual_pp_size", [1, INTERLEAVED], ids=["1f1b", "interleaved"])
 def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, virtual_pp_size):
     path, batches = model_dirs("qwen2")[0], [[4, 1, 7, 2, 9], [3], []]
-    expected = score(Case(AxisSizes(), layout), path, batches)
+    expected = score(Case(ParallelDims(), layout), path, batches)
     for scored in two_ranks.run(score, Case(TWO_STAGES, layout, virtual_pp_size=virtual_pp_size), path, batches):
         for ours, theirs in zip(scored, expected, strict=True):
             for side in ("chosen", "rejected"):
                 ours_of_side, theirs_of_side = getattr(ours, side), getattr(theirs, side)
                 torch.testing.assert_close(ours_of_side.values, theirs_of_side.values, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(ours_of_side.log_collision, theirs_of_side.log_collision, atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    ours_of_side.log_sum_squared_probs, theirs_of_side.log_sum_squared_probs, atol=1e-5, rtol=0
+                )
                 assert torch.equal(ours_of_side.lengths, theirs_of_side.lengths)
 
 
@@ -121,7 +123,7 @@ def test_a_stage_holds_its_own_layers_alone(four_ranks, model_dirs):
 
 @pytest.mark.distributed
 def test_a_stage_holds_hidden_states_of_the_micro_batches_under_way_alone(four_ranks, model_dirs):
-    case = Case(AxisSizes(pp=4), loss="simpo")
+    case = Case(ParallelDims(pp=4), loss="simpo")
     assert four_ranks.run(most_received, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
 
 
@@ -167,16 +169,16 @@ def test_the_start_up_check_stops_wrong_positions_on_every_stage(two_ranks, mode
 
 
 def test_layers_are_dealt_evenly_and_what_is_left_over_goes_to_the_middle():
-    assert deal_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert [len(part) for part in deal_layers(30, 4)] == [7, 8, 8, 7]
-    assert [len(part) for part in deal_layers(7, 2)] == [4, 3]  # the last has the head
+    assert partition_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [len(part) for part in partition_layers(30, 4)] == [7, 8, 8, 7]
+    assert [len(part) for part in partition_layers(7, 2)] == [4, 3]  # the last has the head
     with pytest.raises(UserError, match="3 layers cannot be cut into 4 chunks"):
-        deal_layers(3, 4)
+        partition_layers(3, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral"])
 def test_families_that_hand_on_hidden_states(family):
-    check_passes_hidden_states(tiny_model(family))
+    check_accepts_hidden_states(tiny_model(family))
 
 
 @pytest.mark.parametrize(
@@ -185,4 +187,4 @@ def test_families_that_hand_on_hidden_states(family):
 )
 def test_families_that_cannot_be_cut_are_refused(family, reason):
     with pytest.raises(UserError, match=reason):
-        check_passes_hidden_states(tiny_model(family))
+        check_accepts_hidden_states(tiny_model(family))

@@ -24,13 +24,13 @@ from tests.support.strategies.saved_runs import (
 from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.sharded_reader import StoredTensors, load_tensors
-from thresher.distributed.mesh import AxisSizes
+from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
-SPLIT = AxisSizes(dp_shard=2, tp=2)
+SPLIT = ParallelDims(dp_shard=2, tp=2)
 STEP = f"step-{SAVED_STEP:08d}"
 LAST = f"step-{NUM_STEPS:08d}"
 TOLERANCE = 1e-5
@@ -61,14 +61,14 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 OTHERS = {
     "1 process": None,
-    "2 ranks, dp_shard": AxisSizes(dp_shard=2),
-    "2 ranks, tp": AxisSizes(tp=2),
-    "2 ranks, whole copies": AxisSizes(dp_replicate=2),
-    "4 ranks, dp_shard": AxisSizes(dp_shard=4),
-    "4 ranks, dp_replicate x dp_shard": AxisSizes(dp_replicate=2, dp_shard=2),
-    "4 ranks, cp x tp": AxisSizes(cp=2, tp=2),
-    "2 ranks, pp": AxisSizes(pp=2),
-    "4 ranks, pp x dp_shard": AxisSizes(pp=2, dp_shard=2),
+    "2 ranks, dp_shard": ParallelDims(dp_shard=2),
+    "2 ranks, tp": ParallelDims(tp=2),
+    "2 ranks, whole copies": ParallelDims(dp_replicate=2),
+    "4 ranks, dp_shard": ParallelDims(dp_shard=4),
+    "4 ranks, dp_replicate x dp_shard": ParallelDims(dp_replicate=2, dp_shard=2),
+    "4 ranks, cp x tp": ParallelDims(cp=2, tp=2),
+    "2 ranks, pp": ParallelDims(pp=2),
+    "4 ranks, pp x dp_shard": ParallelDims(pp=2, dp_shard=2),
 }
 
 
@@ -139,7 +139,7 @@ def test_the_export_of_four_ranks_has_their_weights(pool_of, stories_dir, tmp_pa
 def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
     run, whole = saved
     draw = torch.Generator().manual_seed(0)
-    with StoredTensors(run.root / LAST, "weights") as stored:
+    with ShardedReader(run.root / LAST, "weights") as stored:
         for name, tensor in whole[0].weights.items():
             for _ in range(5):
                 ends = [sorted(torch.randint(0, size + 1, (2,), generator=draw).tolist()) for size in tensor.shape]
@@ -149,7 +149,7 @@ def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
 
 def test_copies_of_whole_groups_write_nothing(pool_of, model, tmp_path):
     """HSDP: of two groups of shards, each whole, one writes."""
-    sizes = AxisSizes(dp_replicate=2, dp_shard=2)
+    sizes = ParallelDims(dp_replicate=2, dp_shard=2)
     run = Run(model, tmp_path, sizes, until=1, saves_at=(1,))
     results = run_all(pool_of, run)
     checkpoint = tmp_path / "step-00000001"
@@ -167,15 +167,15 @@ def test_copies_of_whole_groups_write_nothing(pool_of, model, tmp_path):
 def test_stages_of_a_pipeline_write_what_they_have(pool_of, tmp_path, family):
     """Of qwen2 the first and the last stage both have the embedding."""
     model = parity.save_model(tmp_path / "model", family, 0)
-    run = Run(model, tmp_path / "run", AxisSizes(pp=2, tp=2), saves_at=(SAVED_STEP,))
+    run = Run(model, tmp_path / "run", ParallelDims(pp=2, tp=2), saves_at=(SAVED_STEP,))
     stages = run_all(pool_of, run)
-    for sizes in (None, AxisSizes(pp=2, dp_shard=2), AxisSizes(dp_shard=2)):
+    for sizes in (None, ParallelDims(pp=2, dp_shard=2), ParallelDims(dp_shard=2)):
         resumed = run_all(pool_of, replace(run, sizes=sizes, start=run.root / STEP, saves_at=()))
         assert resumed[0].losses == pytest.approx(stages[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
 
 def test_whole_copies_write_the_files_of_one_process(pool_of, model, tmp_path):
-    copies = Run(model, tmp_path / "copies", AxisSizes(dp_replicate=2), until=1, saves_at=(1,))
+    copies = Run(model, tmp_path / "copies", ParallelDims(dp_replicate=2), until=1, saves_at=(1,))
     alone = replace(copies, root=tmp_path / "alone", sizes=None)
     run_all(pool_of, copies)
     run_all(pool_of, alone)
@@ -188,7 +188,7 @@ def test_a_few_trainable_parameters_of_many(pool_of, model, tmp_path):
     run = Run(model, tmp_path / "a", SPLIT, saves_at=(SAVED_STEP,), is_subset=True)
     whole = run_all(pool_of, run)
     assert 0 < len(whole[0].weights) < 12
-    for sizes in (SPLIT, AxisSizes(dp_shard=2), None):
+    for sizes in (SPLIT, ParallelDims(dp_shard=2), None):
         resumed = run_all(pool_of, replace(run, sizes=sizes, start=run.root / STEP, root=tmp_path / "b", saves_at=()))
         assert resumed[0].losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
@@ -256,7 +256,7 @@ def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pool_of, model, 
         assert verify(behind.root / name) == verify(at_once.root / name)
 
 
-@pytest.mark.parametrize("sizes", [AxisSizes(dp_shard=2), None], ids=["2 ranks", "1 process"])
+@pytest.mark.parametrize("sizes", [ParallelDims(dp_shard=2), None], ids=["2 ranks", "1 process"])
 def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(
     pool_of, model, tmp_path, sizes
 ):

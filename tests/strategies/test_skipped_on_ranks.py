@@ -7,19 +7,19 @@ import pytest
 from tests.support.strategies.parity import PAIRS, Case
 from tests.support.strategies.skipped_runs import train_spoilt
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.distributed.mesh import AxisSizes
-from thresher.training.skipped_steps import SpoiltPair
+from thresher.distributed.mesh import ParallelDims
+from thresher.training.skipped_steps import NonFinitePair
 
 pytestmark = pytest.mark.distributed
 
 SPOILT = 0
 CASES = [
-    Case(AxisSizes(dp_replicate=2), spoilt_pair=SPOILT),
-    Case(AxisSizes(dp_replicate=2), loss="aot", spoilt_pair=SPOILT),
-    Case(AxisSizes(dp_shard=2), layout="padded", spoilt_pair=SPOILT),
-    Case(AxisSizes(tp=2), spoilt_pair=SPOILT),
-    Case(AxisSizes(cp=2), spoilt_pair=SPOILT),
-    Case(AxisSizes(pp=2), spoilt_pair=SPOILT),
+    Case(ParallelDims(dp_replicate=2), spoilt_pair=SPOILT),
+    Case(ParallelDims(dp_replicate=2), loss="aot", spoilt_pair=SPOILT),
+    Case(ParallelDims(dp_shard=2), layout="padded", spoilt_pair=SPOILT),
+    Case(ParallelDims(tp=2), spoilt_pair=SPOILT),
+    Case(ParallelDims(cp=2), spoilt_pair=SPOILT),
+    Case(ParallelDims(pp=2), spoilt_pair=SPOILT),
 ]
 
 
@@ -27,7 +27,7 @@ CASES = [
 def test_every_process_skips_the_step_and_names_the_one_pair(case, pool_of, model_dirs):
     outcomes = pool_of(case.sizes.num_processes).run(train_spoilt, case, *model_dirs(case.family))
     step = next(step for step in range(3) if SPOILT in case.plan.pair_ids(step))
-    culprit = SpoiltPair(SPOILT, hash_pair(PAIRS[SPOILT]).pair.hex(), "reference logps")
+    culprit = NonFinitePair(SPOILT, hash_pair(PAIRS[SPOILT]).pair.hex(), "reference logps")
     for outcome in outcomes:
         assert [skipped is not None for skipped in outcome.skipped] == [at == step for at in range(3)]
         assert outcome.skipped[step].pairs == (culprit,)
@@ -40,7 +40,7 @@ def test_every_process_skips_the_step_and_names_the_one_pair(case, pool_of, mode
         ]
 
 
-@pytest.mark.parametrize("sizes", [AxisSizes(dp_replicate=2), AxisSizes(dp_shard=2)], ids=["replicate", "shard"])
+@pytest.mark.parametrize("sizes", [ParallelDims(dp_replicate=2), ParallelDims(dp_shard=2)], ids=["replicate", "shard"])
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_both(sizes, pool_of, model_dirs):
     """The loss of the step stays finite; no pair can be told apart, so that all of the step are named."""
     case = Case(sizes)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.strategies.held_memory import PeakOfProcesses, held_after_a_step, load, process_id
 from tests.support.strategies.parity import Case, axes_text
 from tests.support.strategies.rank_pool import RankPool
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.load import load_model
 
 MEGABYTE = 1e6
@@ -39,7 +39,7 @@ def larger_model(tmp_path_factory) -> tuple[Path, int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "sizes",
-    [AxisSizes(dp_shard=2), AxisSizes(dp_shard=4), AxisSizes(tp=2), AxisSizes(tp=4), AxisSizes(cp=2)],
+    [ParallelDims(dp_shard=2), ParallelDims(dp_shard=4), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(cp=2)],
     ids=axes_text,
 )
 def test_a_rank_holds_its_part_of_weights_gradients_and_moments(sizes, pool_of, larger_model):
@@ -66,7 +66,7 @@ def smollm2(tmp_path_factory) -> tuple[Path, int]:
     return directory, sum(parameter.nbytes for parameter in model.parameters())
 
 
-def growth_of_a_load(sizes: AxisSizes, model_dir: Path) -> list[int]:
+def growth_of_a_load(sizes: ParallelDims, model_dir: Path) -> list[int]:
     """In processes of their own: what earlier cases left unused would be used again."""
     pool = RankPool(sizes.num_processes)
     try:
@@ -84,7 +84,7 @@ def growth_of_a_load(sizes: AxisSizes, model_dir: Path) -> list[int]:
 def test_no_rank_holds_the_whole_model_while_it_is_loaded(num_ranks, smollm2):
     model_dir, whole = smollm2
 
-    growth = growth_of_a_load(AxisSizes(dp_shard=num_ranks), model_dir)
+    growth = growth_of_a_load(ParallelDims(dp_shard=num_ranks), model_dir)
 
     print(f"{num_ranks} ranks:", [f"{bytes_ / MEGABYTE:.0f} MB" for bytes_ in growth], f"of {whole / MEGABYTE:.0f} MB")
     # one rank holds all of it: that it shows tells that a rank which held too much would

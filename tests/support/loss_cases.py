@@ -107,7 +107,7 @@ def take_pairs(pairs: ObjectiveInputs, order: Sequence[int]) -> ObjectiveInputs:
     def take(response: ResponseLogps) -> ResponseLogps:
         lengths = response.lengths.tolist()
         parts = response.values.split(lengths)
-        collision = None if response.log_collision is None else response.log_collision.split(lengths)
+        collision = None if response.log_sum_squared_probs is None else response.log_sum_squared_probs.split(lengths)
         return ResponseLogps(
             torch.cat([parts[i] for i in order]),
             response.lengths[list(order)],

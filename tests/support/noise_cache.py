@@ -56,7 +56,7 @@ def open_cache(root: Path) -> ReferenceCache:
     return ReferenceCache(root, IDENTITY, "made up")
 
 
-def look_up(
+def lookup(
     root: Path,
     pairs: NoisePairs,
     pair_ids: np.ndarray | None = None,

@@ -17,21 +17,21 @@ from pathlib import Path
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.prepare.block_worker import BlockWorker
-from thresher.data.prepare.executor import Results, Runner, run_locally
+from thresher.data.prepare.executor import Executor, Results, local_executor
 from thresher.data.prepare.prepare import DataSettings, prepare
 from thresher.data.prepare.tasks import SpanTask, TaskReader
 
 
-def make_runner(name: str) -> Runner:
+def make_runner(name: str) -> Executor:
     kind, _, number = name.partition(":")
     if kind == "local":
-        return run_locally(int(number))
+        return local_executor(int(number))
     from thresher.runtime.ray.ray_data import run_on_ray
 
     return run_on_ray(int(number))
 
 
-def dying(runner: Runner, log: Path, kill_at: int | None) -> Runner:
+def dying(runner: Executor, log: Path, kill_at: int | None) -> Executor:
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
         for number, result in enumerate(runner(worker, reader, spans), start=1):
             with log.open("a") as stream:

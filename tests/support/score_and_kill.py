@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.support.noise_cache import NoisePairs, look_up, made_up_logps
+from tests.support.noise_cache import NoisePairs, lookup, made_up_logps
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.reference.shards import ShardLimits
@@ -30,7 +30,7 @@ def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, ki
             os.kill(os.getpid(), signal.SIGKILL)
         return made_up_logps(batch)
 
-    look_up(root, NoisePairs(num_pairs)).score_missing(score, limits=limits)
+    lookup(root, NoisePairs(num_pairs)).score_missing(score, limits=limits)
 
 
 def main(root: str, log: str, num_pairs: str, shard_bytes: str, *kills: str) -> None:

@@ -18,7 +18,7 @@ from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.reference import reference_mode
-from thresher.checkpoint.sharded_reader import StoredTensors
+from thresher.checkpoint.sharded_reader import ShardedReader
 from thresher.config import DPOConfig, parse_config
 from thresher.data.prepare.prepare import prepare
 
@@ -91,7 +91,7 @@ def last_weights(output: Path) -> dict[str, torch.Tensor]:
 
 def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
     """Whole tensors, however many processes wrote them."""
-    with StoredTensors(checkpoint, stem) as tensors:
+    with ShardedReader(checkpoint, stem) as tensors:
         return {name: tensors.read(name) for name in tensors}
 
 

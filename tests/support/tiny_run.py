@@ -14,7 +14,7 @@ from tests.support.tiny_llama import VOCAB
 from thresher.builders.engines import build_policy
 from thresher.builders.inputs import RunInputs, build_plan
 from thresher.builders.objective import build_objective
-from thresher.builders.reference import ReferenceParts, build_reference_parts
+from thresher.builders.reference import ReferenceBundle, build_reference_parts
 from thresher.builders.run import loop_settings
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
@@ -22,9 +22,9 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
-from thresher.models.loading.load import load_family
-from thresher.training.loop import Standing, fit
-from thresher.training.skipped_steps import SkippedSteps
+from thresher.models.loading.load import load_model_config
+from thresher.training.loop import TrainingProgress, fit
+from thresher.training.skipped_steps import SkippedStepLog
 from thresher.training.trainer import DPOTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -81,13 +81,13 @@ class TinyRun:
 
     config: DPOConfig
     trainer: DPOTrainer
-    reference: ReferenceParts
+    reference: ReferenceBundle
     log: MetricsInMemory
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
-        standing = Standing(self.trainer.state.step, self.trainer.last_evaluation)
-        skipped = SkippedSteps(Path(self.config.output_dir) / "logs", resume_step=standing.step or None)
+        standing = TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
+        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=standing.step or None)
         return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log, skipped)
 
 
@@ -96,7 +96,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsIn
     section = {} if held_out is None else {"validation": {"data_args": {"file_name": "in memory"}}}
     config = parse_config({**section, **values})
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
-    layout, _ = choose_layout(config.layout, [load_family(str(config.policy_path))], attention, pad_id=0)
+    layout, _ = choose_layout(config.layout, [load_model_config(str(config.policy_path))], attention, pad_id=0)
     policy = build_policy(config, layout)
     inputs = RunInputs(build_objective(config), layout, train, held_out, build_plan(config, len(train)))
     reference = build_reference_parts(config, inputs, policy)

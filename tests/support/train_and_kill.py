@@ -33,7 +33,7 @@ def kill_at(moment: str, step: int) -> None:
     if moment == "saving":
         from thresher.strategies.native.train import NativeTrain
 
-        capture = NativeTrain.capture
+        capture = NativeTrain.snapshot
 
         def capture_and_die(self: NativeTrain, *arguments: object) -> Write:
             write = capture(self, *arguments)
@@ -46,7 +46,7 @@ def kill_at(moment: str, step: int) -> None:
 
             return write_and_die
 
-        NativeTrain.capture = capture_and_die
+        NativeTrain.snapshot = capture_and_die
         return
     if moment in LOGGED:
         log = Trackers.log
@@ -67,7 +67,7 @@ def kill_at(moment: str, step: int) -> None:
         result = method(self)
         if self.state.step == step:
             if moment == "saved":
-                self.finish()
+                self.wait_for_saves()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -20,11 +20,11 @@ class GivenLogps(torch.nn.Module):
 
     is_gradient_checkpointing = False
 
-    def __init__(self, log_probs: Tensor, log_collision: Tensor):
+    def __init__(self, log_probs: Tensor, log_sum_squared_probs: Tensor):
         super().__init__()
         self.output = SimpleNamespace(
             log_probs=log_probs,
-            log_sum_sq_probs=log_collision,
+            log_sum_sq_probs=log_sum_squared_probs,
             entropy=torch.zeros_like(log_probs),
             mean_logits=torch.zeros_like(log_probs),
             is_top1=torch.zeros_like(log_probs, dtype=torch.bool),
@@ -66,7 +66,7 @@ def trl_mean_loss(loss_types: list[str], pairs: ObjectiveInputs, settings: Setti
     policy = _padded(pairs.policy).requires_grad_()
     collision = torch.zeros_like(policy)
     if settings.use_weighting:
-        collision = _padded(pairs.policy, "log_collision")
+        collision = _padded(pairs.policy, "log_sum_squared_probs")
     mask = (torch.arange(policy.shape[1]) < lengths[:, None]).long()
     # The first token of a sequence is never predicted, so TRL's mask is one column wider than its logps.
     completion_mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], dim=1)

@@ -23,7 +23,7 @@ from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.loading.load import load_model
-from thresher.observability.throughput import StepClock
+from thresher.observability.throughput import ThroughputMeter
 from thresher.strategies.native.infer import NativeInfer
 
 BETA = 0.1
@@ -115,7 +115,7 @@ def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
     for _ in range(3):
         first.trainer.training_step()
     checkpoint = first.trainer.save()
-    first.trainer.finish()
+    first.trainer.wait_for_saves()
 
     resumed = build_run(live, noise_pairs(12))
     resumed.trainer.resume(checkpoint)
@@ -143,7 +143,7 @@ def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
     whole = build_run(base, pairs)
     whole.trainer.training_step()
     checkpoint = whole.trainer.save()
-    whole.trainer.finish()
+    whole.trainer.wait_for_saves()
     pairs.seen.clear()
     for _ in range(5):
         whole.trainer.training_step()
@@ -274,7 +274,7 @@ def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
     for _ in range(3):
         whole.trainer.training_step()
     checkpoint = whole.trainer.save()
-    whole.trainer.finish()
+    whole.trainer.wait_for_saves()
     saved = load_file(checkpoint / "reference.safetensors")
     start = load_model(whole.config.pretrain).state_dict()
     assert max((saved[name] - start[name]).abs().max().item() for name in saved) > 1e-3
@@ -291,9 +291,9 @@ def test_throughput_counts_the_reference(base, monkeypatch):
     """NeMo-RL leaves the reference pass out: 10 pairs in 2 s, each scored before in 0.3 s, are 10 pairs in 5 s."""
     now = iter([100.0, 102.0, 102.0])
     monkeypatch.setattr("thresher.observability.throughput.time.perf_counter", lambda: next(now))
-    clock = StepClock()
-    clock.count(pairs=10, useful_tokens=500)
-    rates = clock.take(reference_seconds_per_pair=0.3)
+    clock = ThroughputMeter()
+    clock.record_step(pairs=10, useful_tokens=500)
+    rates = clock.pop_rates(reference_seconds_per_pair=0.3)
     assert rates["pairs_per_second"] == pytest.approx(2.0)
     assert rates["useful_tokens_per_second"] == pytest.approx(100.0)
     monkeypatch.undo()

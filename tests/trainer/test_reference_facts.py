@@ -28,7 +28,7 @@ def test_frozen_weights_are_known_by_their_content_not_by_their_name(base, tmp_p
     first = build_run(values, noise_pairs(12))
     first.trainer.training_step()
     checkpoint = first.trainer.save()
-    first.trainer.finish()
+    first.trainer.wait_for_saves()
 
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] += 0.01
@@ -143,13 +143,13 @@ def test_trust_in_code_is_given_to_one_model(base, apart, policy, own, same_mode
 @pytest.mark.real
 def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, models, monkeypatch, stories_dir):
     trusted = {}
-    load = assembly_run.load_family
+    load = assembly_run.load_model_config
 
     def load_and_note(path, *, trust_remote_code):
         trusted[path] = trust_remote_code
         return load(path, trust_remote_code=trust_remote_code)
 
-    monkeypatch.setattr(assembly_run, "load_family", load_and_note)
+    monkeypatch.setattr(assembly_run, "load_model_config", load_and_note)
     values = merge(apart, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)})
     build_layout(parse_config(values))
     assert trusted == {str(stories_dir): False, str(models[1]): True}

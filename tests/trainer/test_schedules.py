@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from thresher.builders.objective import build_schedule
 from thresher.config import parse_config
 from thresher.data.batching.plan import make_plan
-from thresher.training.lr_schedule import Schedule
+from thresher.training.lr_schedule import LRSchedule
 
 PEAK = 1e-3
 
@@ -52,7 +52,7 @@ def test_a_schedule_equals_that_of_transformers_to_the_bit(name, num_steps, warm
     specific = {"cosine_with_min_lr": {"min_lr_rate": 0.3}, "polynomial": {"lr_end": 0.0, "power": 1.7}}.get(name)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     theirs = get_scheduler(name, optimizer, warmup, num_steps, scheduler_specific_kwargs=specific).lr_lambdas[0]
-    ours = Schedule(name, PEAK, warmup, num_steps, min_lr_ratio=0.3, power=1.7)
+    ours = LRSchedule(name, PEAK, warmup, num_steps, min_lr_ratio=0.3, power=1.7)
     assert [ours(step) for step in range(num_steps + 1)] == [PEAK * theirs(step) for step in range(num_steps + 1)]
 
 

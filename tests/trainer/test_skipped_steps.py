@@ -170,7 +170,9 @@ def test_an_engine_that_computes_in_fp16_skips_an_overflow_as_well(models):
 
     def step(weight: float) -> SkippedStep | None:
         batch = PairBatch(np.arange(4), tuple(replace(pair, weight=weight) for pair in pairs))
-        return policy.train_step([MicroBatch(batch, None)], objective, num_pairs_in_step=4, learning_rate=1e-3).fault
+        return policy.train_step(
+            [MicroBatch(batch, None)], objective, num_pairs_in_step=4, learning_rate=1e-3
+        ).nonfinite
 
     assert step(1e9).reason == "gradient"
     assert all(torch.equal(weight, before[name]) for name, weight in policy.weights().items())

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from tests.support.staged import staging
-from thresher.errors import DiskError, LostError, RegroupError, ResourceError, UserError, WorkerError
+from thresher.errors import DiskError, RescaleRequested, ResourceError, UserError, WorkerError, WorkerLostError
 from thresher.training.supervisor import Supervisor
 
 
@@ -51,12 +51,12 @@ def supervised(tmp_path, caplog):
     return Supervised()
 
 
-def die_at(supervised, step, saved=None, error=LostError):
+def die_at(supervised, step, saved=None, error=WorkerLostError):
     def attempt(supervisor, checkpoint):
         if saved is not None:
             supervised.save(saved)
         if step:
-            supervisor.watching(supervised.log).log(step, {})
+            supervisor.track_progress(supervised.log).log(step, {})
         raise error("worker 1 died: killed; start again\nmore")
 
     return attempt
@@ -65,7 +65,7 @@ def die_at(supervised, step, saved=None, error=LostError):
 def finish_from(supervised, expected, step):
     def attempt(supervisor, checkpoint):
         assert (None if checkpoint is None else checkpoint.name) == expected
-        supervisor.watching(supervised.log).log(step, {})
+        supervisor.track_progress(supervised.log).log(step, {})
         return supervisor.resume_step
 
     return attempt
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_run_is_gone_back_to_until_there_is_a_later_one(
 
 
 def test_failures_without_progress_are_bounded_and_wait_longer_each_time(supervised):
-    with pytest.raises(LostError, match="worker 1 died"):
+    with pytest.raises(WorkerLostError, match="worker 1 died"):
         supervised.run([die_at(supervised, 0)] * 9)
     assert supervised.waits == [1.0, 2.0, 4.0]
 
@@ -161,8 +161,8 @@ def test_a_cluster_without_room_is_a_mistake_at_first_and_a_lost_node_later_on(s
 
 
 def test_workers_that_join_cost_no_wait_and_no_restart(supervised):
-    grow = die_at(supervised, 2, saved=2, error=RegroupError)
-    grow_again = die_at(supervised, 4, saved=4, error=RegroupError)
+    grow = die_at(supervised, 2, saved=2, error=RescaleRequested)
+    grow_again = die_at(supervised, 4, saved=4, error=RescaleRequested)
     attempts = [grow, grow_again, finish_from(supervised, "step-00000004", 5)]
     assert supervised.run(attempts, max_restarts=0) == 4
     assert supervised.waits == []

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from transformers import PreTrainedConfig
 
 from thresher.config.roles import PolicyConfig, RoleConfig
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 
 
-def axis_sizes(role: RoleConfig) -> AxisSizes:
+def axis_sizes(role: RoleConfig) -> ParallelDims:
     """Processes along each axis; what the named axes leave of them is dp_shard, or copies where nothing is split."""
     if not is_split(role):
-        return AxisSizes(dp_replicate=role.num_processes)
+        return ParallelDims(dp_replicate=role.num_processes)
     settings = role.strategy_args.axes
     named = settings.workers_per_data_rank * settings.dp_replicate
-    return AxisSizes(
+    return ParallelDims(
         pp=settings.pp_size,
         dp_replicate=settings.dp_replicate,
         dp_shard=max(1, role.num_processes // named),

@@ -13,24 +13,24 @@ from transformers import PreTrainedModel, set_seed
 from thresher.builders.axes import axis_sizes, check_axes, check_num_processes
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
-from thresher.distributed.groups import ALONE, DataRanks, Group
+from thresher.distributed.groups import SINGLE_PROCESS, DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
-from thresher.models.loading.load import DTYPES, load_family, load_model
-from thresher.models.loading.load_sharded import empty_model
-from thresher.models.loading.lora import attach_lora, start_adapters
-from thresher.models.logps import plain_model
+from thresher.models.loading.load import DTYPES, load_model, load_model_config
+from thresher.models.loading.load_sharded import build_on_meta
+from thresher.models.loading.lora import attach_lora, init_adapters
+from thresher.models.logps import base_model
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.parallelize import Placement, place_model
+from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 
 _BUILT_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
 def build_policy(
-    config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = ALONE
+    config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
 ) -> NativeTrain:
     """Load the policy, attach adapters where asked, and give it to its engine; on the mapped device if absent.
 
@@ -42,7 +42,7 @@ def build_policy(
     training = role.training_args
     module, placement = _place(source, role, device, DTYPES[args.dtype], world, adapters=args, seed=config.seed)
     if training.gradient_checkpointing:
-        plain_model(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base_model(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OptimizerSettings(
         learning_rate=training.learning_rate,
         weight_decay=training.weight_decay,
@@ -58,10 +58,10 @@ def build_policy(
     return policy
 
 
-def _seed_dropout(seed: int, placement: Placement) -> None:
+def _seed_dropout(seed: int, placement: ParallelContext) -> None:
     """Every data rank and every part of a row draws its own dropout; parts of one matrix draw alike."""
-    part = 0 if placement.row_share is None else placement.row_share.rank
-    place = [placement.ranks.rank, part] if part else [placement.ranks.rank]
+    part = 0 if placement.context_parallel is None else placement.context_parallel.rank
+    place = [placement.dp_group.rank, part] if part else [placement.dp_group.rank]
     set_seed(int(np.random.SeedSequence([seed, *place]).generate_state(1)[0]) if any(place) else seed)
 
 
@@ -78,7 +78,7 @@ class ModelSource:
         return load_model(self.named_path, **self._settings)
 
     def empty(self) -> PreTrainedModel:
-        return empty_model(self.named_path, **self._settings)
+        return build_on_meta(self.named_path, **self._settings)
 
     @property
     def named_path(self) -> str:
@@ -104,29 +104,29 @@ def _place(
     *,
     adapters: ModelArgs | None = None,
     seed: int = 0,
-) -> tuple[torch.nn.Module, Placement]:
+) -> tuple[torch.nn.Module, ParallelContext]:
     """Load a model whole on this process, or this process's part of one that several split."""
     sizes = axis_sizes(role)
-    if sizes.is_plain:
+    if sizes.is_replicated:
         plain = source.load()
         module = plain if adapters is None else attach_adapters(plain, adapters)
-        placement = Placement(ranks=DataRanks(world.rank, world.size, world.group))
+        placement = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
         module = module.to(device)
     else:
         plain = source.empty()
         module = plain if adapters is None else attach_adapters(plain, adapters)
         axes = role.strategy_args.axes
-        placement = place_model(
+        placement = parallelize(
             plain,
             source.named_path,
-            Mesh.of(sizes, device),
+            Mesh.create(sizes, device),
             compute_dtype,
             device,
             offload=axes.cpu_offload,
             virtual_pp_size=axes.virtual_pp_size,
         )
     if module is not plain:
-        start_adapters(plain, seed)
+        init_adapters(plain, seed)
     return module, placement
 
 
@@ -144,7 +144,7 @@ def build_reference(
     layout: Layout,
     *,
     device: torch.device | None = None,
-    world: Group = ALONE,
+    world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
 ) -> NativeInfer:
     """Load the frozen model; it computes in the policy's precision, or step 0 would not start at margin 0.
@@ -182,7 +182,7 @@ def check_engines(config: DPOConfig) -> None:
 
 
 def _check_split(role: RoleConfig, section: str, path: str | None, config: DPOConfig) -> None:
-    if axis_sizes(role).is_plain or path is None:
+    if axis_sizes(role).is_replicated or path is None:
         return
     if not Path(path).is_dir():
         raise UserError(
@@ -191,6 +191,6 @@ def _check_split(role: RoleConfig, section: str, path: str | None, config: DPOCo
             f"{role.num_processes} for a whole copy in every worker"
         )
     args = config.actor_train.model_args
-    family = load_family(path, trust_remote_code=config.trusts_reference_code or args.trust_remote_code)
+    family = load_model_config(path, trust_remote_code=config.trusts_reference_code or args.trust_remote_code)
     layout, _ = choose_layout(config.layout, [family], args.attn_implementation, pad_id=0)
     check_axes(role, section, family, layout)

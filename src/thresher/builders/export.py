@@ -17,7 +17,7 @@ from thresher.checkpoint.weights import load_weights
 from thresher.config import ModelArgs
 from thresher.errors import CheckpointError, UserError
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
-from thresher.models.loading.lora import merged
+from thresher.models.loading.lora import merge_adapter
 
 
 def export_checkpoint(
@@ -40,7 +40,7 @@ def export_checkpoint(
     module = attach_adapters(model, args)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     load_weights(checkpoint, trained, mend=f"put the model that the run started from back at {path}")
-    plain = merged(module) if args.lora_rank is not None else model
+    plain = merge_adapter(module) if args.lora_rank is not None else model
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True
     tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)

@@ -6,7 +6,7 @@ from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
-from thresher.training.lr_schedule import Schedule
+from thresher.training.lr_schedule import LRSchedule
 
 _NORMALISED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
 
@@ -39,9 +39,9 @@ def _check_length_normalization(config: DPOConfig, weights: dict[str, float]) ->
         )
 
 
-def build_schedule(config: DPOConfig, num_steps: int) -> Schedule:
+def build_schedule(config: DPOConfig, num_steps: int) -> LRSchedule:
     args = config.actor_train.training_args
-    return Schedule(
+    return LRSchedule(
         name=args.lr_scheduler_type,
         learning_rate=args.learning_rate,
         num_warmup_steps=args.num_warmup_steps(num_steps),

@@ -17,13 +17,13 @@ from thresher.data.store.reader import PairStore
 from thresher.models.layouts import Layout
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.cache_admin import cache_root
-from thresher.reference.fingerprint import ReferenceIdentity, settings_digest
+from thresher.reference.fingerprint import ReferenceIdentity, config_digest
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.infer import NativeInfer
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
 class PrecomputeJob:
@@ -35,7 +35,7 @@ class PrecomputeJob:
         train: PrecomputedReference,
         validation: PrecomputedReference | None,
         load: Callable[[], NativeInfer],
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> None:
         self.train = train
         self.validation = validation
@@ -73,7 +73,7 @@ def plan_precompute(
     device: torch.device,
     *,
     num_visits: int,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> PrecomputeJob:
     """Look up the training pairs `train_ids` and all held-out pairs; load the reference if one is missing.
 
@@ -103,14 +103,14 @@ def look_up_splits(
     """Look up the training pairs `train_ids` and all held-out pairs; every process finds the same."""
     size = config.reference.infer_batch_size
 
-    def look_up(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+    def lookup(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
         return PrecomputedReference(cache, store, pair_ids, pairs_per_block=size, device=device, num_visits=num_visits)
 
     held_out = None
     if validation is not None:
         every = np.arange(len(validation), dtype=np.int64)
-        held_out = look_up(validation, every, len(every))
-    return look_up(train, train_ids, num_visits), held_out
+        held_out = lookup(validation, every, len(every))
+    return lookup(train, train_ids, num_visits), held_out
 
 
 def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
@@ -118,7 +118,7 @@ def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
     model = str(config.reference_path)
     identity = ReferenceIdentity(
         weights=weights,
-        settings=settings_digest(model, trust_remote_code=config.trusts_reference_code),
+        settings=config_digest(model, trust_remote_code=config.trusts_reference_code),
         dtype=config.reference_dtype,
         master_dtype=config.reference_master_dtype,
     )

@@ -11,12 +11,12 @@ import torch
 from thresher.builders.data import probe_pairs
 from thresher.builders.engines import build_reference
 from thresher.builders.inputs import RunInputs
-from thresher.builders.precompute import Progress, plan_precompute
+from thresher.builders.precompute import ProgressCallback, plan_precompute
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.reference.fingerprint import frozen_digest, weights_digest
-from thresher.reference.modes import Mode, resolve_mode
+from thresher.reference.modes import ReferenceMode, resolve_mode
 from thresher.reference.scorers import LiveReference
 from thresher.reference.synced import SyncedReference
 from thresher.strategies.native.infer import NativeInfer
@@ -25,7 +25,7 @@ from thresher.training.trainer import ReferenceScorer
 
 
 @dataclass(frozen=True)
-class ReferenceParts:
+class ReferenceBundle:
     """What the trainer needs of the reference.
 
     digest names its weights. equals_policy holds at step 0. score_in_advance does the work of mode precompute; it is
@@ -46,11 +46,11 @@ def build_reference_parts(
     config: DPOConfig,
     inputs: RunInputs,
     policy: NativeTrain,
-    progress: Progress = lambda what, done, total: None,
+    progress: ProgressCallback = lambda what, done, total: None,
     *,
     device: torch.device | None = None,
     weights: str | None = None,
-) -> ReferenceParts:
+) -> ReferenceBundle:
     """Decide how the reference is scored and load it where it is a model of its own that has something to score.
 
     device is where such a model goes, the mapped one if absent; weights is the digest of the frozen weights, for
@@ -58,12 +58,12 @@ def build_reference_parts(
     """
     mode = reference_mode(config, inputs.objective)
     probe = probe_pairs(inputs.train)
-    same_weights = starts_alike(config)
-    notes = idle_settings(config, mode, works_ahead=False)
-    weights = weights or frozen_files_digest(config, mode)
+    same_weights = same_initial_weights(config)
+    notes = unused_settings(config, mode, works_ahead=False)
+    weights = weights or frozen_weights_digest(config, mode)
     digest = reference_digest(config, mode, weights)
     if mode == "none":
-        return ReferenceParts(mode, None, None, digest, False, notes=notes)
+        return ReferenceBundle(mode, None, None, digest, False, notes=notes)
     if mode == "precompute":
         job = plan_precompute(
             config,
@@ -77,14 +77,14 @@ def build_reference_parts(
             num_visits=inputs.plan.num_visits,
             progress=progress,
         )
-        return ReferenceParts(
+        return ReferenceBundle(
             mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run, notes=notes
         )
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceParts(mode, live, live, digest, True, notes=notes)
+        return ReferenceBundle(mode, live, live, digest, True, notes=notes)
     # beside the policy and split as it is: a synced reference takes its weights from there
-    world = policy.ranks.everyone
+    world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
     reference = build_reference(config, inputs.layout, device=device, world=world, role=role)
     reference.check_logps(probe)
@@ -93,27 +93,27 @@ def build_reference_parts(
     if config.reference.sync_steps is not None:
         _check_sync(reference, policy)
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return ReferenceParts(mode, live, live, digest, same_weights, synced, notes=notes)
+    return ReferenceBundle(mode, live, live, digest, same_weights, synced, notes=notes)
 
 
-def reference_mode(config: DPOConfig, objective: Objective) -> Mode:
+def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
     """Resolve `auto`, and refuse what cannot be."""
     return resolve_mode(
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
         policy_has_adapter=config.uses_lora,
-        same_weights=starts_alike(config),
+        same_weights=same_initial_weights(config),
         is_synced=config.reference.sync_steps is not None,
     )
 
 
-def starts_alike(config: DPOConfig) -> bool:
+def same_initial_weights(config: DPOConfig) -> bool:
     """Say whether policy and reference start from the same model."""
     one, other = config.reference_path, config.policy_path
     return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
 
 
-def frozen_files_digest(config: DPOConfig, mode: Mode) -> str | None:
+def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
     """Digest the files of the weights that training leaves alone; None: it leaves none alone."""
     if mode != "none":
         return weights_digest(str(config.reference_path))
@@ -121,13 +121,13 @@ def frozen_files_digest(config: DPOConfig, mode: Mode) -> str | None:
     return weights_digest(str(config.policy_path)) if config.uses_lora else None
 
 
-def reference_digest(config: DPOConfig, mode: Mode, weights: str | None) -> str:
+def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:
     """Identify the frozen weights as they are held in memory, given the digest of their files."""
     policy_dtype = config.actor_train.model_args.master_dtype
     return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
 
 
-def idle_settings(config: DPOConfig, mode: Mode, *, works_ahead: bool) -> tuple[str, ...]:
+def unused_settings(config: DPOConfig, mode: ReferenceMode, *, works_ahead: bool) -> tuple[str, ...]:
     """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped.
 
     works_ahead: the reference has workers of its own that score coming steps.

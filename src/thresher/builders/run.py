@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.config.stored import from_stored
@@ -19,25 +19,25 @@ from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.store.reader import PairStore
-from thresher.errors import CheckpointError, RegroupError, StoppedError, UserError
+from thresher.errors import CheckpointError, RescaleRequested, RunStopped, UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
-from thresher.models.loading.load import load_family, load_tokenizer, set_pad_token
+from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.factory import TrackerSettings, make_trackers
 from thresher.observability.trackers.tracker import RunInfo, Trackers
 from thresher.redact import redact
 from thresher.training import preemption as stopping
 from thresher.training.loop import LoopSettings
-from thresher.training.skipped_steps import SkippedSteps
+from thresher.training.skipped_steps import SkippedStepLog
 from thresher.training.supervisor import Supervisor
 from thresher.training.trainer import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
 # large enough for matrix products to run at full speed, small enough for activations to stay small
-AUTO_TOKENS = 4096
+DEFAULT_TOKENS_PER_MICRO_BATCH = 4096
 
 
 def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
@@ -58,7 +58,7 @@ def _families(config: DPOConfig) -> list[PreTrainedConfig]:
     """The families that must bear the layout: the policy's, and the reference's where it is another model."""
     trusted = {config.policy_path: config.actor_train.model_args.trust_remote_code}
     trusted.setdefault(config.reference_path, config.trusts_reference_code)
-    return [load_family(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
+    return [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
 
 
 def trainer_settings(config: DPOConfig) -> TrainerSettings:
@@ -93,11 +93,11 @@ def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hi
     if not layout.needs_pair_attention:
         pairs = training.per_device_train_batch_size
         return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch, max_pairs=pairs)
-    return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch or AUTO_TOKENS)
+    return MicroBatching(train.lengths, costs, training.max_tokens_per_micro_batch or DEFAULT_TOKENS_PER_MICRO_BATCH)
 
 
-def build_checkpoints(config: DPOConfig) -> CheckpointKeeper:
-    return CheckpointKeeper(
+def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
+    return CheckpointManager(
         root=Path(config.output_dir) / "checkpoints",
         keep_last=config.save_total_limit,
         metric_for_best=config.metric_for_best_model,
@@ -107,7 +107,7 @@ def build_checkpoints(config: DPOConfig) -> CheckpointKeeper:
 
 def find_checkpoint(config: DPOConfig) -> Path | None:
     """The checkpoint to go on from. Without a word on it, a run goes on that has this very config; none other."""
-    checkpoints = build_checkpoints(config)
+    checkpoints = build_checkpoint_manager(config)
     if config.resume_from_checkpoint is not None:
         return checkpoints.resume(config.resume_from_checkpoint)
     found = checkpoints.resume("auto")
@@ -120,7 +120,7 @@ def find_checkpoint(config: DPOConfig) -> Path | None:
 
 
 def build_supervisor(config: DPOConfig) -> Supervisor:
-    checkpoints = build_checkpoints(config)
+    checkpoints = build_checkpoint_manager(config)
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
         newest=lambda: checkpoints.resume("auto"),
@@ -134,7 +134,7 @@ def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Tracker
 
 
 @contextlib.contextmanager
-def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[SkippedSteps]:
+def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[SkippedStepLog]:
     """Open the trackers for the length of a run and tell them how it ended; give the record of skipped steps."""
     run = RunInfo(
         exp_name=config.exp_name,
@@ -145,9 +145,9 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     )
     trackers.start(run, resume_step)
     try:
-        yield SkippedSteps(run.run_dir, resume_step)
+        yield SkippedStepLog(run.run_dir, resume_step)
     except BaseException as error:
-        is_asked = isinstance(error, (KeyboardInterrupt, StoppedError, RegroupError))
+        is_asked = isinstance(error, (KeyboardInterrupt, RunStopped, RescaleRequested))
         with contextlib.suppress(UserError):  # a log that cannot be closed is not what ended the run
             trackers.close("interrupted" if is_asked else "failed")
         raise

@@ -8,30 +8,30 @@ from pathlib import Path
 from thresher.builders.data import check_pairs, probe_pairs
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_schedule
-from thresher.builders.reference import ReferenceParts
-from thresher.builders.run import build_checkpoints, build_micro_batching, config_changes, trainer_settings
+from thresher.builders.reference import ReferenceBundle
+from thresher.builders.run import build_checkpoint_manager, build_micro_batching, config_changes, trainer_settings
 from thresher.config import DPOConfig
 from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.strategies.native.train import NativeTrain
-from thresher.training.loop import Standing
-from thresher.training.trainer import DPOTrainer, Split
+from thresher.training.loop import TrainingProgress
+from thresher.training.trainer import DPOTrainer, ScoredDataset
 
 
 @dataclass(frozen=True)
-class RankParts:
+class TrainerBundle:
     """A trainer with its reference; notes are lines for a person."""
 
     trainer: DPOTrainer
-    reference: ReferenceParts
+    reference: ReferenceBundle
     notes: tuple[str, ...]
     dtype: str
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.trainer.state.step, self.trainer.last_evaluation)
+    def progress(self) -> TrainingProgress:
+        return TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
 
     def begin(self) -> None:
         """Do what comes between building and the first step: score in advance, check step 0, start the clock."""
@@ -46,8 +46,8 @@ class RankParts:
 
 
 def build_trainer(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, reference: ReferenceParts, checkpoint: Path | None
-) -> RankParts:
+    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, reference: ReferenceBundle, checkpoint: Path | None
+) -> TrainerBundle:
     """Put a rank's parts together and go on from a checkpoint where there is one."""
     plan, train, validation = inputs.plan, inputs.train, inputs.validation
     trainer = DPOTrainer(
@@ -56,10 +56,10 @@ def build_trainer(
         plan=plan,
         micro_batching=build_micro_batching(config, inputs.layout, train, policy.hidden_size),
         schedule=build_schedule(config, plan.num_steps),
-        train=Split(train, reference.train),
-        validation=None if validation is None else Split(validation, reference.validation),
+        train=ScoredDataset(train, reference.train),
+        validation=None if validation is None else ScoredDataset(validation, reference.validation),
         settings=trainer_settings(config),
-        checkpoints=build_checkpoints(config),
+        checkpoints=build_checkpoint_manager(config),
         identity={
             "data": train.digest,
             "pairs per step": plan.pairs_per_step,
@@ -72,7 +72,7 @@ def build_trainer(
     notes = list(reference.notes)
     if checkpoint is not None:
         notes += [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
-    return RankParts(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
+    return TrainerBundle(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
 
 
 def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:

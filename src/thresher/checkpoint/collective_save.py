@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from thresher.checkpoint.manifest import FileRecord, record_files
-from thresher.checkpoint.sharded import Processes
+from thresher.checkpoint.sharded import Communicator
 from thresher.checkpoint.staging import Staging, create_staging, discard, publish, readable_errors
-from thresher.errors import CheckpointError, LostError, UserError
+from thresher.errors import CheckpointError, UserError, WorkerLostError
 
 T = TypeVar("T")
 # Writes this process's files into a directory and names them.
 Write: TypeAlias = Callable[[Path], Sequence[str]]
 
 
-def save_together(
+def save_collectively(
     root: Path,
     step: int,
     write: Write,
     metrics: Mapping[str, float],
-    processes: Processes,
+    processes: Communicator,
     clean_up: Callable[[], None],
 ) -> None:
     """Publish what all processes write; then, in the first of them, let go of what need not stay."""
@@ -62,7 +62,7 @@ def _write_own(write: Write, path: Path, root: Path, step: int) -> dict[str, Fil
         return record_files(path, write(path))
 
 
-def _all_or_none(processes: Processes, act: Callable[[], T]) -> list[T]:
+def _all_or_none(processes: Communicator, act: Callable[[], T]) -> list[T]:
     """Act in every process; what fails in one fails in all, with the same message."""
     value: T | None = None
     failure: Exception | None = None
@@ -70,7 +70,7 @@ def _all_or_none(processes: Processes, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as error:
         failure = error
-    answers = processes.share((value, failure and _told(failure)))
+    answers = processes.all_gather_object((value, failure and _told(failure)))
     if failure is not None:
         raise failure
     for _, told in answers:
@@ -83,4 +83,4 @@ def _told(failure: Exception) -> UserError:
     """What the others are told; what nobody foresaw may pass, as it may where it happened."""
     if isinstance(failure, CheckpointError):
         return failure
-    return LostError(f"a worker could not save: {failure!r}")
+    return WorkerLostError(f"a worker could not save: {failure!r}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thresher.checkpoint.collective_save import Write, save_together
+from thresher.checkpoint.collective_save import Write, save_collectively
 from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
-from thresher.checkpoint.sharded import HostCopies, Processes
+from thresher.checkpoint.sharded import Communicator, HostBuffers
 from thresher.checkpoint.staging import recover, step_name
 from thresher.errors import CheckpointError
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CheckpointKeeper:
+class CheckpointManager:
     """Where checkpoints lie and which of them stay."""
 
     root: Path
@@ -27,17 +27,17 @@ class CheckpointKeeper:
     metric_for_best: str
     higher_is_better: bool
 
-    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Processes) -> Path:
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Communicator) -> Path:
         """Publish what all processes write into one directory, then let go of what need not stay."""
-        published = self.place(step)
+        published = self.path_for(step)
 
         def clean_up() -> None:
             prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        save_together(self.root, step, write, metrics, processes, clean_up)
+        save_collectively(self.root, step, write, metrics, processes, clean_up)
         return published
 
-    def place(self, step: int) -> Path:
+    def path_for(self, step: int) -> Path:
         """Where the checkpoint of a step lies, once it is published."""
         return self.root / step_name(step)
 
@@ -63,7 +63,7 @@ class CheckpointKeeper:
             )
 
 
-class BackgroundSaver:
+class AsyncSaver:
     """Write what was copied in a thread while training goes on; at most one save is under way.
 
     A failure is raised at the next chance: the next step, the next save, or the end of the run.
@@ -71,15 +71,15 @@ class BackgroundSaver:
     messages must not meet those of training. It is no daemon: a process that ends waits for a save that is under way.
     """
 
-    def __init__(self, keeper: CheckpointKeeper, open_line: Callable[[], Processes]):
+    def __init__(self, keeper: CheckpointManager, open_line: Callable[[], Communicator]):
         self._keeper = keeper
         self._open_line = open_line
-        self._line: Processes | None = None
+        self._line: Communicator | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[Path] | None = None
-        self.copies = HostCopies()
+        self.copies = HostBuffers()
 
-    def begin(self, step: int, write: Write, metrics: Mapping[str, float]) -> None:
+    def submit(self, step: int, write: Write, metrics: Mapping[str, float]) -> None:
         """Start to write; the save before must be over, which `wait` makes sure of."""
         if self._under_way is not None:
             raise RuntimeError("a save is under way; wait for it first")

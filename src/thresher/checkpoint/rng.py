@@ -61,7 +61,7 @@ def restore_rng(state: State) -> list[str]:
     return [f"the checkpoint holds random streams of {num_saved} CUDA devices and {num_devices} are here now"]
 
 
-def join_rng(states: Sequence[State]) -> State:
+def merge_rng(states: Sequence[State]) -> State:
     """Put the streams of all ranks into one state; rank 0's lie there as those of one process would."""
     tensors = {_name(rank, name): tensor for rank, state in enumerate(states) for name, tensor in state.tensors.items()}
     others = [dict(state.values) for state in states[1:]]
@@ -69,7 +69,7 @@ def join_rng(states: Sequence[State]) -> State:
 
 
 def restore_rng_of_rank(joined: State, rank: int, num_ranks: int) -> list[str]:
-    """Set this rank's generators from `join_rng`; a rank that the checkpoint does not know keeps its fresh streams."""
+    """Set this rank's generators from `merge_rng`; a rank that the checkpoint does not know keeps its fresh streams."""
     every = [joined.values, *joined.values.get("other_ranks", [])]
     notes = []
     if rank == 0 and len(every) != num_ranks:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thresher import durable
-from thresher.checkpoint.sharded import FileNumber, Part
+from thresher.checkpoint.sharded import ShardFile, TensorShard
 
 # One header key only: safetensors writes several in random order, and equal states must give equal bytes.
 HEADER_KEY = "thresher"
@@ -26,12 +26,12 @@ HEADER_KEY = "thresher"
 def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to `<stem>.safetensors`; return the name of the file."""
     first_names, tied = _find_tied(tensors)
-    name = FileNumber().name(stem)
+    name = ShardFile().name(stem)
     _write(directory / name, first_names, {"tied": tied} if tied else {})
     return name
 
 
-def save_parts(directory: Path, stem: str, parts: Mapping[str, Part], number: FileNumber) -> str:
+def save_parts(directory: Path, stem: str, parts: Mapping[str, TensorShard], number: ShardFile) -> str:
     """Write one process's parts into its file; return the name."""
     split = {name: [list(part.shape), list(part.offset)] for name, part in parts.items() if not part.is_whole}
     values = {name: part.values for name, part in parts.items()}

@@ -8,13 +8,13 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from thresher.distributed.sharded_tensor import local_part, own_part
+from thresher.distributed.sharded_tensor import local_slices, to_local
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """Values that lie at `offset` in a whole tensor of `shape`."""
 
     values: Tensor
@@ -22,10 +22,10 @@ class Part:
     offset: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, like: Tensor) -> Part:
+    def of(cls, tensor: Tensor, like: Tensor) -> TensorShard:
         """This process's part of a tensor; `like` is a tensor that is split as the one that these values are of."""
-        offset = tuple(place.start for place in own_part(like))
-        return cls(local_part(tensor).detach(), tuple(like.shape), offset)
+        offset = tuple(place.start for place in local_slices(like))
+        return cls(to_local(tensor).detach(), tuple(like.shape), offset)
 
     @property
     def is_whole(self) -> bool:
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class FileNumber:
+class ShardFile:
     """Which of `count` files, one for each process that has something to write, is ours."""
 
     index: int = 0
@@ -46,18 +46,18 @@ class FileNumber:
         return f"{stem}-{self.index + 1:05d}-of-{self.count:05d}.safetensors"
 
 
-class Processes(Protocol):
+class Communicator(Protocol):
     """The processes that save together."""
 
     @property
     def rank(self) -> int: ...
 
-    def share(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Give every process the values of all, in the order of the ranks."""
         ...
 
 
-class HostCopies:
+class HostBuffers:
     """Copies in host memory that outlive the step; the memory is kept, for new pages cost as much as the copying."""
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class HostCopies:
         return kept.copy_(tensor)
 
 
-def parts_to_write(
+def shards_to_write(
     tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], is_ours: Callable[[Tensor], bool]
-) -> dict[str, Part]:
+) -> dict[str, TensorShard]:
     """The parts that this process writes; `places` has, under the same name, a tensor that is split as this one is."""
-    parts = {name: Part.of(tensor, places[name]) for name, tensor in tensors.items() if is_ours(places[name])}
+    parts = {name: TensorShard.of(tensor, places[name]) for name, tensor in tensors.items() if is_ours(places[name])}
     # more processes than rows leave some without any
     return {name: part for name, part in parts.items() if part.values.numel() or part.is_whole}

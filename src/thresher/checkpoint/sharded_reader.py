@@ -20,11 +20,11 @@ from torch import Tensor
 
 from thresher.checkpoint.json_io import reading
 from thresher.checkpoint.safetensors_io import HEADER_KEY
-from thresher.checkpoint.sharded import FileNumber
+from thresher.checkpoint.sharded import ShardFile
 from thresher.errors import CheckpointError
 
 Shape = tuple[int, ...]
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Whole:
     pieces: dict[Shape, tuple[Shape, str]]
 
 
-class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
+class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
     """The tensors under one stem; `tied` names those that share another's memory."""
 
     def __init__(self, directory: Path, stem: str):
@@ -65,7 +65,7 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
     def shape(self, name: str) -> Shape:
         return self._wholes[self.tied.get(name, name)].shape
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read(self, name: str, box: Slices | None = None) -> Tensor:
         """Read a tensor, or the part of it that lies in a box, from the files that have some of it."""
         name = self.tied.get(name, name)
         whole = self._wholes[name]
@@ -87,7 +87,7 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
             result[_relative(common, [side.start for side in box])] = piece
         return torch.empty(size, dtype=whole.dtype) if result is None else result
 
-    def _read_piece(self, file: str, name: str, shape: Shape, box: Box) -> Tensor:
+    def _read_piece(self, file: str, name: str, shape: Shape, box: Slices) -> Tensor:
         opened = self._files[file]
         if all(side == slice(0, size) for side, size in zip(box, shape, strict=True)):
             piece: Tensor = opened.get_tensor(name)
@@ -119,10 +119,10 @@ class StoredTensors(contextlib.AbstractContextManager["StoredTensors"]):
         return reading(self._directory / file, "a readable safetensors file", *faults)
 
 
-class OwnParts(Mapping[str, Tensor]):
+class LocalShards(Mapping[str, Tensor]):
     """What one process needs of stored tensors, as a mapping that reads when it is asked."""
 
-    def __init__(self, stored: StoredTensors, box_of: Callable[[str, Shape], Box]):
+    def __init__(self, stored: ShardedReader, box_of: Callable[[str, Shape], Slices]):
         self._stored = stored
         self._box_of = box_of
 
@@ -138,7 +138,7 @@ class OwnParts(Mapping[str, Tensor]):
 
 def load_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
     """Read everything under a stem, whole."""
-    with StoredTensors(directory, stem) as stored:
+    with ShardedReader(directory, stem) as stored:
         tensors = {name: stored.read(name) for name in stored}
         return tensors | {name: tensors[first] for name, first in stored.tied.items()}
 
@@ -148,8 +148,8 @@ def _file_names(directory: Path, stem: str) -> list[str]:
     counts = {int(match[2]) for path in directory.glob(f"{stem}-*") if (match := pattern.fullmatch(path.name))}
     # the files of two saves never meet in one checkpoint; the largest number names what is missing, if anything is
     count = max(counts, default=1)
-    return [FileNumber(index, count).name(stem) for index in range(count)]
+    return [ShardFile(index, count).name(stem) for index in range(count)]
 
 
-def _relative(box: list[slice], origin: Any) -> Box:
+def _relative(box: list[slice], origin: Any) -> Slices:
     return tuple(slice(side.start - first, side.stop - first) for side, first in zip(box, origin, strict=True))

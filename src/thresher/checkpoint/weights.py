@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.sharded_reader import StoredTensors
-from thresher.distributed.sharded_tensor import local_part, own_part
+from thresher.checkpoint.sharded_reader import ShardedReader
+from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"
@@ -27,7 +27,7 @@ def load_weights(
     `mend` tells a person what to do where they belong to another model; `elsewhere` are names that other processes of
     the run have.
     """
-    with StoredTensors(directory, stem) as stored:
+    with ShardedReader(directory, stem) as stored:
         expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         found = stored.kinds()
         names = {*found, *expected}.difference(elsewhere) | expected.keys()
@@ -38,4 +38,4 @@ def load_weights(
                 f"{odd[0]}; {mend}"
             )
         for name, parameter in parameters.items():
-            local_part(parameter).copy_(stored.read(name, own_part(parameter)))
+            to_local(parameter).copy_(stored.read(name, local_slices(parameter)))

@@ -18,7 +18,7 @@ from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
 from thresher.cli.submit import submit
 from thresher.cli.train import train
-from thresher.errors import StoppedError, UserError
+from thresher.errors import RunStopped, UserError
 
 
 class CommandGroup(TyperGroup):
@@ -80,22 +80,22 @@ def main() -> None:
 
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
         sys.exit(2)
-    except StoppedError as stopped:
+    except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(stopped.exit_code)
     except Exception:
         # a defect of ours, shown whole but for secrets: the libraries below quote URLs as they are
         import traceback
 
-        from thresher.redact import printable, redact_text
+        from thresher.redact import escape_control_chars, redact_text
 
-        sys.stderr.write(printable(redact_text(traceback.format_exc())))
+        sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
         sys.exit(1)
 
 
 def _escaped(text: str) -> str:
     from rich.markup import escape
 
-    from thresher.redact import printable
+    from thresher.redact import escape_control_chars
 
-    return escape(printable(text))
+    return escape(escape_control_chars(text))

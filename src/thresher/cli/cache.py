@@ -26,7 +26,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
     from rich.text import Text
 
     from thresher.cli.terminal import print_line
-    from thresher.redact import printable
+    from thresher.redact import escape_control_chars
     from thresher.reference.cache_admin import cache_root, list_references
 
     root = cache_root(cache_dir)
@@ -45,7 +45,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
     for each in references:
         size = filesize.decimal(each.num_bytes)
         table.add_row(
-            *(Text(printable(text)) for text in (each.identity[:12], each.model, each.dtype)),
+            *(Text(escape_control_chars(text)) for text in (each.identity[:12], each.model, each.dtype)),
             f"{each.num_pairs:,}",
             f"{each.num_shards:,}",
             size,
@@ -91,7 +91,7 @@ def prune(
 
     from thresher.cli.terminal import print_line
     from thresher.errors import UserError
-    from thresher.reference.cache_admin import cache_root, leftovers, list_references, remove
+    from thresher.reference.cache_admin import cache_root, list_references, remove, stale_files
 
     root = cache_root(cache_dir)
     references = list_references(root)
@@ -106,7 +106,7 @@ def prune(
         print_line(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {each.model}, {size}, last used {_age(each)}")
     paths = [each.directory for each in references]
     # what lies in a directory that goes as a whole need not be told again
-    paths += [path for path in leftovers(root) if path.parent not in paths]
+    paths += [path for path in stale_files(root) if path.parent not in paths]
     for path in paths[len(references) :]:
         print_line(f"left behind: {path}")
     if not paths:

@@ -89,7 +89,7 @@ def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, id
     """Colour one side: the prompt dim, scored tokens green or red, unscored tokens of the response grey."""
     from rich.text import Text
 
-    from thresher.redact import printable
+    from thresher.redact import escape_control_chars
 
     response, mask = (
         (pair.chosen_ids, pair.chosen_mask) if side == "chosen" else (pair.rejected_ids, pair.rejected_mask)
@@ -102,12 +102,12 @@ def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, id
     if ids:
         tokens = tokenizer.convert_ids_to_tokens(sequence)
         for token, token_id, style in zip(tokens, sequence, styles, strict=True):
-            text.append(printable(f"{token}"), style).append(f":{token_id} ", "dim")
+            text.append(escape_control_chars(f"{token}"), style).append(f":{token_id} ", "dim")
         return text
     start = 0
     for end in range(1, len(sequence) + 1):
         if end == len(sequence) or styles[end] != styles[start]:
-            text.append(printable(_decode_between(tokenizer, sequence, start, end)), styles[start])
+            text.append(escape_control_chars(_decode_between(tokenizer, sequence, start, end)), styles[start])
             start = end
     return text
 

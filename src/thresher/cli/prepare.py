@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from thresher.data.prepare.prepare import PrepareReport, Progress
+    from thresher.data.prepare.prepare import PrepareProgress, PrepareReport
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def build_with_progress(
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[Progress], None]]:
+def show_progress() -> Iterator[Callable[[PrepareProgress], None]]:
     """Show a bar on a terminal, and a line now and then elsewhere."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -254,7 +254,7 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def show(progress: Progress) -> None:
+        def show(progress: PrepareProgress) -> None:
             described = f"{progress.rows_read:,} rows, {progress.pairs_kept:,} pairs"
             total = progress.bytes_total or None
             bar.update(task, completed=progress.bytes_read, total=total, description=described)
@@ -262,10 +262,10 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _progress_lines() -> Callable[[Progress], None]:
+def _progress_lines() -> Callable[[PrepareProgress], None]:
     last = time.monotonic()
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -299,18 +299,20 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
     from rich.text import Text
 
     from thresher.data.prepare.report import PERCENTILES
-    from thresher.redact import printable
+    from thresher.redact import escape_control_chars
 
     table = Table("", "count", title="prepared", title_justify="left")
     table.columns[1].justify = "right"
     for name, count in _count_rows(report):
-        table.add_row(Text(printable(name)), f"{count:,}")  # a store may come from anybody, and its report with it
+        table.add_row(
+            Text(escape_control_chars(name)), f"{count:,}"
+        )  # a store may come from anybody, and its report with it
     console.print(table)
     if report.percentiles:
         names = ["shortest" if p == 0 else "longest" if p == 100 else f"{p} %" for p in PERCENTILES]
         lengths = Table("tokens", *names, title="lengths", title_justify="left")
         for name, values in report.percentiles.items():
-            lengths.add_row(Text(printable(name)), *(f"{value:,}" for value in values))
+            lengths.add_row(Text(escape_control_chars(name)), *(f"{value:,}" for value in values))
         console.print(lengths)
 
 

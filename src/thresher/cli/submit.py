@@ -36,9 +36,9 @@ def submit(
     from thresher.runtime.ray.environment import set_environment
 
     set_environment(address)
-    from thresher.runtime.ray.jobs import JobServer
+    from thresher.runtime.ray.jobs import JobClient
 
-    server = JobServer(address)
+    server = JobClient(address)
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on
     logger.info("submitted job %s", job)
     if not wait:

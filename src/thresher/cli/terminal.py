@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thresher.errors import UserError
-from thresher.redact import RedactingFormatter, printable, redact_text
+from thresher.redact import RedactingFormatter, escape_control_chars, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TerminalHandler(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         # Python's own would print the arguments of the message unmasked
         with contextlib.suppress(OSError):
-            sys.stderr.write(printable(redact_text(traceback.format_exc())))
+            sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
 
 
 _handler = TerminalHandler()
@@ -91,7 +91,7 @@ def quiet_libraries() -> None:
 
 def print_line(line: str) -> None:
     """Print a line of a command's result, whatever the level."""
-    console.print(Text(printable(redact_text(line))), soft_wrap=True)
+    console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
 
 
 def progress_console() -> Console:

@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thresher.models.attention.segments import Segment
-from thresher.models.layouts import ArrangedBatch
+from thresher.models.layouts import ModelInputs
 
 
 @dataclass(frozen=True)
-class RowShare:
+class ContextParallel:
     """One of `size` equal parts of every packed row."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
 
-    def fill_up(self, batch: ArrangedBatch) -> ArrangedBatch:
+    def pad_to_multiple(self, batch: ModelInputs) -> ModelInputs:
         """Lengthen a row to a multiple of the parts; the rows that are added see one another and nobody sees them."""
         assert batch.segments is not None  # noqa: S101
         rows = batch.model_inputs["input_ids"].shape[1]
@@ -43,25 +43,25 @@ class RowShare:
             num_padding_tokens=batch.num_padding_tokens + extra,
         )
 
-    def of_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def shard_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.chunk(self.size, dim=1)[self.rank] for name, tensor in inputs.items()}
 
-    def own_among(self, scored: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
+    def local_scored_rows(self, scored: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
         """Which of the scored rows are ours, and their places in our part."""
         places = scored - self.rank * num_own
         own = ((places >= 0) & (places < num_own)).nonzero().squeeze(1)
         return own, places[own]
 
-    def join(self, values: Tensor, own: Tensor, count: int) -> Tensor:
+    def all_gather_logps(self, values: Tensor, own: Tensor, count: int) -> Tensor:
         """Give every process the values of all: [own] -> [count]. A gradient goes to whose value it is."""
         whole = values.new_zeros(count).index_copy(0, own, values)
         joined: Tensor = _SumAlike.apply(whole, self.group)  # type: ignore[no-untyped-call]
         return joined
 
-    def whole_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._trade(query), self._trade(self._enough(key)), self._trade(self._enough(value))
 
-    def own_rows(self, attended: Tensor) -> Tensor:
+    def scatter_sequence(self, attended: Tensor) -> Tensor:
         """[1, heads / size, rows, dim] -> [1, heads, rows / size, dim]."""
         _, heads, rows, dim = attended.shape
         parts = attended.reshape(heads, self.size, rows // self.size, dim).transpose(0, 1)

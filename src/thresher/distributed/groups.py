@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thresher.distributed.sharded_tensor import local_part
+from thresher.distributed.sharded_tensor import to_local
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 
@@ -31,21 +31,21 @@ class Group:
     size: int = 1
     group: dist.ProcessGroup | None = None
 
-    def sum_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
+    def all_reduce_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
         """Add up metrics and whole numbers, in one message; every process has the same names."""
         if self.size == 1:
             return metrics, list(counts)
         flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
-        sums, total = self.sum(flat, counts)
+        sums, total = self.all_reduce(flat, counts)
         return {
             name: MetricSum(sums[at], sums[at + 1]) for name, at in zip(metrics, range(0, len(sums), 2), strict=True)
         }, total
 
-    def once(self, metrics: Metrics) -> Metrics:
+    def only_on_rank0(self, metrics: Metrics) -> Metrics:
         """Keep what all have measured alike on one of them, so that their sum counts it once."""
         return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
 
-    def gather(self, value: T) -> list[T] | None:
+    def gather_object(self, value: T) -> list[T] | None:
         """Bring one value of every process to the first; None on the others."""
         if self.size == 1:
             return [value]
@@ -53,7 +53,7 @@ class Group:
         dist.gather_object(value, values, group_dst=0, group=self.group)
         return values
 
-    def agree(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Give every process the first one's value; those that are not connected keep their own."""
         if self.size == 1 or self.group is None:
             return value
@@ -61,19 +61,19 @@ class Group:
         dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
 
-    def share(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Give every process the values of all, in the order of the ranks."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def elsewhere(self, names: Iterable[str]) -> set[str]:
+    def names_on_other_ranks(self, names: Iterable[str]) -> set[str]:
         """Say which names other processes have that this one has not; all take part."""
         own = set(names)
-        return {name for theirs in self.share(sorted(own)) for name in theirs} - own
+        return {name for theirs in self.all_gather_object(sorted(own)) for name in theirs} - own
 
-    def apart(self) -> Group:
+    def clone_for_thread(self) -> Group:
         """The same processes on a line of their own: messages of another thread must not mix with those of training."""
         if self.size == 1:
             return self
@@ -81,7 +81,7 @@ class Group:
         group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         return Group(self.rank, self.size, group)
 
-    def sum(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:
+    def all_reduce(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:
         """Add up numbers and whole numbers, place by place."""
         if self.size == 1:
             return list(numbers), list(counts)
@@ -92,11 +92,11 @@ class Group:
         return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
 
 
-ALONE = Group()
+SINGLE_PROCESS = Group()
 
 
 @dataclass(frozen=True)
-class DataRanks(Group):
+class DataParallelGroup(Group):
     """`size` data-parallel ranks, each with a share of every step.
 
     The group connects the processes that differ in their share alone, with gloo for host memory and, on GPUs, NCCL for
@@ -109,46 +109,46 @@ class DataRanks(Group):
     speaks: of the processes of one rank, we are the one that writes what they all know.
     """
 
-    of_metrics: Group | None = None
-    of_all: Group | None = None
-    keeps_step: bool = False
-    sums_gradients: bool = True
-    speaks: bool = True
+    metrics_ranks: Group | None = None
+    all_ranks: Group | None = None
+    needs_lockstep: bool = False
+    reduces_gradients: bool = True
+    is_writer: bool = True
 
     @property
-    def tellers(self) -> Group:
-        return self.of_metrics or self
+    def metrics_group(self) -> Group:
+        return self.metrics_ranks or self
 
     @property
-    def everyone(self) -> Group:
-        return self.of_all or self
+    def world(self) -> Group:
+        return self.all_ranks or self
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         """The largest of the ranks' counts where they must keep step; otherwise our own."""
-        if self.size == 1 or not self.keeps_step:
+        if self.size == 1 or not self.needs_lockstep:
             return count
         largest = torch.tensor([count])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leave the sum over all ranks in every gradient: the loss is divided by the pairs of the whole step.
 
         DistributedDataParallel would average, and reduce inside the one backward that micro-batches do not have.
         """
-        if self.size == 1 or not self.sums_gradients:
+        if self.size == 1 or not self.reduces_gradients:
             return
         # a parameter that no rank has a gradient of keeps none, as in one process: AdamW would decay it
-        holders, _ = self.sum([float(p.grad is not None) for p in parameters])
+        holders, _ = self.all_reduce([float(p.grad is not None) for p in parameters])
         gradients = []
         for parameter, num_holders in zip(parameters, holders, strict=True):
             if num_holders:
                 # a rank without pairs in this step adds nothing
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(local_part(parameter.grad))
-        sum_in_buckets(gradients, self)
+                gradients.append(to_local(parameter.grad))
+        all_reduce_bucketed(gradients, self)
 
-    def gather_pairs(self, own: ObjectiveInputs) -> list[ObjectiveInputs]:
+    def all_gather_pairs(self, own: ObjectiveInputs) -> list[ObjectiveInputs]:
         """Give every rank the pairs of all ranks, in the order of the ranks; no gradient passes."""
         if self.size == 1:
             return [own]
@@ -167,7 +167,7 @@ class DataRanks(Group):
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def sum_in_buckets(tensors: Sequence[Tensor], over: Group) -> None:
+def all_reduce_bucketed(tensors: Sequence[Tensor], over: Group) -> None:
     """Leave the sum over a group in every tensor; many small ones travel as one message, in fp32 at least."""
     for bucket in _buckets(tensors):
         wide = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -201,7 +201,7 @@ def _tensors(pairs: ObjectiveInputs) -> list[Tensor]:
     tensors = []
     for side in _sides(pairs):
         tensors += [side.values, side.lengths]
-        tensors += [] if side.log_collision is None else [side.log_collision]
+        tensors += [] if side.log_sum_squared_probs is None else [side.log_sum_squared_probs]
     empty = pairs.policy.chosen.values.new_zeros(0)
     return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
 
@@ -209,7 +209,7 @@ def _tensors(pairs: ObjectiveInputs) -> list[Tensor]:
 def _pairs(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
     remaining = iter(tensors)
     sides = [
-        ResponseLogps(next(remaining), next(remaining), None if side.log_collision is None else next(remaining))
+        ResponseLogps(next(remaining), next(remaining), None if side.log_sum_squared_probs is None else next(remaining))
         for side in _sides(like)
     ]
     models = [ChosenRejectedLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def own_part(tensor: Tensor) -> tuple[slice, ...]:
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where this process's part of a tensor lies in the whole."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -15,6 +15,6 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

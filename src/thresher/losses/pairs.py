@@ -24,7 +24,7 @@ class ResponseLogps:
 
     values: Tensor
     lengths: Tensor
-    log_collision: Tensor | None = None
+    log_sum_squared_probs: Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -43,7 +43,7 @@ class ResponseLogps:
         return torch.arange(self.values.numel(), device=self.values.device) - starts
 
     def detach(self) -> ResponseLogps:
-        return ResponseLogps(self.values.detach(), self.lengths, self.log_collision)
+        return ResponseLogps(self.values.detach(), self.lengths, self.log_sum_squared_probs)
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class ChosenRejectedLogps:
         return ChosenRejectedLogps(self.chosen.detach(), self.rejected.detach())
 
 
-def empty_logps(device: torch.device | None = None, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
+def empty_logps(device: torch.device | None = None, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
     """Return the logps of zero pairs."""
     empty = torch.zeros(0, device=device)
-    side = ResponseLogps(empty, empty.long(), empty if with_log_collision else None)
+    side = ResponseLogps(empty, empty.long(), empty if with_log_sum_squared_probs else None)
     return ChosenRejectedLogps(side, side)
 
 
@@ -95,7 +95,7 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
     """Concatenate one side of several micro-batches."""
-    collisions = [part.log_collision for part in parts]
+    collisions = [part.log_sum_squared_probs for part in parts]
     joined = None if any(c is None for c in collisions) else torch.cat([c for c in collisions if c is not None])
     return ResponseLogps(
         torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]), joined

@@ -17,20 +17,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from thresher.data.pair import PairBatch, scored_positions
 from thresher.errors import UserError
-from thresher.models.layouts import ArrangedBatch, Layout
-from thresher.models.logps import PairModel, own_forward
+from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.logps import PairModel, original_forward
 
 # mean nats per token by which two forwards of one model may differ for no other reason than their batch's shape
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @torch.no_grad()
-def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch) -> None:
+def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the model's own forward."""
-    exact = as_exact_as_stored(model)
-    arranged = layout.arrange(batch)
+    exact = in_storage_precision(model)
+    arranged = layout.collate(batch)
     # uncompiled: the layers are watched, which would be compiled in for once
-    with evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours, our_layers = _our_forward(exact, layout, arranged)
         theirs, their_layers = _own_forward(exact, batch)
     distance = (ours - theirs).abs().mean().item() if len(theirs) else 0.0
@@ -42,7 +42,7 @@ def check_against_own_forward(model: PairModel, layout: Layout, batch: PairBatch
         )
 
 
-def _our_forward(model: PairModel, layout: Layout, arranged: ArrangedBatch) -> tuple[Tensor, list[Tensor]]:
+def _our_forward(model: PairModel, layout: Layout, arranged: ModelInputs) -> tuple[Tensor, list[Tensor]]:
     """Our logps, and the hidden states of the scored rows after each layer."""
     try:
         with _layer_outputs(model.backbone) as outputs:
@@ -53,13 +53,13 @@ def _our_forward(model: PairModel, layout: Layout, arranged: ArrangedBatch) -> t
         raise UserError(
             f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"
         ) from error
-    if model.row_share is not None:
+    if model.context_parallel is not None:
         outputs = []  # of a part of the row
     layers = [output[_rows_in(arranged, len(output)).to(output.device)] for output in outputs]
     return torch.cat([sides.chosen.values, sides.rejected.values]), layers
 
 
-def _rows_in(arranged: ArrangedBatch, num_rows: int) -> Tensor:
+def _rows_in(arranged: ModelInputs, num_rows: int) -> Tensor:
     is_pruned = arranged.kept is not None and num_rows == len(arranged.kept.rows)
     return arranged.scored_in_kept if is_pruned and arranged.scored_in_kept is not None else arranged.scored_rows
 
@@ -72,7 +72,11 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     for prompt, response, mask in sides:
         rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
-        with own_forward(model.causal_lm), model.precision(model.device), _layer_outputs(model.backbone) as outputs:
+        with (
+            original_forward(model.causal_lm),
+            model.precision(model.device),
+            _layer_outputs(model.backbone) as outputs,
+        ):
             logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]
         logits = logits if len(logits) == len(rows) else logits[rows]
         logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))
@@ -80,16 +84,16 @@ def _own_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tenso
     return torch.cat(logps), [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
 
-def as_exact_as_stored(model: PairModel) -> PairModel:
+def in_storage_precision(model: PairModel) -> PairModel:
     """The same model in the precision of its weights: bf16 would hide small mistakes.
 
     Not where it is sharded: its layers come together in the precision of their products alone.
     """
-    return model if isinstance(model.plain, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
+    return model if isinstance(model.base_model, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:

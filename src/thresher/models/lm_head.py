@@ -44,7 +44,7 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
-class VocabShare:
+class VocabParallel:
     """Where a process's rows of a split head begin in the vocabulary, and who holds the others."""
 
     first: int
@@ -62,7 +62,7 @@ class VocabShare:
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """The last linear map of a model, the precision of its products, and what follows it.
 
     weight: [vocab, hidden]; bias: [vocab] or None; of a split head, the rows that are ours. Factors are rounded to
@@ -73,7 +73,7 @@ class Head:
     bias: Tensor | None
     compute_dtype: torch.dtype
     transform: LogitTransform
-    share: VocabShare | None = None
+    share: VocabParallel | None = None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class Head:
                 return left.float() @ right.float()
         return torch.mm(left.to(self.compute_dtype), right.to(self.compute_dtype), out_dtype=torch.float32)
 
-    def parts(self, num_rows: int) -> Iterator[slice]:
+    def vocab_slices(self, num_rows: int) -> Iterator[slice]:
         """Slices of the vocabulary, of nearly the same size, whose logits are at most so many numbers."""
         vocab = self.weight.shape[0]
         at_once = LOGITS_AT_ONCE if self.weight.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
@@ -107,17 +107,17 @@ class Head:
         return (slice(start, stop) for start, stop in pairwise(edges))
 
 
-def target_logps(head: Head, rows: Tensor, targets: Tensor) -> Tensor:
+def target_logps(head: LMHead, rows: Tensor, targets: Tensor) -> Tensor:
     """Log-probability of each target: rows [num_rows, hidden], targets [num_rows] -> [num_rows], fp32 or wider."""
     logps: Tensor = _TargetLogps.apply(rows, head.weight, head.bias, targets, head)  # type: ignore[no-untyped-call]
     return logps
 
 
 @torch.no_grad()
-def log_collision(head: Head, rows: Tensor) -> Tensor:
+def log_sum_squared_probs(head: LMHead, rows: Tensor) -> Tensor:
     """log(sum_v p(v)^2) at each row, without gradient."""
     log_sum, log_square_sum = (rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype) for _ in range(2))
-    for part in head.parts(len(rows)):
+    for part in head.vocab_slices(len(rows)):
         logits = head.logits(rows, part)
         log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
         log_square_sum = torch.logaddexp(log_square_sum, logits.mul_(2.0).logsumexp(1))
@@ -128,12 +128,12 @@ def log_collision(head: Head, rows: Tensor) -> Tensor:
 
 class _TargetLogps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: LMHead) -> Tensor:
         share = head.share
         targets = targets if share is None else targets - share.first
         log_sum = rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype)
         found = torch.zeros_like(log_sum)
-        for part in head.parts(len(rows)):
+        for part in head.vocab_slices(len(rows)):
             logits = head.logits(rows, part)
             is_here, columns = _targets_in(part, targets)
             found = torch.where(is_here, logits.gather(1, columns).squeeze(1), found)
@@ -147,14 +147,14 @@ class _TargetLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         rows, weight, bias, targets, log_sum = ctx.saved_tensors
-        head = Head(weight, bias, ctx.compute_dtype, ctx.transform)
+        head = LMHead(weight, bias, ctx.compute_dtype, ctx.transform)
         needs_rows, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_rows = rows.new_zeros(rows.shape, dtype=head.sum_dtype) if needs_rows else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         # each row's factor goes to the narrow side of both products, never over the logits
         weighted_rows = rows.to(head.sum_dtype) * grad[:, None]
-        for part in head.parts(len(rows)):
+        for part in head.vocab_slices(len(rows)):
             logits = head.logits(rows, part)
             errors = (logits.clone() if head.transform.softcap is not None else logits).sub_(log_sum[:, None])
             errors = errors.exp_().neg_()

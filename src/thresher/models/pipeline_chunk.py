@@ -1,7 +1,7 @@
 """Some layers of a decoder that a process computes in one go, while others hold the rest.
 
 A decoder keeps its whole list of layers, each under its number: names, windows and kinds of layers go by it. In the
-place of what another process computes stands a `PassBy`, which has no weights and hands on what it gets.
+place of what another process computes stands a `IdentityModule`, which has no weights and hands on what it gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from thresher.errors import UserError
 
 
-class PassBy(nn.Module):
+class IdentityModule(nn.Module):
     """Stands where a layer, a norm, an embedding or a head of another process was."""
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_rest: Any) -> Tensor:
@@ -33,7 +33,7 @@ def own_layers(decoder: nn.Module, setting: str, mend: str) -> list[nn.Module]:
             f"{setting} needs a model that is a stack of layers, and {type(decoder).__name__} keeps none under "
             f"`layers`; {mend}"
         )
-    return [layer for layer in layers if not isinstance(layer, PassBy)]
+    return [layer for layer in layers if not isinstance(layer, IdentityModule)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Chunk:
     @contextmanager
     def alone(self, decoder: Any) -> Iterator[None]:
         """Let a decoder compute these layers and no others, for the length of a `with` block."""
-        layers, norm, other = decoder.layers, decoder.norm, PassBy()
+        layers, norm, other = decoder.layers, decoder.norm, IdentityModule()
         decoder.layers = nn.ModuleList(layer if number in self.layers else other for number, layer in enumerate(layers))
         decoder.norm = norm if self.is_last else other
         try:
@@ -61,7 +61,7 @@ class Chunk:
 
 
 @torch.no_grad()
-def check_passes_hidden_states(model: PreTrainedModel) -> None:
+def check_accepts_hidden_states(model: PreTrainedModel) -> None:
     """Refuse a family whose layers cannot be given the hidden states of the layers before them.
 
     A decoder without layers must give back its input, to the bit: one that scales embeddings or adds positions in its

@@ -11,24 +11,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """The last thing that a process began, and when, in seconds since the epoch."""
 
-    doing: str
-    since: float
+    set_activity: str
+    started_at: float
     process: int
 
 
-_last = Pulse("starting", time.time(), os.getpid())
+_last = Heartbeat("starting", time.time(), os.getpid())
 
 
-def doing(what: str) -> None:
+def set_activity(what: str) -> None:
     """Say what begins now."""
     global _last  # a process does one thing at a time, and has one pulse
-    _last = Pulse(what, time.time(), os.getpid())
+    _last = Heartbeat(what, time.time(), os.getpid())
     logger.debug("%s", what)
 
 
-def pulse() -> Pulse:
+def heartbeat() -> Heartbeat:
     """The last thing that was said here."""
     return _last

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from thresher.errors import StoppedError, UserError
+from thresher.errors import RunStopped, UserError
 from thresher.observability.trackers.tracker import refuse_links
 from thresher.redact import RedactingFormatter
 
@@ -124,7 +124,7 @@ class _Forward(logging.Handler):
 
 def _last_record(error: BaseException) -> logging.LogRecord:
     """What ended a run: a request to stop, a mistake in the user's words, or anything else with its traceback."""
-    is_asked = isinstance(error, (StoppedError, KeyboardInterrupt, SystemExit))
+    is_asked = isinstance(error, (RunStopped, KeyboardInterrupt, SystemExit))
     is_told = is_asked or isinstance(error, UserError)
     return logger.makeRecord(
         logger.name,

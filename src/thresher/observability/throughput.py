@@ -11,7 +11,7 @@ from typing import NamedTuple
 NUM_SPANS = 4096
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """A stretch of work on a step (counted from 0), in seconds since the epoch, so that processes can be compared."""
 
     work: str
@@ -20,7 +20,7 @@ class Span(NamedTuple):
     stop: float
 
 
-class StepClock:
+class ThroughputMeter:
     """Rates since the last log; evaluation and saving stand outside, the reference's cost inside."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StepClock:
         self._pairs = self._useful_tokens = self._steps = 0
         self._waited = 0.0
 
-    def count(self, pairs: int, useful_tokens: int) -> None:
+    def record_step(self, pairs: int, useful_tokens: int) -> None:
         """Note a finished step."""
         self._pairs += pairs
         self._useful_tokens += useful_tokens
@@ -55,7 +55,7 @@ class StepClock:
         finally:
             self._waited += time.perf_counter() - since
 
-    def take(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
+    def pop_rates(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
         """Return the rates and start over; a reference scored in advance is charged to the pairs that use it.
 
         None says that there is no reference, and so nobody waited for it.

@@ -32,14 +32,14 @@ from thresher.reference.shards import (
     IDENTITY_NAME,
     OTHER_BYTES,
     PARTIAL,
+    CacheShard,
     Logps,
-    Shard,
     ShardFile,
     ShardLimits,
     ShardWriter,
-    find_fault,
     list_shards,
     read_keys,
+    verify_shard,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ReferenceCache:
                 locations[match[rows]] = (number << _ROW_BITS) + rows
         return FoundLogps(shards, locations[place_of_pair])
 
-    def trust(self, shards: list[ShardFile]) -> None:
+    def mark_verified(self, shards: list[ShardFile]) -> None:
         """Take shards that this process has just written as sound, without reading them again."""
         self._sound |= {shard.path.name for shard in shards}
 
@@ -102,7 +102,7 @@ class ReferenceCache:
             match = find_sorted(read_keys(shard.path).view(_SORTABLE), wanted)
             if not (match >= 0).any() or shard.path.name in self._sound:
                 return match
-        fault = find_fault(shard)
+        fault = verify_shard(shard)
         if fault is None and match is not None:
             self._sound.add(shard.path.name)
             return match
@@ -145,9 +145,9 @@ class FoundLogps:
         return self._shard(location >> _ROW_BITS).logps(location & ((1 << _ROW_BITS) - 1))
 
 
-def _open_shard(path: Path) -> Shard:
+def _open_shard(path: Path) -> CacheShard:
     try:
-        return Shard(path)
+        return CacheShard(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} was removed from the reference cache, or damaged, during this run ({error}); start the run "

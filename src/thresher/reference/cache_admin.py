@@ -12,7 +12,7 @@ from pathlib import Path
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.staging import delete
 from thresher.errors import CheckpointError
-from thresher.reference.shards import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, find_fault, list_shards, read_keys
+from thresher.reference.shards import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard
 
 # a shard takes seconds to write: whatever is older was left by a process that died
 _SECONDS_OF_A_WRITE = 24 * 3600.0
@@ -52,10 +52,10 @@ def verify_cache(root: Path) -> Iterator[tuple[ShardFile, str | None]]:
     """Read every byte of every shard; yield each with what is wrong with it, or None."""
     for directory in _directories(root):
         for shard in list_shards(directory):
-            yield shard, find_fault(shard) or _content_fault(shard)
+            yield shard, verify_shard(shard) or _content_fault(shard)
 
 
-def leftovers(root: Path) -> list[Path]:
+def stale_files(root: Path) -> list[Path]:
     """Name what killed processes left half-written or half-deleted, and damaged shards that runs have set aside."""
     old = time.time() - _SECONDS_OF_A_WRITE
     found = [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []

@@ -68,7 +68,7 @@ def frozen_digest(weights: str | None, master_dtype: str) -> str:
     return "none" if weights is None else hashlib.sha256(f"{weights} {master_dtype}".encode()).hexdigest()
 
 
-def settings_digest(path: str, *, trust_remote_code: bool) -> str:
+def config_digest(path: str, *, trust_remote_code: bool) -> str:
     """Digest what else a model is: its config.json, and the code that comes with it where that may run."""
     digest = hashlib.sha256()
     if not path.endswith(".gguf"):  # there it is in the file itself

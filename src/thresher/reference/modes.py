@@ -6,7 +6,7 @@ from typing import Literal
 
 from thresher.errors import UserError
 
-Mode = Literal["precompute", "concurrent", "adapter", "none"]
+ReferenceMode = Literal["precompute", "concurrent", "adapter", "none"]
 
 
 def resolve_mode(
@@ -16,7 +16,7 @@ def resolve_mode(
     policy_has_adapter: bool,
     same_weights: bool,
     is_synced: bool,
-) -> Mode:
+) -> ReferenceMode:
     """Choose how the reference is scored.
 
     same_weights: policy and reference start from the same model. is_synced: TR-DPO moves the reference.

@@ -16,7 +16,7 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, Hashes
-from thresher.distributed.groups import DataRanks
+from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
@@ -79,7 +79,7 @@ class PrecomputedReference:
         self._is_wanted = np.zeros(len(_ids_of(self._blocks, pairs_per_block, len(source))), dtype=np.bool_)
         self._is_wanted[self._positions(pair_ids)] = True
         self._found: FoundLogps
-        self.look_up()
+        self.lookup()
 
     @property
     def num_pairs(self) -> int:
@@ -97,34 +97,34 @@ class PrecomputedReference:
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Score every block that lacks a wanted pair, and look all pairs up again."""
-        for done, total in self.scoring(score, limits=limits):
+        for done, total in self.iter_score_missing(score, limits=limits):
             advance(done, total)
 
-    def scoring(
+    def iter_score_missing(
         self,
         score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
-        ranks: DataRanks = DataRanks(),  # noqa: B008  # frozen
+        ranks: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
         """Do the work of `score_missing` for this rank's share, yielding (blocks done, blocks of this rank)."""
         started = time.perf_counter()
         blocks = self._missing_blocks(ranks)
-        num_missing_of_others = ranks.most(len(blocks)) - len(blocks)
+        num_missing_of_others = ranks.max_over_ranks(len(blocks)) - len(blocks)
         if blocks:
-            with self._cache.writer(limits) if ranks.speaks else nullcontext() as writer:
+            with self._cache.writer(limits) if ranks.is_writer else nullcontext() as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
                     yield done, len(blocks)
             if writer is not None:
-                self._cache.trust(writer.written)
+                self._cache.mark_verified(writer.written)
         for _ in range(num_missing_of_others):  # to keep step
             score(self._source.read(np.zeros(0, dtype=np.int64)))
         if blocks:
-            self.look_up()
+            self.lookup()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
-    def look_up(self) -> None:
+    def lookup(self) -> None:
         """Find the pairs in the cache as it is now: others may have scored some of them."""
         ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
         keys = np.empty(len(ids), dtype=HASH_DTYPE)
@@ -143,9 +143,9 @@ class PrecomputedReference:
         chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
         return ChosenRejectedLogps(chosen, rejected)
 
-    def _missing_blocks(self, ranks: DataRanks) -> list[int]:
+    def _missing_blocks(self, ranks: DataParallelGroup) -> list[int]:
         # dealt out before what is there is left out: other ranks write meanwhile, and all must deal alike
-        is_missing = ranks.everyone.agree(self._blocks_with(self._is_wanted & self._found.is_missing()))
+        is_missing = ranks.world.broadcast_object(self._blocks_with(self._is_wanted & self._found.is_missing()))
         is_mine = np.arange(len(self._blocks)) % ranks.size == ranks.rank
         return [int(block) for block in self._blocks[is_mine & is_missing]]
 

@@ -66,7 +66,7 @@ def list_shards(directory: Path) -> list[ShardFile]:
     return [shard for shard in found if shard is not None]
 
 
-def find_fault(shard: ShardFile) -> str | None:
+def verify_shard(shard: ShardFile) -> str | None:
     """Read every byte of a shard; say what is wrong with it, or None."""
     try:
         return None if sha256_of_file(shard.path) == shard.sha256 else OTHER_BYTES
@@ -74,7 +74,7 @@ def find_fault(shard: ShardFile) -> str | None:
         return f"cannot be read ({error.strerror or error})"
 
 
-class Shard:
+class CacheShard:
     """A shard mapped into memory."""
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class Shard:
 
 def read_keys(path: Path) -> Hashes:
     """Copy the keys of a shard; a file that is no shard raises ValueError or OSError."""
-    return Shard(path).keys.copy()
+    return CacheShard(path).keys.copy()
 
 
 @dataclass(frozen=True)

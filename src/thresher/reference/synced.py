@@ -25,7 +25,7 @@ class SyncedReference:
 
     def after_step(self, step: int) -> None:
         if step % self.every_steps == 0:
-            self.reference.pull_towards(self.policy.weights(), self.alpha)
+            self.reference.ema_update(self.policy.weights(), self.alpha)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {_STEM: self.reference.weights()}
@@ -33,6 +33,6 @@ class SyncedReference:
     def load(self, directory: Path) -> None:
         # the reference's own past is in the checkpoint, never the policy's weights
         own = self.reference.weights()
-        elsewhere = self.policy.ranks.everyone.elsewhere(own)
+        elsewhere = self.policy.dp_group.world.names_on_other_ranks(own)
         mend = "resume with the same reference settings"
         load_weights(directory, own, stem=_STEM, mend=mend, elsewhere=elsewhere)

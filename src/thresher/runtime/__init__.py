@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a run that is only submitted must not wait for models and trainers to be imported
     from thresher.builders.inputs import RunInputs
-    from thresher.builders.precompute import Progress
+    from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
     from thresher.losses.objective import Objective
-    from thresher.training.loop import Standing, Trainable
+    from thresher.training.loop import Trainable, TrainingProgress
 
 
 @dataclass(frozen=True)
-class Started:
+class RunHandle:
     """A run that is ready to begin; notes are warnings for the user, place says on what it trains."""
 
     trainable: Trainable
-    standing: Standing
+    progress: TrainingProgress
     reference_mode: str
-    place: str
+    devices: str
     notes: tuple[str, ...]
     begin: Callable[[], None]
 
@@ -31,7 +31,7 @@ class Started:
 class Runtime(Protocol):
     """Start the trainers of a run; progress takes (what, done, total)."""
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started: ...
+    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle: ...
 
 
 def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thresher.data.batching.plan import PairIds
-from thresher.distributed.groups import DataRanks, Metrics
+from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 
 Fault = Literal["policy logps", "reference logps", "loss"]
@@ -19,7 +19,7 @@ Reason = Literal["loss", "gradient"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScoredPairs:
     """What the objective saw of some pairs, and the loss that it gave each; it holds on to no graph."""
 
     pair_ids: PairIds
@@ -28,7 +28,7 @@ class Seen:
     per_pair: Tensor
 
     @classmethod
-    def of(cls, pair_ids: PairIds, logps: ObjectiveInputs, per_pair: Tensor) -> Seen:
+    def of(cls, pair_ids: PairIds, logps: ObjectiveInputs, per_pair: Tensor) -> ScoredPairs:
         return cls(pair_ids, logps.policy.detach(), logps.reference, per_pair.detach())
 
     def faults(self) -> dict[int, Fault]:
@@ -44,27 +44,29 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class StepFault:
+class NonFiniteStep:
     """Why a step was skipped, and what is not finite of which pairs; no pairs where none can be told apart."""
 
     reason: Reason
     pairs: Mapping[int, Fault]
 
 
-def reason_to_skip(metrics: Metrics, grad_norm: float) -> Reason | None:
+def nonfinite_reason(metrics: Metrics, grad_norm: float) -> Reason | None:
     """Judge a step by numbers that every process has alike."""
     if not math.isfinite(float(metrics["loss"].sum)):
         return "loss"
     return None if math.isfinite(grad_norm) else "gradient"
 
 
-def find_faults(seen: Sequence[Seen], ranks: DataRanks, *, couples_pairs: bool) -> dict[int, Fault]:
+def find_nonfinite_pairs(
+    seen: Sequence[ScoredPairs], ranks: DataParallelGroup, *, couples_pairs: bool
+) -> dict[int, Fault]:
     """Name the faults of all pairs of the step, on every process alike; all take part.
 
     Where a loss couples pairs, one without sound logps spoils the loss of every other, which is not to blame then.
     """
     own = {pair: fault for each in seen for pair, fault in each.faults().items()}
-    found = {pair: fault for part in ranks.tellers.share(own) for pair, fault in part.items()}
+    found = {pair: fault for part in ranks.metrics_group.all_gather_object(own) for pair, fault in part.items()}
     of_logps: dict[int, Fault] = {pair: fault for pair, fault in found.items() if fault != "loss"}
     return of_logps if couples_pairs and of_logps else found
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.sharded import HostCopies
+from thresher.checkpoint.sharded import HostBuffers
 from thresher.data.pair import PairBatch
-from thresher.distributed.groups import DataRanks, Metrics
+from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.strategies.nonfinite import StepFault
+from thresher.strategies.nonfinite import NonFiniteStep
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class StepOutcome:
     metrics: Metrics
     grad_norm: float
     tokens: TokenCounts
-    fault: StepFault | None = None
+    nonfinite: NonFiniteStep | None = None
 
     @property
     def skipped(self) -> bool:
-        return self.fault is not None
+        return self.nonfinite is not None
 
 
 class Scorer(Protocol):
     """A model that scores pairs without gradient."""
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps: ...
+    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps: ...
 
 
 class InferStrategy(Scorer, Protocol):
@@ -70,7 +70,7 @@ class InferStrategy(Scorer, Protocol):
 
     def weights(self) -> Mapping[str, Tensor]: ...
 
-    def pull_towards(self, weights: Mapping[str, Tensor], alpha: float) -> None:
+    def ema_update(self, weights: Mapping[str, Tensor], alpha: float) -> None:
         """Move to alpha * weights + (1 - alpha) * own."""
         ...
 
@@ -90,7 +90,7 @@ class TrainStrategy(Scorer, Protocol):
         ...
 
     @property
-    def ranks(self) -> DataRanks:
+    def dp_group(self) -> DataParallelGroup:
         """The copies of the policy that share every step."""
         ...
 
@@ -120,7 +120,7 @@ class TrainStrategy(Scorer, Protocol):
         """The trainable weights by name."""
         ...
 
-    def capture(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostCopies | None = None) -> Write:
+    def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
         """Take weights, optimizer state and extra tensors, each under the stem of its files, as they are now.
 
         All processes take part. The result writes this process's files; with copies, training may go on meanwhile.

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from thresher.errors import StoppedError, UserError
-from thresher.training.skipped_steps import SkippedStep, SkippedSteps
+from thresher.errors import RunStopped, UserError
+from thresher.training.skipped_steps import SkippedStep, SkippedStepLog
 from thresher.training.trainer import Record
 
 
@@ -24,7 +24,7 @@ class Trainable(Protocol):
         """The step after which the last run was told to stop; None where it came to its end."""
         ...
 
-    def measure(self) -> dict[str, float]:
+    def evaluate_and_record(self) -> dict[str, float]:
         """Evaluate; empty where nothing is held out."""
         ...
 
@@ -32,12 +32,12 @@ class Trainable(Protocol):
         """Save a checkpoint of the step that was reached; it may be published later."""
         ...
 
-    def finish(self) -> object:
+    def wait_for_saves(self) -> object:
         """Return when every checkpoint is published."""
         ...
 
 
-class MetricLog(Protocol):
+class MetricLogger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
@@ -51,7 +51,7 @@ class LoopSettings:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainingProgress:
     """Where a run stands before its next step: steps done, and the last evaluation."""
 
     step: int
@@ -60,11 +60,11 @@ class Standing:
 
 def fit(
     trainable: Trainable,
-    standing: Standing,
+    standing: TrainingProgress,
     num_steps: int,
     settings: LoopSettings,
-    log: MetricLog,
-    skipped: SkippedSteps,
+    log: MetricLogger,
+    skipped: SkippedStepLog,
 ) -> dict[str, float]:
     """Train to the end of the plan; return the last evaluation.
 
@@ -90,9 +90,9 @@ def fit(
         if step == next_checkpoint or stopped_at is not None:
             trainable.save()
         if stopped_at is not None and step < num_steps:
-            trainable.finish()
-            raise StoppedError(step)
-    trainable.finish()
+            trainable.wait_for_saves()
+            raise RunStopped(step)
+    trainable.wait_for_saves()
     return last
 
 
@@ -101,7 +101,7 @@ def _next(every: int, step: int, num_steps: int) -> int:
     return min((step // every + 1) * every, num_steps) if every else num_steps
 
 
-def _note_skipped(step: int, told: SkippedStep, skipped: SkippedSteps) -> None:
+def _note_skipped(step: int, told: SkippedStep, skipped: SkippedStepLog) -> None:
     skipped.write(step, told)
     if told.ends_run:
         raise UserError(
@@ -111,9 +111,9 @@ def _note_skipped(step: int, told: SkippedStep, skipped: SkippedSteps) -> None:
         )
 
 
-def _measure(trainable: Trainable, step: int, log: MetricLog) -> dict[str, float]:
+def _measure(trainable: Trainable, step: int, log: MetricLogger) -> dict[str, float]:
     started = time.perf_counter()
-    measured = trainable.measure()
+    measured = trainable.evaluate_and_record()
     if measured:
         log.log(step, measured | {"time/evaluate": time.perf_counter() - started})
     return measured

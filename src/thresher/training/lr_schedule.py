@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Peak rate times a multiplier; the horizon is in optimizer steps, whatever the number of ranks."""
 
     name: str

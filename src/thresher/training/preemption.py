@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from thresher.errors import LostError, RegroupError, StoppedError, WorkerError
+from thresher.errors import RescaleRequested, RunStopped, WorkerError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +55,16 @@ def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
     try:
         yield
         file.unlink(missing_ok=True)
-    except StoppedError as stopped:
+    except RunStopped as stopped:
         file.unlink(missing_ok=True)
         if asked:
             stopped.exit_code = 128 + asked[0]
         raise
-    except (LostError, WorkerError, RegroupError) as error:
+    except (WorkerLostError, WorkerError, RescaleRequested) as error:
         if not asked:
             raise
         file.unlink(missing_ok=True)
-        raise StoppedError(None, 128 + asked[0]) from error
+        raise RunStopped(None, 128 + asked[0]) from error
     finally:
         for timer in timers:
             timer.cancel()

@@ -17,16 +17,16 @@ from thresher import durable
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import PairStore
-from thresher.observability.trackers.jsonl import keep_through
-from thresher.observability.trackers.tracker import readable_errors, set_aside
-from thresher.strategies.nonfinite import StepFault
+from thresher.observability.trackers.jsonl import truncate_after
+from thresher.observability.trackers.tracker import readable_errors, rotate
+from thresher.strategies.nonfinite import NonFiniteStep
 from thresher.training.state import TrainerState
 
 FILE_NAME = "skipped_steps.jsonl"
 
 
 @dataclass(frozen=True)
-class SpoiltPair:
+class NonFinitePair:
     """A pair by its number in the store and the hash of its content; fault says what of it is not finite, if known."""
 
     number: int
@@ -44,25 +44,25 @@ class SkippedStep:
 
     reason: str
     grad_norm: float
-    pairs: tuple[SpoiltPair, ...]
+    pairs: tuple[NonFinitePair, ...]
     in_a_row: int
     ends_run: bool
 
 
 def describe_skipped(
-    fault: StepFault, state: TrainerState, store: PairStore, pair_ids: PairIds, max_in_a_row: int
+    fault: NonFiniteStep, state: TrainerState, store: PairStore, pair_ids: PairIds, max_in_a_row: int
 ) -> SkippedStep:
     """Name the pairs that spoilt the step, or all of them (pair_ids) where none stands out; state has counted it."""
     read = store.read(np.array(sorted(fault.pairs), dtype=np.int64) if fault.pairs else pair_ids)
     pairs = tuple(
-        SpoiltPair(number, hash_pair(pair).pair.hex(), fault.pairs.get(number))
+        NonFinitePair(number, hash_pair(pair).pair.hex(), fault.pairs.get(number))
         for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
     )
     in_a_row = state.skipped_in_a_row
     return SkippedStep(fault.reason, state.grad_norm, pairs, in_a_row, ends_run=in_a_row >= max_in_a_row)
 
 
-class SkippedSteps:
+class SkippedStepLog:
     """Write skipped steps to a file of the run's log directory."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
@@ -70,9 +70,9 @@ class SkippedSteps:
         self.path = run_dir / FILE_NAME
         with readable_errors():
             if resume_step is None:
-                set_aside(self.path)
+                rotate(self.path)
             elif self.path.exists():
-                keep_through(self.path, resume_step)
+                truncate_after(self.path, resume_step)
 
     def write(self, step: int, skipped: SkippedStep) -> None:
         """Append one line; it is on the disk when this returns, because a run that skips steps may end soon."""

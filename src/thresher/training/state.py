@@ -25,7 +25,7 @@ class TrainerState:
     grad_norm: float = 0.0
     window: dict[str, MetricSum] = field(default_factory=dict)
 
-    def count(self, num_pairs: int, outcome: StepOutcome) -> None:
+    def record_step(self, num_pairs: int, outcome: StepOutcome) -> None:
         """Take in a step that is over; of one that was skipped, only that it was."""
         self.step += 1
         self.grad_norm = outcome.grad_norm
@@ -43,7 +43,7 @@ class TrainerState:
         plain = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
         self.window = merge_metrics([self.window, plain])
 
-    def take_window(self) -> dict[str, float]:
+    def pop_means(self) -> dict[str, float]:
         """Return the means since the last call and start a new window."""
         means = {name: metric.mean for name, metric in self.window.items()}
         self.window = {}

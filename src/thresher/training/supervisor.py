@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from thresher.checkpoint.manifest import read_manifest, verify
-from thresher.errors import CheckpointError, LostError, RegroupError, ResourceError, WorkerError
+from thresher.errors import CheckpointError, RescaleRequested, ResourceError, WorkerError, WorkerLostError
 from thresher.observability.trackers.tracker import START_OVER
-from thresher.training.loop import MetricLog
+from thresher.training.loop import MetricLogger
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ class Supervisor:
         while True:
             try:
                 return attempt(self, checkpoint)
-            except (LostError, WorkerError, ResourceError, RegroupError) as error:
+            except (WorkerLostError, WorkerError, ResourceError, RescaleRequested) as error:
                 if isinstance(error, ResourceError) and not (self._has_begun or in_a_row):
                     raise  # nothing was lost: the config asks for what was never there
                 self._failures.append(Failure(_first_line(error), time.time(), self._reached))
                 before = self._resumed_step
                 checkpoint = self._go_back_to(given, first_step)
                 self._stand_at(checkpoint)
-                if not isinstance(error, RegroupError):
+                if not isinstance(error, RescaleRequested):
                     in_a_row = 1 if self._resumed_step > before else in_a_row + 1
                     if in_a_row > self._max_restarts:
                         raise
@@ -102,14 +102,14 @@ class Supervisor:
     def _stand_at(self, checkpoint: Path | None) -> None:
         self._reached = self._resumed_step = 0 if checkpoint is None else read_manifest(checkpoint).step
 
-    def watching(self, log: MetricLog) -> MetricLog:
+    def track_progress(self, log: MetricLogger) -> MetricLogger:
         """A log that tells us how far the run is; it is open, so that what it holds is of this run."""
         self._has_begun = True
         return _WatchedLog(log, self._reach)
 
     def _go_on(self, checkpoint: Path | None, error: Exception, in_a_row: int) -> None:
         where = "from the start" if checkpoint is None else f"from {checkpoint}"
-        if isinstance(error, RegroupError):
+        if isinstance(error, RescaleRequested):
             logger.info("%s; the run goes on %s with them", error, where)
             return
         seconds = min(_LONGEST_WAIT, 2.0 ** (in_a_row - 1))
@@ -149,7 +149,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class _WatchedLog:
-    log_to: MetricLog
+    log_to: MetricLogger
     reach: Callable[[int], None]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

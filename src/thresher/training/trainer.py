@@ -15,24 +15,24 @@ from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.json_io import load_json, save_json
-from thresher.checkpoint.manager import BackgroundSaver, CheckpointKeeper
-from thresher.checkpoint.rng import capture_rng, join_rng, restore_rng_of_rank
-from thresher.checkpoint.sharded import HostCopies
+from thresher.checkpoint.manager import AsyncSaver, CheckpointManager
+from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng_of_rank
+from thresher.checkpoint.sharded import HostBuffers
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import PairStore
-from thresher.distributed.groups import DataRanks, Metrics
+from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.observability.heartbeat import doing
+from thresher.observability.heartbeat import set_activity
 from thresher.observability.memory import memory_metrics
-from thresher.observability.throughput import NUM_SPANS, Span, StepClock
+from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.strategies.accumulate import evaluate_objective
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
-from thresher.training.lr_schedule import Schedule
+from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
 from thresher.training.state import TrainerState
 
@@ -47,7 +47,7 @@ class ReferenceScorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Split:
+class ScoredDataset:
     """Pairs with the reference that belongs to them; reference is None for losses without one."""
 
     store: PairStore
@@ -69,7 +69,7 @@ class TrainerSettings:
 Record = tuple[int, dict[str, float] | SkippedStep]
 
 
-class Extra(Protocol):
+class AuxiliaryState(Protocol):
     """Something beside the policy that lives in checkpoints, such as a synced reference."""
 
     def after_step(self, step: int) -> None: ...
@@ -91,14 +91,14 @@ class DPOTrainer:
         objective: Objective,
         plan: Plan,
         micro_batching: MicroBatching,
-        schedule: Schedule,
-        train: Split,
-        validation: Split | None,
+        schedule: LRSchedule,
+        train: ScoredDataset,
+        validation: ScoredDataset | None,
         settings: TrainerSettings,
-        checkpoints: CheckpointKeeper,
+        checkpoints: CheckpointManager,
         identity: Mapping[str, str | int],
         config: Mapping[str, Any],
-        extra: Extra | None = None,
+        extra: AuxiliaryState | None = None,
     ):
         self.strategy = strategy
         self.objective = objective
@@ -110,14 +110,14 @@ class DPOTrainer:
         self._validation = validation
         self._settings = settings
         self._checkpoints = checkpoints
-        self._background = BackgroundSaver(checkpoints, strategy.ranks.everyone.apart)
+        self._background = AsyncSaver(checkpoints, strategy.dp_group.world.clone_for_thread)
         self._identity = dict(identity)
         self._config = dict(config)
         self._extra = extra
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
-        self._clock = StepClock()
-        self.spans: deque[Span] = deque(maxlen=NUM_SPANS)
+        self._clock = ThroughputMeter()
+        self.trace: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self.stopped_at: int | None = None
         self.skipped: SkippedStep | None = None
 
@@ -144,10 +144,10 @@ class DPOTrainer:
         """Make the next optimizer step of the plan; `skipped` tells if it was not made, and why."""
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
-        doing(f"step {self.state.step + 1}: waiting for the reference")
+        set_activity(f"step {self.state.step + 1}: waiting for the reference")
         with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
             micro_batches = list(self._micro_batches(pair_ids))
-        doing(f"step {self.state.step + 1}: training")
+        set_activity(f"step {self.state.step + 1}: training")
         started = time.time()
         outcome = self.strategy.train_step(
             micro_batches,
@@ -155,17 +155,17 @@ class DPOTrainer:
             num_pairs_in_step=len(pair_ids),
             learning_rate=self._schedule(self.state.step),
         )
-        self.state.count(len(pair_ids), outcome)
-        if outcome.fault is None:
+        self.state.record_step(len(pair_ids), outcome)
+        if outcome.nonfinite is None:
             self.skipped = None
             self.objective = self.objective.after_step(outcome.metrics)
         else:
             most = self._settings.max_consecutive_skipped_steps
-            self.skipped = describe_skipped(outcome.fault, self.state, self._train.store, pair_ids, most)
+            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train.store, pair_ids, most)
         if self._extra is not None:
             self._extra.after_step(self.state.step)
-        self._clock.count(len(pair_ids), outcome.tokens.useful)
-        self.spans.append(Span("train", self.state.step - 1, started, time.time()))
+        self._clock.record_step(len(pair_ids), outcome.tokens.useful)
+        self.trace.append(TraceSpan("train", self.state.step - 1, started, time.time()))
         return outcome.metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -175,12 +175,12 @@ class DPOTrainer:
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.seed)
             batches = self._validation_batches()
-            metrics = evaluate_objective(self._score, batches, self.objective, self.strategy.ranks)
+            metrics = evaluate_objective(self._score, batches, self.objective, self.strategy.dp_group)
         return {f"eval/{name}": metric.mean for name, metric in metrics.items()}
 
-    def measure(self) -> dict[str, float]:
+    def evaluate_and_record(self) -> dict[str, float]:
         """Evaluate at this very step and keep the result: a checkpoint of this step is judged by it."""
-        doing(f"evaluating after step {self.state.step}")
+        set_activity(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
@@ -190,19 +190,19 @@ class DPOTrainer:
 
         With async_save it is only copied here, and may be published later, but before `finish` is over.
         """
-        doing(f"saving step {self.state.step}")
+        set_activity(f"saving step {self.state.step}")
         with self._clock.paused():
             self._background.wait()
-            step, directory = self.state.step, self._checkpoints.place(self.state.step)
+            step, directory = self.state.step, self._checkpoints.path_for(self.state.step)
             measured = self.last_evaluation if self._last_eval_step == step else {}
             # after the last step there is nothing to hide it behind
             if self._settings.async_save and step < self.plan.num_steps:
-                self._background.begin(step, self._capture(self._background.copies), measured)
+                self._background.submit(step, self._capture(self._background.copies), measured)
             else:
-                self._checkpoints.save(step, self._capture(None), measured, self.strategy.ranks.everyone)
+                self._checkpoints.save(step, self._capture(None), measured, self.strategy.dp_group.world)
             return directory
 
-    def finish(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when every save is published."""
         self._background.wait()
 
@@ -221,8 +221,8 @@ class DPOTrainer:
         self.last_evaluation = values["last_eval"]
         if self._extra is not None:
             self._extra.load(checkpoint)
-        everyone = self.strategy.ranks.everyone
-        return restore_rng_of_rank(load_state(checkpoint, "rng"), everyone.rank, everyone.size)
+        world = self.strategy.dp_group.world
+        return restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
 
     def first_micro_batch(self) -> MicroBatch | None:
         """The next pairs that this rank trains on, for checks at start-up; None where the step has none for it."""
@@ -233,31 +233,31 @@ class DPOTrainer:
         self._clock.restart()
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        ranks = self.strategy.ranks
-        for ids in _in_step(self._micro_batching.cut(pair_ids, ranks.rank, ranks.size), ranks):
+        ranks = self.strategy.dp_group
+        for ids in _in_step(self._micro_batching.split(pair_ids, ranks.rank, ranks.size), ranks):
             yield _read_micro_batch(self._train, ids)
 
     def _validation_batches(self) -> Iterator[MicroBatch]:
         assert self._validation is not None  # noqa: S101
-        ranks = self.strategy.ranks
+        ranks = self.strategy.dp_group
         num_pairs, size = len(self._validation.store), self._settings.pairs_per_eval_batch
         for ids in _in_step(evaluation_batches(num_pairs, size, ranks.rank, ranks.size), ranks):
             yield _read_micro_batch(self._validation, ids)
 
     def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
-        return self.strategy.score(batch, with_log_collision=self.objective.needs_log_collision)
+        return self.strategy.score(batch, with_log_sum_squared_probs=self.objective.needs_log_sum_squared_probs)
 
     def _is_told_to_stop(self) -> bool:
         """Ask the first process; a file may appear for one rank before another sees it."""
-        file, everyone = self._settings.stop_file, self.strategy.ranks.everyone
+        file, world = self._settings.stop_file, self.strategy.dp_group.world
         if file is None:
             return False
-        (told,), _ = everyone.sum([float(everyone.rank == 0 and file.exists())])
+        (told,), _ = world.all_reduce([float(world.rank == 0 and file.exists())])
         return told > 0
 
     def _take_log(self) -> dict[str, float]:
         return (
-            self.state.take_window()
+            self.state.pop_means()
             | {
                 "lr": self._schedule(self.state.step - 1),
                 "grad_norm": self.state.grad_norm,
@@ -266,14 +266,14 @@ class DPOTrainer:
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
-            | self._clock.take(self._train.reference.seconds_per_pair if self._train.reference else None)
+            | self._clock.pop_rates(self._train.reference.seconds_per_pair if self._train.reference else None)
             | memory_metrics()
         )
 
-    def _capture(self, copies: HostCopies | None) -> Write:
+    def _capture(self, copies: HostBuffers | None) -> Write:
         """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
-        write_policy = self.strategy.capture({} if self._extra is None else self._extra.tensors(), copies)
-        streams = self.strategy.ranks.everyone.gather(capture_rng())
+        write_policy = self.strategy.snapshot({} if self._extra is None else self._extra.tensors(), copies)
+        streams = self.strategy.dp_group.world.gather_object(capture_rng())
         progress = {
             "state": self.state.to_json(),
             "objective": self.objective.state(),
@@ -285,7 +285,7 @@ class DPOTrainer:
             names = list(write_policy(directory))
             if streams is None:
                 return names
-            names += save_state(directory, "rng", join_rng(streams))
+            names += save_state(directory, "rng", merge_rng(streams))
             for name, values in (("trainer.json", progress), ("config.json", self._config)):
                 save_json(directory / name, values)
                 names.append(name)
@@ -300,12 +300,12 @@ def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_rank
     return [share[start : start + pairs_per_batch] for start in range(0, len(share), pairs_per_batch)]
 
 
-def _in_step(batches: Sequence[PairIds], ranks: DataRanks) -> list[PairIds]:
+def _in_step(batches: Sequence[PairIds], ranks: DataParallelGroup) -> list[PairIds]:
     """Add batches without pairs where ranks that must keep step have more of them than we."""
-    missing = ranks.most(len(batches)) - len(batches)
+    missing = ranks.max_over_ranks(len(batches)) - len(batches)
     return [*batches, *[np.zeros(0, dtype=np.int64)] * missing]
 
 
-def _read_micro_batch(split: Split, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:
+def _read_micro_batch(split: ScoredDataset, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:
     pairs = split.store.read(ids)
     return MicroBatch(pairs, None if split.reference is None else split.reference.logps(pairs))

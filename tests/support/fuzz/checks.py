@@ -24,13 +24,13 @@ from thresher.data.pair import Pair
 from thresher.data.prepare.block_worker import BadRow, BlockTask, BlockWorker
 from thresher.data.prepare.prepare import prepare
 from thresher.data.prepare.report import report_of
-from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, detect_shape, to_preference_row
+from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError, parse_row
-from thresher.data.rows.unpaired import Partners
+from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
-from thresher.data.store.reader import SCHEMA, PairStore, Shard
+from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.cache import ReferenceCache
@@ -44,9 +44,9 @@ def check_row(content: Any) -> bool:
     block = Block("f.jsonl", "line", (1,), (content,), 1)
     try:
         row = parse_row(content)
-        shape = detect_shape(row, {}, block.where(0))
+        shape = detect_format(row, {}, block.where(0))
         if shape.is_unpaired:
-            partners = Partners()
+            partners = UnpairedJoiner()
             opposite = {**row, "label": str(row["label"]).strip().lower() not in ("true", "1")}
             partners.join(row, shape)
             joined = partners.join(opposite, shape)
@@ -218,7 +218,7 @@ class StoreCheck:
         self._path.unlink()
         self._path.write_bytes(content)
         try:
-            shard = Shard(self._path)
+            shard = StoreShard(self._path)
             shard.hashes("hash")
             for row in range(6):
                 shard.pair(row)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.resident import kilobytes
 from tests.support.strategies.parity import CPU, Case, make_policy, make_trainer, mesh_of, split_model
-from thresher.distributed.mesh import AxisSizes
-from thresher.models.loading.load_sharded import empty_model
-from thresher.strategies.native.parallelize import place_model
+from thresher.distributed.mesh import ParallelDims
+from thresher.models.loading.load_sharded import build_on_meta
+from thresher.strategies.native.parallelize import parallelize
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
     policy = make_policy(case, model, placement)
     trainer = make_trainer(policy, None, case)
     counted: list[HeldBytes] = []
-    forget = policy._parameters.forget_gradients
+    forget = policy._parameters.zero_grad
 
     def count_and_forget() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        of_parts = [part.grad for part in policy._parameters.parts.values() if part.grad is not None]
+        of_parts = [part.grad for part in policy._parameters.shards.values() if part.grad is not None]
         moments = [value for state in policy._optimizer.state.values() for value in state.values()]
         counted.append(HeldBytes(_memory(model.parameters()), _memory([*gradients, *of_parts]), _memory(moments)))
         forget()
 
-    policy._parameters.forget_gradients = count_and_forget
+    policy._parameters.zero_grad = count_and_forget
     trainer.training_step()
     return counted[0]
 
@@ -53,12 +53,12 @@ def _memory(tensors: Iterable[Tensor]) -> int:
     return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in local if t.numel()}.values())
 
 
-def load(sizes: AxisSizes, model_dir: Path) -> None:
-    model = empty_model(str(model_dir), dtype=torch.float32)
-    place_model(model, str(model_dir), mesh_of(sizes), torch.float32, CPU)
+def load(sizes: ParallelDims, model_dir: Path) -> None:
+    model = build_on_meta(str(model_dir), dtype=torch.float32)
+    parallelize(model, str(model_dir), mesh_of(sizes), torch.float32, CPU)
 
 
-def process_id(sizes: AxisSizes) -> int:
+def process_id(sizes: ParallelDims) -> int:
     """Make the mesh as well: what comes after is the load alone."""
     mesh_of(sizes)
     return os.getpid()

@@ -20,25 +20,25 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
-from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
-from thresher.distributed.mesh import AXES, AxisSizes, Mesh
+from thresher.distributed.mesh import AXES, Mesh, ParallelDims
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.models.loading.load_sharded import empty_model
+from thresher.models.loading.load_sharded import build_on_meta
 from thresher.reference.scorers import LiveReference
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.parallelize import Placement, place_model
+from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.training.lr_schedule import Schedule
+from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep
-from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -71,7 +71,7 @@ class Case:
     spoilt_pair: the reference says NaN of this one.
     """
 
-    sizes: AxisSizes
+    sizes: ParallelDims
     layout: str = "shared"
     loss: str = "sigmoid"
     family: str = "llama"
@@ -105,7 +105,7 @@ class Outcome:
     skipped: tuple[SkippedStep, ...] = ()
 
 
-def axes_text(sizes: AxisSizes) -> str:
+def axes_text(sizes: ParallelDims) -> str:
     """The axes that are more than one process wide, as in `dp_shard 2 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.all, strict=True) if size > 1) or "1 process"
 
@@ -136,9 +136,9 @@ PAIRS = made_up_pairs(NUM_PAIRS)
 
 
 @cache
-def mesh_of(sizes: AxisSizes) -> Mesh:
+def mesh_of(sizes: ParallelDims) -> Mesh:
     """The groups of a mesh, made once a process: those of a hundred cases would be thousands of threads."""
-    return Mesh.of(sizes, CPU)
+    return Mesh.create(sizes, CPU)
 
 
 def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
@@ -148,21 +148,23 @@ def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
 
 def train_alone(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """The same by one process of our own engine."""
-    return _train(case, *((load_model(str(path)), Placement()) for path in (policy_dir, reference_dir)))
+    return _train(case, *((load_model(str(path)), ParallelContext()) for path in (policy_dir, reference_dir)))
 
 
 def score_split(case: Case, model_dir: Path) -> tuple[int, int, list[list[float]]]:
     """Score this rank's share of the pairs; give its number, the number of shares, and the logps of each batch."""
     model, placement = split_model(case, model_dir)
-    share, num_shares = placement.ranks.rank, placement.ranks.size
+    share, num_shares = placement.dp_group.rank, placement.dp_group.size
     return share, num_shares, _scores(case, model, placement, share, num_shares)
 
 
 def score_alone(case: Case, model_dir: Path, share: int, num_shares: int) -> list[list[float]]:
-    return _scores(case, load_model(str(model_dir)), Placement(), share, num_shares)
+    return _scores(case, load_model(str(model_dir)), ParallelContext(), share, num_shares)
 
 
-def _scores(case: Case, model: PreTrainedModel, placement: Placement, share: int, num_shares: int) -> list[list[float]]:
+def _scores(
+    case: Case, model: PreTrainedModel, placement: ParallelContext, share: int, num_shares: int
+) -> list[list[float]]:
     scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement)
     pairs = PAIRS[share::num_shares]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
@@ -173,18 +175,20 @@ def _scores(case: Case, model: PreTrainedModel, placement: Placement, share: int
 def leaves_rows_out(case: Case, model_dir: Path) -> bool:
     """Say if the last layer of a split model computes the rows that count, and no others."""
     model, placement = split_model(case, model_dir)
-    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement).pair_model.prunes_last_layer
+    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement).pair_model.skips_unscored_rows
 
 
-def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, Placement]:
-    model = empty_model(str(path), dtype=torch.float32)
-    return model, place_model(
+def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, ParallelContext]:
+    model = build_on_meta(str(path), dtype=torch.float32)
+    return model, parallelize(
         model, str(path), mesh_of(case.sizes), case.dtype, CPU, virtual_pp_size=case.virtual_pp_size
     )
 
 
 def _train(
-    case: Case, policy_parts: tuple[PreTrainedModel, Placement], reference_parts: tuple[PreTrainedModel, Placement]
+    case: Case,
+    policy_parts: tuple[PreTrainedModel, ParallelContext],
+    reference_parts: tuple[PreTrainedModel, ParallelContext],
 ) -> Outcome:
     policy = make_policy(case, *policy_parts)
     frozen, placement = reference_parts
@@ -201,7 +205,7 @@ def _train(
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped))
 
 
-def make_policy(case: Case, model: PreTrainedModel, placement: Placement) -> NativeTrain:
+def make_policy(case: Case, model: PreTrainedModel, placement: ParallelContext) -> NativeTrain:
     if case.recomputes_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=case.max_grad_norm)
@@ -232,11 +236,11 @@ def make_trainer(
         objective=objective_of(case.loss),
         plan=case.plan,
         micro_batching=micro_batching_of(case),
-        schedule=Schedule("constant", LEARNING_RATE, 0, NUM_STEPS),
-        train=Split(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS),
+        train=ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=4),
-        checkpoints=CheckpointKeeper(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
+        checkpoints=CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
         identity={},
         config={},
     )

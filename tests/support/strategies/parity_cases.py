@@ -15,7 +15,7 @@ import torch
 
 from tests.support.paths import ROOT
 from tests.support.strategies.parity import Case, axes_text
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 
 DOCS = ROOT / "docs" / "concepts" / "parallelism-and-layouts.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
@@ -24,24 +24,24 @@ USUAL = ("shared", "sigmoid", "llama")
 LOSSES = ("sigmoid", "ipo", "simpo", "orpo")
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 MESHES = (
-    AxisSizes(dp_shard=2),
-    AxisSizes(dp_shard=4),
-    AxisSizes(dp_replicate=2),
-    AxisSizes(dp_replicate=4),
-    AxisSizes(tp=2),
-    AxisSizes(tp=4),
-    AxisSizes(cp=2),
-    AxisSizes(cp=4),
-    AxisSizes(dp_replicate=2, dp_shard=2),
-    AxisSizes(dp_shard=2, tp=2),
-    AxisSizes(dp_shard=2, cp=2),
-    AxisSizes(dp_replicate=2, tp=2),
-    AxisSizes(cp=2, tp=2),
+    ParallelDims(dp_shard=2),
+    ParallelDims(dp_shard=4),
+    ParallelDims(dp_replicate=2),
+    ParallelDims(dp_replicate=4),
+    ParallelDims(tp=2),
+    ParallelDims(tp=4),
+    ParallelDims(cp=2),
+    ParallelDims(cp=4),
+    ParallelDims(dp_replicate=2, dp_shard=2),
+    ParallelDims(dp_shard=2, tp=2),
+    ParallelDims(dp_shard=2, cp=2),
+    ParallelDims(dp_replicate=2, tp=2),
+    ParallelDims(cp=2, tp=2),
 )
-SINGLE_AXES = (AxisSizes(dp_shard=2), AxisSizes(tp=2), AxisSizes(cp=2))
+SINGLE_AXES = (ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(cp=2))
 
 
-def row_layouts(sizes: AxisSizes) -> Sequence[str]:
+def row_layouts(sizes: ParallelDims) -> Sequence[str]:
     """Parts of a row are parts of a packed one."""
     return ("shared", "packed") if sizes.cp > 1 else ("shared", "packed", "padded")
 
@@ -50,17 +50,17 @@ MATRIX = [
     *(Case(sizes, layout) for sizes in MESHES for layout in row_layouts(sizes)),
     *(Case(sizes, loss=loss) for sizes in MESHES for loss in LOSSES[1:]),
     *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
-    Case(AxisSizes(cp=4), family="mistral", also="fewer KV heads than cp"),
-    Case(AxisSizes(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),
-    Case(AxisSizes(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
-    Case(AxisSizes(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
-    Case(AxisSizes(tp=2), recomputes_activations=True, also="gradient checkpointing"),
-    Case(AxisSizes(tp=2), max_grad_norm=0.01, also="hard clipping"),
-    Case(AxisSizes(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
-    Case(AxisSizes(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
+    Case(ParallelDims(cp=4), family="mistral", also="fewer KV heads than cp"),
+    Case(ParallelDims(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),
+    Case(ParallelDims(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
+    Case(ParallelDims(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(ParallelDims(tp=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(ParallelDims(tp=2), max_grad_norm=0.01, also="hard clipping"),
+    Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
+    Case(ParallelDims(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
 ]
 INTERLEAVED = 2
-TWO_STAGES = AxisSizes(pp=2)
+TWO_STAGES = ParallelDims(pp=2)
 PIPELINES = [
     Case(TWO_STAGES),
     Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, also="interleaved"),
@@ -75,23 +75,23 @@ PIPELINES = [
     Case(TWO_STAGES, family="gemma2"),
     Case(TWO_STAGES, "padded", family="gemma2"),
     Case(TWO_STAGES, family="gemma3_text", virtual_pp_size=INTERLEAVED, also="interleaved"),
-    Case(AxisSizes(pp=4)),
-    Case(AxisSizes(pp=2, dp_shard=2)),
-    Case(AxisSizes(pp=2, dp_shard=2), "packed", virtual_pp_size=INTERLEAVED, also="interleaved"),
-    Case(AxisSizes(pp=2, tp=2)),
-    Case(AxisSizes(pp=2, dp_replicate=2), "padded"),
-    Case(AxisSizes(pp=2, cp=2)),
-    Case(AxisSizes(pp=4), "padded", family="qwen2"),
-    Case(AxisSizes(pp=2, dp_shard=2), family="qwen2"),
-    Case(AxisSizes(pp=2, tp=2), family="gemma2"),
+    Case(ParallelDims(pp=4)),
+    Case(ParallelDims(pp=2, dp_shard=2)),
+    Case(ParallelDims(pp=2, dp_shard=2), "packed", virtual_pp_size=INTERLEAVED, also="interleaved"),
+    Case(ParallelDims(pp=2, tp=2)),
+    Case(ParallelDims(pp=2, dp_replicate=2), "padded"),
+    Case(ParallelDims(pp=2, cp=2)),
+    Case(ParallelDims(pp=4), "padded", family="qwen2"),
+    Case(ParallelDims(pp=2, dp_shard=2), family="qwen2"),
+    Case(ParallelDims(pp=2, tp=2), family="gemma2"),
 ]
 # the oracle has no such thing: one process of our own engine is what these are compared with
 AGAINST_ONE_PROCESS = [
-    Case(AxisSizes(dp_shard=2), loss="aot", also="a loss that couples pairs"),
-    Case(AxisSizes(dp_shard=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
-    Case(AxisSizes(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
+    Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
+    Case(ParallelDims(dp_shard=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
+    Case(ParallelDims(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
 ]
-IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (AxisSizes(dp_shard=2), AxisSizes(tp=2))]
+IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))]
 ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16]
 
 

@@ -20,15 +20,15 @@ from tests.support.strategies.parity import (
     whole,
 )
 from thresher.data.pair import PairBatch
-from thresher.distributed.mesh import AxisSizes, Mesh
+from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.layouts import ArrangedBatch, PackedLayout
+from thresher.models.layouts import ModelInputs, PackedLayout
 from thresher.models.loading.load import load_model
-from thresher.models.loading.load_sharded import empty_model
+from thresher.models.loading.load_sharded import build_on_meta
 from thresher.strategies.native import pipeline_executor as pipeline_passes
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.parallelize import Placement, place_model
+from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
@@ -46,10 +46,10 @@ class OneStep:
 def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
     """A policy on a mesh, or whole in this process."""
     if mesh is None:
-        model, placement = load_model(str(path)), Placement()
+        model, placement = load_model(str(path)), ParallelContext()
     else:
-        model = empty_model(str(path), dtype=torch.float32)
-        placement = place_model(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
+        model = build_on_meta(str(path), dtype=torch.float32)
+        placement = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
     return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, placement)
 
 
@@ -59,9 +59,9 @@ def weights_of(policy: NativeTrain) -> dict[str, Tensor]:
 
 def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) -> OneStep:
     """A step of micro-batches that are named by their pairs, for each data rank."""
-    mesh = None if case.sizes == AxisSizes() else Mesh.of(case.sizes, CPU)
+    mesh = None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU)
     policy = policy_of(case, path, mesh)
-    micro_batches = [MicroBatch(batch_of(ids), None) for ids in shares[policy.ranks.rank]]
+    micro_batches = [MicroBatch(batch_of(ids), None) for ids in shares[policy.dp_group.rank]]
     num_pairs = sum(len(ids) for share in shares for ids in share)
     outcome = policy.train_step(
         micro_batches, objective_of(case.loss), num_pairs_in_step=num_pairs, learning_rate=LEARNING_RATE
@@ -73,18 +73,18 @@ def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) 
 def most_received(case: Case, path: Path, num_micro_batches: int) -> int:
     """Of how many micro-batches this stage has held hidden states from another one at the same time."""
     held: list[int] = []
-    make_room = pipeline_passes._RaggedStage._make_room
+    make_room = pipeline_passes._RaggedStage._allocate_recv_buffers
 
     def counting(stage, expected, number):
         make_room(stage, expected, number)
         buffers = [one.buffer for received in stage.args_recv_info.values() for one in received]
         held.append(sum(buffer is not None and buffer.numel() > 0 for buffer in buffers))
 
-    pipeline_passes._RaggedStage._make_room = counting
+    pipeline_passes._RaggedStage._allocate_recv_buffers = counting
     try:
         one_step(case, path, [[[number] for number in range(num_micro_batches)]])
     finally:
-        pipeline_passes._RaggedStage._make_room = make_room
+        pipeline_passes._RaggedStage._allocate_recv_buffers = make_room
     return max(held)
 
 
@@ -93,15 +93,15 @@ def batch_of(ids: Sequence[int]) -> PairBatch:
 
 
 def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ChosenRejectedLogps]:
-    policy = policy_of(case, path, None if case.sizes == AxisSizes() else Mesh.of(case.sizes, CPU))
-    return [policy.score(batch_of(ids), with_log_collision=True) for ids in batches]
+    policy = policy_of(case, path, None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU))
+    return [policy.score(batch_of(ids), with_log_sum_squared_probs=True) for ids in batches]
 
 
 def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
     """What the check at start-up says of a layout, or of one whose positions are wrong."""
-    mesh = Mesh.of(case.sizes, CPU)
-    model = empty_model(str(path), dtype=torch.float32)
-    placement = place_model(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
+    mesh = Mesh.create(case.sizes, CPU)
+    model = build_on_meta(str(path), dtype=torch.float32)
+    placement = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
     layout = _Stretched(shares_prompt=True) if spoiled else LAYOUTS[case.layout]
     try:
         NativeInfer(model, layout, case.dtype, placement).check_logps(batch_of([0, 1, 2]))
@@ -113,7 +113,7 @@ def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
 class _Stretched(PackedLayout):
     """Every position twice as far from the next."""
 
-    def arrange(self, batch: PairBatch) -> ArrangedBatch:
-        arranged = super().arrange(batch)
+    def collate(self, batch: PairBatch) -> ModelInputs:
+        arranged = super().collate(batch)
         arranged.model_inputs["position_ids"] *= 2
         return arranged

@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.strategies import parity
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.manager import CheckpointKeeper
+from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
-from thresher.models.loading.load_sharded import empty_model
-from thresher.strategies.native.parallelize import Placement, place_model
+from thresher.models.loading.load_sharded import build_on_meta
+from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.training.lr_schedule import Schedule
-from thresher.training.trainer import DPOTrainer, Split, TrainerSettings
+from thresher.training.lr_schedule import LRSchedule
+from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 NUM_STEPS, SAVED_STEP = 5, 2
 PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)
@@ -40,7 +40,7 @@ class Run:
 
     model: Path
     root: Path
-    sizes: AxisSizes | None = None  # None: one process without a mesh
+    sizes: ParallelDims | None = None  # None: one process without a mesh
     start: Path | None = None
     until: int = NUM_STEPS
     saves_at: tuple[int, ...] = ()
@@ -64,28 +64,28 @@ def train(run: Run) -> Result:
     """Run on every rank."""
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
-    torch.manual_seed(100 + policy.ranks.everyone.rank)
+    torch.manual_seed(100 + policy.dp_group.world.rank)
     notes = [] if run.start is None else trainer.resume(run.start)
     losses, random_states = [], [torch.get_rng_state()]
     while trainer.state.step < run.until:
-        torch.rand(policy.ranks.everyone.rank + 1)  # every rank draws its own
+        torch.rand(policy.dp_group.world.rank + 1)  # every rank draws its own
         losses.append(trainer.training_step()["loss"].mean)
         if trainer.state.step in run.saves_at:
             random_states.append(torch.get_rng_state())
             trainer.save()
-    trainer.finish()
+    trainer.wait_for_saves()
     return Result(losses, gathered(policy.weights()), moments_of(policy), random_states, notes)
 
 
 def build_policy(run: Run) -> NativeTrain:
     if run.sizes is None:
         model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-        placement = Placement()
+        placement = ParallelContext()
     else:
-        model = empty_model(str(run.model), dtype=torch.float32)
+        model = build_on_meta(str(run.model), dtype=torch.float32)
         if run.is_subset:
             freeze(model)
-        placement = place_model(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
+        placement = parallelize(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
     if run.is_subset:
         freeze(model)
     optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
@@ -105,11 +105,11 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
         objective=parity.objective_of("simpo"),
         plan=PLAN,
         micro_batching=MicroBatching(store.lengths, costs, 60),
-        schedule=Schedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
-        train=Split(store, None),
+        schedule=LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
+        train=ScoredDataset(store, None),
         validation=None,
         settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
-        checkpoints=CheckpointKeeper(run.root, 5, "eval/loss", False),
+        checkpoints=CheckpointManager(run.root, 5, "eval/loss", False),
         identity={"data": "made up"},
         config=run.config,
     )
@@ -122,7 +122,7 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
     """Put every moment together by torch's own collectives, which know nothing of files."""
     found: dict[str, Tensor] = {}
-    for parameter, part in policy._parameters.parts.items():
+    for parameter, part in policy._parameters.shards.items():
         for key, value in policy._optimizer.state[part].items():
             name = f"{key}/{policy._parameters.names[parameter]}"
             if isinstance(parameter, DTensor) and value.ndim:
@@ -142,7 +142,7 @@ def save_with_a_rank_that_cannot_write(run: Run) -> str:
     """Let the last rank fail in its write, then go on; return what each rank is told at the end."""
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
-    capture = policy.capture
+    capture = policy.snapshot
 
     def failing_capture(*arguments: Any) -> Write:
         write = capture(*arguments)
@@ -154,10 +154,10 @@ def save_with_a_rank_that_cannot_write(run: Run) -> str:
 
         return fail_to_write
 
-    policy.capture = failing_capture
+    policy.snapshot = failing_capture
     try:
         trainer.save()
-        trainer.finish()
+        trainer.wait_for_saves()
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -168,25 +168,25 @@ def train_during_a_slow_save(run: Run) -> tuple[list[float], list[list[str]]]:
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
     may_write = Event()
-    capture = policy.capture
+    capture = policy.snapshot
 
     def slow_capture(*arguments: Any) -> Write:
         write = capture(*arguments)
 
         def write_late(directory: Path) -> Sequence[str]:
-            if policy.ranks.everyone.rank == policy.ranks.everyone.size - 1:
+            if policy.dp_group.world.rank == policy.dp_group.world.size - 1:
                 may_write.wait(60)
             return write(directory)
 
         return write_late
 
-    policy.capture = slow_capture
+    policy.snapshot = slow_capture
     losses = [trainer.training_step()["loss"].mean for _ in range(SAVED_STEP)]
     trainer.save()
     losses += [trainer.training_step()["loss"].mean for _ in range(2)]
     published = [_published(run.root)]
     may_write.set()
-    trainer.finish()
+    trainer.wait_for_saves()
     published.append(_published(run.root))
     return losses, published
 

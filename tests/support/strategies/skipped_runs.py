@@ -44,7 +44,7 @@ def train_spoilt(case: Case, policy_dir: Path, reference_dir: Path, scale: float
     before, digests, skipped, steps = digest(policy), [], [], []
     for step in range(NUM_STEPS):
         # one rank alone: what the others compute is sound
-        spoils = step == 1 and scale != 1.0 and policy.ranks.rank == 0
+        spoils = step == 1 and scale != 1.0 and policy.dp_group.rank == 0
         with_scale(trainer, scale if spoils else 1.0)
         trainer.training_step()
         digests.append(digest(policy))

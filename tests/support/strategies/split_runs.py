@@ -14,7 +14,7 @@ from thresher.builders.engines import build_policy, build_reference
 from thresher.config import parse_config
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
-from thresher.distributed.mesh import AxisSizes
+from thresher.distributed.mesh import ParallelDims
 
 
 def config_of(policy_dir: Path, num_workers: int, axes: dict[str, int], **model_args: Any):
@@ -45,7 +45,7 @@ def train_from_config(
         score = policy.score_base
     else:
         score = build_reference(config, LAYOUTS[layout], world=world, role=config.actor_train).score
-    trainer = make_trainer(policy, score, Case(AxisSizes(dp_replicate=policy.ranks.size), layout, loss))
+    trainer = make_trainer(policy, score, Case(ParallelDims(dp_replicate=policy.dp_group.size), layout, loss))
     metrics, norms = [], []
     for _ in range(3):
         metrics.append({name: metric.mean for name, metric in trainer.training_step().items()})

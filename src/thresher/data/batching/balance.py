@@ -42,7 +42,7 @@ class CostModel:
         return self.attention_per_key / 2 * squares + self.tokens(lengths)
 
 
-def rank_shares(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
+def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
     """Give every pair a rank: dealt in rounds from the costliest down, each round's costliest to the least loaded rank.
 
     The longest-processing-time rule with equal counts, one vector operation a round. Loads are whole numbers, and

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.batching.balance import CostModel, bin_by_tokens, rank_shares
+from thresher.data.batching.balance import CostModel, assign_ranks, bin_by_tokens
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import Lengths
 
@@ -28,11 +28,11 @@ class MicroBatching:
     max_tokens: int | None = None
     max_pairs: int | None = None
 
-    def cut(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
+    def split(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
         """Name the pairs of each of a rank's micro-batches; over all ranks, each pair is in exactly one."""
         share = pair_ids
         if num_ranks > 1:
-            ranks = rank_shares(self._costs_of(pair_ids), num_ranks)
+            ranks = assign_ranks(self._costs_of(pair_ids), num_ranks)
             share = pair_ids[ranks == rank]
         if len(share) == 0:
             return []

@@ -13,7 +13,7 @@ from thresher.data.pair import Pair
 from thresher.data.prepare.findings import Keys, to_keys
 from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, to_preference_row
 from thresher.data.rows.messages import has_content
-from thresher.data.rows.parsing import BadRowError, Unreadable, find_wrong, parse_row
+from thresher.data.rows.parsing import BadRowError, Unreadable, find_invalid, parse_row
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
@@ -99,7 +99,7 @@ class BlockWorker:
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
-            if text.has_stand_ins:
+            if text.has_placeholders:
                 result.control_tokens.append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
@@ -162,7 +162,7 @@ def _writable(content: Any) -> Any:
     """Return a row's content in a form that JSON can hold."""
     if isinstance(content, bytes):
         return content.decode("utf-8", errors="replace").rstrip("\n")
-    if not isinstance(content, Unreadable) and (wrong := find_wrong(content)) is not None:
+    if not isinstance(content, Unreadable) and (wrong := find_invalid(content)) is not None:
         content = Unreadable.of(wrong, content)
     return content.content if isinstance(content, Unreadable) else content
 

@@ -18,10 +18,10 @@ from thresher.errors import UserError
 
 # closing what it returns ends the work
 Results = Generator[BlockResult, None, None]
-Runner = Callable[[BlockWorker, TaskReader, Sequence[SpanTask]], Results]
+Executor = Callable[[BlockWorker, TaskReader, Sequence[SpanTask]], Results]
 
 
-def run_locally(num_processes: int) -> Runner:
+def local_executor(num_processes: int) -> Executor:
     """Read in this process, and tokenise here or, if there are to be several processes, in those."""
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:

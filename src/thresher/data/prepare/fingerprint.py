@@ -37,7 +37,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return _digest([json.dumps(special).encode(), *parts])
 
 
-def settings_that_matter(settings: DataSettings) -> dict[str, Any]:
+def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
     """Return the settings that can change which pairs a store holds."""
     return {
         "sequence_length": settings.sequence_length,
@@ -57,7 +57,7 @@ def make_identity(
         "sources": list(source_digests),
         "tokenizer": tokenizer_digest(tokenizer),
         "template": template.digest,
-        "settings": settings_that_matter(settings),
+        "settings": fingerprinted_settings(settings),
     }
     return _digest([json.dumps(content, sort_keys=True).encode()])
 

@@ -15,7 +15,7 @@ from thresher.data.store.reader import Lengths
 _COLUMNS = ("prompt", "chosen", "rejected", "total")
 
 
-class LengthTally:
+class LengthHistogram:
     """How many pairs have each length, in tokens; memory grows with the longest pair, not with their number."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:

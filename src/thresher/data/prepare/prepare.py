@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 from thresher import durable
 from thresher.data.prepare.block_worker import BadRow, BlockWorker
-from thresher.data.prepare.executor import Runner, run_locally
+from thresher.data.prepare.executor import Executor, local_executor
 from thresher.data.prepare.fingerprint import (
     digest_sources,
+    fingerprinted_settings,
     make_identity,
-    settings_that_matter,
     store_identity,
     tokenizer_digest,
 )
 from thresher.data.prepare.report import PrepareReport
-from thresher.data.prepare.stats import Account
+from thresher.data.prepare.stats import PrepareStats
 from thresher.data.prepare.tasks import TaskReader
 from thresher.data.settings import DataSettings, OnBadRow
 from thresher.data.sources.readers import BYTES_PER_SPAN, ROWS_PER_BLOCK, ROWS_PER_SPAN
@@ -40,14 +40,22 @@ from thresher.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataSettings", "NoPairsError", "PrepareReport", "Progress", "prepare", "store_identity", "tokenizer_digest"]
+__all__ = [
+    "DataSettings",
+    "NoPairsError",
+    "PrepareProgress",
+    "PrepareReport",
+    "prepare",
+    "store_identity",
+    "tokenizer_digest",
+]
 
 # of what a checkpoint says; one that another version wrote is not continued
 _STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """How far a preparation is; bytes are of the source files as stored."""
 
     rows_read: int
@@ -93,10 +101,10 @@ def prepare(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     output_dir: str | Path,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PrepareProgress], None] | None = None,
     *,
     overwrite: bool = False,
-    runner: Runner | None = None,
+    runner: Executor | None = None,
 ) -> PrepareReport:
     """Build a store at `output_dir` and account for every row; go on where an earlier process was killed.
 
@@ -109,14 +117,14 @@ def prepare(
     digests = digest_sources(sources)
     identity = make_identity(settings, tokenizer, template, digests)
     reader = TaskReader(settings, sources)
-    run = runner or run_locally(settings.num_processes)
+    run = runner or local_executor(settings.num_processes)
     with ExitStack() as stack:
         writer = stack.enter_context(
             StoreWriter(output, settings.shard_rows, _what_decides_the_bytes(identity, settings, sources))
         )
         check_output(output, overwrite=overwrite)
         resumed = writer.resumed
-        account = stack.enter_context(closing(Account(reader, writer.directory, resumed and resumed["account"])))
+        account = stack.enter_context(closing(PrepareStats(reader, writer.directory, resumed and resumed["account"])))
         quarantine = stack.enter_context(
             closing(_Quarantine(writer.directory, settings.on_bad_row, resumed["quarantined"] if resumed else 0))
         )
@@ -131,18 +139,18 @@ def prepare(
                 num_kept_of_block = writer.num_pairs - account.pairs_kept
                 writer.append(result.pairs.slice(num_kept_of_block))
                 has_pairs_of_account = writer.pairs_written >= account.pairs_kept
-                if writer.wants_checkpoint and has_pairs_of_account:
+                if writer.checkpoint_due and has_pairs_of_account:
                     writer.checkpoint({"account": account.sync(), "quarantined": quarantine.sync()})
                 quarantine.take(account.add(result))
                 if progress is not None:
                     bytes_read = bytes_before[reader.spans[account.span].file] + result.bytes_done
-                    progress(Progress(account.rows_read, account.pairs_kept, bytes_read, bytes_before[-1]))
+                    progress(PrepareProgress(account.rows_read, account.pairs_kept, bytes_read, bytes_before[-1]))
             report = account.report(digests)
             if report.pairs_kept == 0:
                 quarantine.publish(output)
                 raise NoPairsError(report)
         except (BadRowsError, NoPairsError):
-            writer.give_up()
+            writer.discard()
             raise
         finally:
             results.close()
@@ -151,7 +159,7 @@ def prepare(
             "tokenizer_digest": tokenizer_digest(tokenizer),
             "template": settings.template,
             "template_digest": template.digest,
-            "settings": settings_that_matter(settings),
+            "settings": fingerprinted_settings(settings),
             "report": report.to_json(),
         }
         quarantine.publish(output)

@@ -15,7 +15,7 @@ from typing import Any
 from thresher.data.prepare.block_worker import BadRow, BlockResult
 from thresher.data.prepare.duplicates import SpilledKeys
 from thresher.data.prepare.findings import NUM_EXAMPLES, Finding
-from thresher.data.prepare.length_histogram import LengthTally
+from thresher.data.prepare.length_histogram import LengthHistogram
 from thresher.data.prepare.report import FileReport, PrepareReport
 from thresher.data.prepare.tasks import TaskReader
 from thresher.data.store.arrow_schema import lengths_of
@@ -27,7 +27,7 @@ OTHER_REASONS = "other reasons"
 _COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened", "num_control_tokens")
 
 
-class Account:
+class PrepareStats:
     """Add up results; know how far into the sources they reach.
 
     directory: where what does not fit into memory lies. state: of an earlier process, to go on from.
@@ -42,7 +42,7 @@ class Account:
         self._truncated: Counter[str] = Counter(found.get("truncated", {}))
         self._control_tokens: list[int] = list(found.get("control_tokens", ()))
         self._rows_of_file: list[int] = list(found.get("rows_of_file", [0] * len(reader.files)))
-        self._lengths = LengthTally(found.get("lengths"))
+        self._lengths = LengthHistogram(found.get("lengths"))
         # the next block: its span, its place there, and the number of the last row before that span and in it
         self.span = int(found.get("span", 0))
         self.blocks_of_span = int(found.get("blocks_of_span", 0))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thresher.data.prepare.block_worker import BadRow, BlockTask
-from thresher.data.rows.formats import SHAPE_OF_NAME, Shape, detect_shape, rename
+from thresher.data.rows.formats import SHAPE_OF_NAME, RowFormat, detect_format, rename
 from thresher.data.rows.parsing import BadRowError, parse_row
-from thresher.data.rows.unpaired import Partners
+from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
-from thresher.data.sources.readers import Block, Span, read_blocks, read_span, split_source
+from thresher.data.sources.readers import Block, SourceSpan, read_blocks, read_span, split_source
 from thresher.data.sources.resolve import SourceFile
 
 
@@ -24,7 +24,7 @@ class SourceShape:
     """What a file's first row tells; a file without a row that can be parsed has no shape."""
 
     source: SourceFile
-    shape: Shape | None
+    shape: RowFormat | None
     unused_columns: tuple[str, ...]
 
 
@@ -38,7 +38,7 @@ class SpanTask:
 
     number: int
     file: int
-    span: Span
+    span: SourceSpan
     shape: str
     column_names: Mapping[str, str]
     skip_blocks: int = 0
@@ -59,7 +59,7 @@ class TaskReader:
     """Know the spans of all sources in order, and join rows that need a partner."""
 
     def __init__(self, settings: DataSettings, sources: Sequence[SourceFile]) -> None:
-        self._partners = Partners()
+        self._partners = UnpairedJoiner()
         names = settings.column_names
         self.files = [_find_shape(source, names) for source in sources]
         spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
@@ -114,8 +114,8 @@ def _find_shape(source: SourceFile, names: Mapping[str, str]) -> SourceShape:
                 row = parse_row(content)
             except BadRowError:
                 continue
-            shape = detect_shape(row, names, block.where(index))
-            read = {*shape.needs, *shape.may_have, *names.values()}
+            shape = detect_format(row, names, block.where(index))
+            read = {*shape.required, *shape.optional, *names.values()}
             return SourceShape(source, shape, tuple(str(name) for name in row if name not in read))
     # no row can be parsed, and each says why: any shape does
     return SourceShape(source, None, ())

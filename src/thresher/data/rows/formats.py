@@ -15,14 +15,14 @@ import numpy as np
 
 from thresher.data.rows.messages import (
     Message,
-    Segment,
+    TextSegment,
     is_transcript,
     parse_transcript,
     split_shared_prefix,
     to_messages,
     to_tools,
 )
-from thresher.data.rows.parsing import BadRowError, Row, shown
+from thresher.data.rows.parsing import BadRowError, Row, quoted
 from thresher.errors import UserError
 
 # each answer of a response is rendered with all that came before it
@@ -36,8 +36,8 @@ class PlainText:
     """A row's own text for `template=raw`, where it says more than its messages: prompt + segments, nothing between."""
 
     prompt: str
-    chosen: tuple[Segment, ...]
-    rejected: tuple[Segment, ...]
+    chosen: tuple[TextSegment, ...]
+    rejected: tuple[TextSegment, ...]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class PreferenceRow:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowFormat:
     """A way to write a pair: the columns it needs, those it may have, and how to read them."""
 
     name: str
-    needs: tuple[str, ...]
-    may_have: tuple[str, ...]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
     read: Callable[[Row], PreferenceRow]
     is_unpaired: bool = False
 
@@ -107,7 +107,7 @@ def _read_texts(row: Row, prompt: str, chosen: str, rejected: str) -> Preference
         messages = [{"role": "user", "content": prompt}]
     system = row.get("system")
     before = f"{system}\n\n" if isinstance(system, str) and system else ""
-    plain = PlainText(before + prompt, (Segment(chosen),), (Segment(rejected),))
+    plain = PlainText(before + prompt, (TextSegment(chosen),), (TextSegment(rejected),))
     return _pair(row, messages, _side(row, "chosen"), _side(row, "rejected"), plain)
 
 
@@ -150,23 +150,27 @@ def _read_unpaired(row: Row) -> PreferenceRow:
 
 _OPTIONAL = ("system", "tools", "margin", "weight")
 # in order of preference: the first shape whose columns are all there is taken
-SHAPES: tuple[Shape, ...] = (
-    Shape("openai", ("input", "preferred_output", "non_preferred_output"), _OPTIONAL, _read_openai),
-    Shape("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _OPTIONAL, _read_evals),
-    Shape("instruction", ("instruction", "chosen", "rejected"), ("input", "history", *_OPTIONAL), _read_instruction),
-    Shape("prompt", ("prompt", "chosen", "rejected"), ("input", *_OPTIONAL), _read_prompt),
-    Shape("messages", ("messages", "chosen", "rejected"), _OPTIONAL, _read_prompt),
-    Shape("conversations", ("conversations", "chosen", "rejected"), _OPTIONAL, _read_prompt),
-    Shape("transcripts", ("chosen", "rejected"), _OPTIONAL, _read_transcripts),
-    Shape("whole_conversations", ("chosen", "rejected"), _OPTIONAL, _read_conversations),
-    Shape("labelled_completions", ("prompt", "completion", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
-    Shape("labelled_messages", ("messages", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
-    Shape("labelled_conversations", ("conversations", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
+FORMATS: tuple[RowFormat, ...] = (
+    RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _OPTIONAL, _read_openai),
+    RowFormat(
+        "evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _OPTIONAL, _read_evals
+    ),
+    RowFormat(
+        "instruction", ("instruction", "chosen", "rejected"), ("input", "history", *_OPTIONAL), _read_instruction
+    ),
+    RowFormat("prompt", ("prompt", "chosen", "rejected"), ("input", *_OPTIONAL), _read_prompt),
+    RowFormat("messages", ("messages", "chosen", "rejected"), _OPTIONAL, _read_prompt),
+    RowFormat("conversations", ("conversations", "chosen", "rejected"), _OPTIONAL, _read_prompt),
+    RowFormat("transcripts", ("chosen", "rejected"), _OPTIONAL, _read_transcripts),
+    RowFormat("whole_conversations", ("chosen", "rejected"), _OPTIONAL, _read_conversations),
+    RowFormat("labelled_completions", ("prompt", "completion", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
+    RowFormat("labelled_messages", ("messages", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
+    RowFormat("labelled_conversations", ("conversations", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
 )
-SHAPE_OF_NAME = {shape.name: shape for shape in SHAPES}
+SHAPE_OF_NAME = {shape.name: shape for shape in FORMATS}
 
 
-def detect_shape(row: Row, column_names: Mapping[str, str], where: str) -> Shape:
+def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowFormat:
     """Name the shape of a file from its first row."""
     for ours, theirs in column_names.items():
         if theirs not in row:
@@ -177,14 +181,18 @@ def detect_shape(row: Row, column_names: Mapping[str, str], where: str) -> Shape
             )
     row = rename(row, column_names)
     present = {name for name, value in row.items() if value is not None}
-    for shape in SHAPES:
+    for shape in FORMATS:
         # a column that the user named must be one that the shape reads
-        if present.issuperset(shape.needs) and set(column_names).issubset(shape.needs) and _fits_values(shape, row):
+        if (
+            present.issuperset(shape.required)
+            and set(column_names).issubset(shape.required)
+            and _fits_values(shape, row)
+        ):
             return shape
     raise UserError(_unknown_shape(row, where))
 
 
-def _fits_values(shape: Shape, row: Row) -> bool:
+def _fits_values(shape: RowFormat, row: Row) -> bool:
     if shape.name == "transcripts":
         return is_transcript(row["chosen"])
     if shape.name == "whole_conversations":
@@ -202,7 +210,7 @@ def _unknown_shape(row: Row, where: str) -> str:
     for key in keys:
         nearest = difflib.get_close_matches(key, [str(name) for name in row][:_MAX_NAMES], n=1, cutoff=0.5)
         mends.append(f"{key}_key={nearest[0] if nearest else 'COLUMN'}")
-    known = "\n".join(f"  {shape.name}: {', '.join(shape.needs)}" for shape in SHAPES)
+    known = "\n".join(f"  {shape.name}: {', '.join(shape.required)}" for shape in FORMATS)
     return (
         f"{where}: the columns {_names(row)} are no shape we know ({missing} not found). "
         f"Name your columns with {' '.join(mends)}, or write rows in one of these shapes:\n{known}"
@@ -223,10 +231,10 @@ def rename(row: Row, column_names: Mapping[str, str]) -> Row:
     return {**kept, **{ours: row[theirs] for ours, theirs in column_names.items() if theirs in row}}
 
 
-def to_preference_row(row: Row, shape: Shape, column_names: Mapping[str, str]) -> PreferenceRow:
+def to_preference_row(row: Row, shape: RowFormat, column_names: Mapping[str, str]) -> PreferenceRow:
     """Read a row by its file's shape, or raise `BadRowError`."""
     row = rename(row, column_names)
-    missing = [column_names.get(name, name) for name in shape.needs if row.get(name) is None]
+    missing = [column_names.get(name, name) for name in shape.required if row.get(name) is None]
     if missing:
         raise BadRowError(f"no value for {', '.join(missing)}; its columns are {_names(row)}")
     read = shape.read(row)
@@ -289,10 +297,10 @@ def _number(row: Row, name: str, default: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise BadRowError(f"`{name}` must be a number, got {shown(value)}") from error
+        raise BadRowError(f"`{name}` must be a number, got {quoted(value)}") from error
     except OverflowError:
         number = math.inf
     # a store holds 32 bits: what is more would become infinite there
     if isinstance(value, bool) or not abs(number) <= _LARGEST_NUMBER:
-        raise BadRowError(f"`{name}` must be a finite number, got {shown(value)}")
+        raise BadRowError(f"`{name}` must be a finite number, got {quoted(value)}")
     return number

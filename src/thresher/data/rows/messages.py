@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thresher.data.rows.parsing import BadRowError, decode_json, find_wrong, shown
+from thresher.data.rows.parsing import BadRowError, decode_json, find_invalid, quoted
 
 Message = dict[str, Any]
 
@@ -55,7 +55,7 @@ def _to_message(item: Any, column: str) -> Message:
     if not isinstance(theirs, str):
         raise BadRowError(f"a message of `{column}` has no role; its keys are {_keys(item)}")
     if theirs.lower() not in _ROLE_OF:
-        raise BadRowError(f"a message of `{column}` has the unknown role {shown(theirs)}")
+        raise BadRowError(f"a message of `{column}` has the unknown role {quoted(theirs)}")
     content = item["content"] if "content" in item else item.get("value")
     # columns of Arrow files hold every key of every row; those without a value were never written
     extra = {key: value for key, value in item.items() if key not in _SPELLINGS and value is not None}
@@ -90,7 +90,7 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
             value = decode_json(value)
         except ValueError as error:
             raise BadRowError(f"`tools` is text but not JSON: {error}") from error
-        if (wrong := find_wrong(value)) is not None:
+        if (wrong := find_invalid(value)) is not None:
             raise BadRowError(f"`tools` cannot be read: {wrong}")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRowError(f"`tools` must be a list of objects, got {_kind(value)}")
@@ -124,7 +124,7 @@ def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 @dataclass(frozen=True)
-class Segment:
+class TextSegment:
     """A piece of a response in plain text; only what the assistant says is scored."""
 
     text: str
@@ -140,14 +140,16 @@ class Transcript:
     starts: list[int]
     label_starts: list[int]
 
-    def segments_from(self, turn: int) -> tuple[Segment, ...]:
+    def segments_from(self, turn: int) -> tuple[TextSegment, ...]:
         """Cut the text after the label of `turn` into scored and unscored pieces."""
-        segments: list[Segment] = []
+        segments: list[TextSegment] = []
         for index in range(turn, len(self.messages)):
             end = self.label_starts[index + 1] if index + 1 < len(self.messages) else len(self.text)
             if index > turn:
-                segments.append(Segment(self.text[self.label_starts[index] : self.starts[index]], scored=False))
-            segments.append(Segment(self.text[self.starts[index] : end], self.messages[index]["role"] == "assistant"))
+                segments.append(TextSegment(self.text[self.label_starts[index] : self.starts[index]], scored=False))
+            segments.append(
+                TextSegment(self.text[self.starts[index] : end], self.messages[index]["role"] == "assistant")
+            )
         return tuple(segments)
 
 

@@ -74,7 +74,7 @@ def parse_row(content: Any) -> Row:
         raise BadRowError(f"expected an object with columns, got {type(content).__name__}")
     if None in content:
         raise BadRowError("the line has more fields than the header")
-    if (wrong := find_wrong(content)) is not None:
+    if (wrong := find_invalid(content)) is not None:
         raise BadRowError(wrong)
     return content
 
@@ -96,19 +96,19 @@ def _hint(line: bytes) -> str:
     return ""
 
 
-def find_wrong(value: Any) -> str | None:
+def find_invalid(value: Any) -> str | None:
     """Say what is wrong within a value, without recursion: text that is none, repeated keys, too many levels."""
     waiting = [(value, 1)]
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, str):
             if not is_text(value):
-                return f"bytes that are not UTF-8, or half of a surrogate, in {shown(value)}"
+                return f"bytes that are not UTF-8, or half of a surrogate, in {quoted(value)}"
         elif isinstance(value, dict | list | tuple):
             if depth > MAX_DEPTH:
                 return f"nested more than {MAX_DEPTH} levels deep"
             if isinstance(value, _RepeatedKey):
-                return f"the key {shown(value.key)} stands twice in one object"
+                return f"the key {quoted(value.key)} stands twice in one object"
             parts = [each for item in value.items() for each in item] if isinstance(value, dict) else value
             waiting += [(each, depth + 1) for each in parts]
     return None
@@ -125,7 +125,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Quote a value in a message, shortened: a value may be megabytes long."""
     if not isinstance(value, str | int | float | bool | None):
         return f"a {type(value).__name__}"

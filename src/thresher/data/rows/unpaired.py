@@ -10,24 +10,24 @@ import json
 from collections import defaultdict, deque
 from typing import Any
 
-from thresher.data.rows.formats import Shape
+from thresher.data.rows.formats import RowFormat
 from thresher.data.rows.messages import to_messages
-from thresher.data.rows.parsing import BadRowError, Row, shown
+from thresher.data.rows.parsing import BadRowError, Row, quoted
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 _KEPT_COLUMNS = ("system", "tools", "margin", "weight")
 
 
-class Partners:
+class UnpairedJoiner:
     """Answers that still wait for one with the opposite label."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, dict[bool, deque[Row]]] = defaultdict(lambda: {True: deque(), False: deque()})
         self.num_waiting = 0
 
-    def join(self, row: Row, shape: Shape) -> Row | None:
+    def join(self, row: Row, shape: RowFormat) -> Row | None:
         """Return a prompt/chosen/rejected row if this row has a partner, else let it wait."""
-        missing = [name for name in shape.needs if row.get(name) is None]
+        missing = [name for name in shape.required if row.get(name) is None]
         if missing:
             raise BadRowError(f"no value for {', '.join(missing)}; its columns are {', '.join(map(str, row))}")
         prompt, answer = _split_answer(row, shape)
@@ -47,10 +47,10 @@ class Partners:
         return {**rest, "chosen": good["answer"], "rejected": bad["answer"]}
 
 
-def _split_answer(row: Row, shape: Shape) -> tuple[Any, Any]:
+def _split_answer(row: Row, shape: RowFormat) -> tuple[Any, Any]:
     if shape.name == "labelled_completions":
         return row["prompt"], row["completion"]
-    column = shape.needs[0]
+    column = shape.required[0]
     messages = to_messages(row[column], "user", column)
     end = len(messages)
     while end > 0 and messages[end - 1]["role"] == "assistant":
@@ -63,5 +63,5 @@ def _split_answer(row: Row, shape: Shape) -> tuple[Any, Any]:
 def _read_label(value: Any) -> bool:
     label = _LABELS.get(str(value).strip().lower())
     if label is None:
-        raise BadRowError(f"`label` must be true or false, got {shown(value)}")
+        raise BadRowError(f"`label` must be true or false, got {quoted(value)}")
     return label

@@ -12,7 +12,7 @@ import pyarrow as pa
 from thresher.errors import UserError
 
 
-def with_plain_types(batch: Any) -> Any:
+def strip_extension_types(batch: Any) -> Any:
     """Give a record batch or table without its extension types, whoever has registered them."""
     fields = [_plain_field(field) for field in batch.schema]
     if all(new.type.equals(old.type) for new, old in zip(fields, batch.schema, strict=True)):

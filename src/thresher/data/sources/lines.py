@@ -16,7 +16,7 @@ _SKIPPED_AT_ONCE = 1 << 20
 _TOO_LONG = f"a line of more than {MAX_ROW_BYTES >> 20} MiB; is a line end missing?"
 
 
-def take_block(stream: Any, max_lines: int, max_bytes: int) -> list[bytes | Unreadable]:
+def read_lines(stream: Any, max_lines: int, max_bytes: int) -> list[bytes | Unreadable]:
     """Read the next lines, at least one if there is one, until there are so many or they have so many bytes."""
     lines: list[bytes | Unreadable] = []
     num_bytes = 0
@@ -29,7 +29,7 @@ def take_block(stream: Any, max_lines: int, max_bytes: int) -> list[bytes | Unre
     return lines
 
 
-def lines_that_begin_within(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
+def read_span_lines(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
     """Return whole lines, but for one that is too long, and where the first begins."""
     if start > 0:
         # the line that holds the byte before `start` belongs to the span before

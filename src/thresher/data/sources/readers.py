@@ -19,12 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from thresher.data.rows.parsing import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_wrong, is_text
-from thresher.data.sources.arrow_types import with_plain_types
-from thresher.data.sources.lines import lines_that_begin_within, take_block, text_lines
+from thresher.data.rows.parsing import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_invalid, is_text
+from thresher.data.sources.arrow_types import strip_extension_types
+from thresher.data.sources.lines import read_lines, read_span_lines, text_lines
 from thresher.data.sources.resolve import SourceFile, load_hub_dataset, open_binary
 from thresher.errors import UserError
-from thresher.file_names import lies_within
+from thresher.file_names import is_safe_relative_path
 
 ROWS_PER_BLOCK = 512
 BYTES_PER_SPAN = 4 << 20
@@ -36,7 +36,7 @@ MAX_JSON_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Span:
+class SourceSpan:
     """A part of a source; the rows of its parts, in order, are the rows of the source.
 
     start, stop: bytes of JSON lines, a line belonging where it begins; row groups of Parquet; None is the end.
@@ -69,28 +69,28 @@ class Block:
         return f"{self.file}, {self.unit} {self.numbers[index]}"
 
 
-def split_source(source: SourceFile) -> list[Span]:
+def split_source(source: SourceFile) -> list[SourceSpan]:
     """Cut a source into spans of a few thousand rows where its format allows it."""
     if source.format == "jsonl" and source.compression is None:
         starts = range(0, source.size, BYTES_PER_SPAN)
-        return [Span(source, start, min(start + BYTES_PER_SPAN, source.size)) for start in starts]
+        return [SourceSpan(source, start, min(start + BYTES_PER_SPAN, source.size)) for start in starts]
     if source.format == "parquet":
         with _reading(source), open_binary(source) as stored:
             return _join_row_groups(source, pq.ParquetFile(pa.PythonFile(stored, mode="r")).metadata)
-    return [Span(source)]
+    return [SourceSpan(source)]
 
 
-def _join_row_groups(source: SourceFile, metadata: Any) -> list[Span]:
+def _join_row_groups(source: SourceFile, metadata: Any) -> list[SourceSpan]:
     spans, start, num_rows = [], 0, 0
     for number in range(metadata.num_row_groups):
         num_rows += metadata.row_group(number).num_rows
         if num_rows >= ROWS_PER_SPAN or number == metadata.num_row_groups - 1:
-            spans.append(Span(source, start, number + 1))
+            spans.append(SourceSpan(source, start, number + 1))
             start, num_rows = number + 1, 0
     return spans
 
 
-def read_span(span: Span) -> Iterator[Block]:
+def read_span(span: SourceSpan) -> Iterator[Block]:
     """Read a span's rows in order."""
     readers = {
         "json": _read_json,
@@ -149,17 +149,17 @@ def _open_unpacked(source: SourceFile, stored: Any) -> Any:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), source.compression))
 
 
-def _read_json_lines(span: Span) -> Iterator[Block]:
+def _read_json_lines(span: SourceSpan) -> Iterator[Block]:
     source = span.source
     with open_binary(source) as stored:
         if span.stop is None:
             lines, start = _open_unpacked(source, stored), None
         else:
             # a few megabytes at once: object stores answer one request much sooner than many
-            content, start = lines_that_begin_within(stored, span.start, span.stop)
+            content, start = read_span_lines(stored, span.start, span.stop)
             lines = io.BytesIO(content)
         last_number = 0
-        while chunk := take_block(lines, ROWS_PER_BLOCK, BYTES_PER_BLOCK):
+        while chunk := read_lines(lines, ROWS_PER_BLOCK, BYTES_PER_BLOCK):
             rows = [
                 (number, line)
                 for number, line in enumerate(chunk, start=last_number + 1)
@@ -171,7 +171,7 @@ def _read_json_lines(span: Span) -> Iterator[Block]:
             yield Block(source.shown, "line", numbers, contents, last_number, done)
 
 
-def _read_json(span: Span) -> Iterator[Block]:
+def _read_json(span: SourceSpan) -> Iterator[Block]:
     source = span.source
     with open_binary(source) as stored:
         content = _open_unpacked(source, stored).read(MAX_JSON_BYTES + 1)
@@ -190,11 +190,11 @@ def _read_json(span: Span) -> Iterator[Block]:
         values = lists[0] if len(values) == 1 and lists else [values]
     if not isinstance(values, list):
         raise UserError(f"{source.name!r} holds a {type(values).__name__}; expected a list of objects")
-    rows = (each if (wrong := find_wrong(each)) is None else Unreadable.of(wrong, each) for each in values)
+    rows = (each if (wrong := find_invalid(each)) is None else Unreadable.of(wrong, each) for each in values)
     yield from _value_blocks(source, rows, len(values))
 
 
-def _read_csv(span: Span) -> Iterator[Block]:
+def _read_csv(span: SourceSpan) -> Iterator[Block]:
     source = span.source
     csv.field_size_limit(MAX_ROW_BYTES)
     with open_binary(source) as stored:
@@ -221,7 +221,7 @@ def _check_header(source: SourceFile, names: list[str]) -> None:
         raise UserError(f"{source.name!r} has more than one column {', '.join(repeated)}; rename them")
 
 
-def _read_parquet(span: Span) -> Iterator[Block]:
+def _read_parquet(span: SourceSpan) -> Iterator[Block]:
     with open_binary(span.source) as stored:
         file = pq.ParquetFile(pa.PythonFile(stored, mode="r"))
         groups = range(span.start, file.metadata.num_row_groups if span.stop is None else span.stop)
@@ -230,7 +230,7 @@ def _read_parquet(span: Span) -> Iterator[Block]:
         yield from _value_blocks(span.source, _rows_of(batches), file.metadata.num_rows, before)
 
 
-def _read_arrow(span: Span) -> Iterator[Block]:
+def _read_arrow(span: SourceSpan) -> Iterator[Block]:
     source = span.source
     with open_binary(source) as stored:
         opened = _open_unpacked(source, stored)
@@ -247,13 +247,13 @@ def _read_arrow(span: Span) -> Iterator[Block]:
 
 def _rows_of(batches: Any) -> Iterator[Row]:
     for typed in batches:
-        batch = with_plain_types(typed)
+        batch = strip_extension_types(typed)
         # slices bound the memory of Python rows where one record batch holds millions
         for start in range(0, batch.num_rows, ROWS_PER_BLOCK):
             yield from batch.slice(start, ROWS_PER_BLOCK).to_pylist()
 
 
-def _read_saved_dataset(span: Span) -> Iterator[Block]:
+def _read_saved_dataset(span: SourceSpan) -> Iterator[Block]:
     import datasets
 
     try:
@@ -267,11 +267,11 @@ def _read_saved_dataset(span: Span) -> Iterator[Block]:
 def _check_data_files(source: SourceFile) -> None:
     with open_binary(replace(source, name=f"{source.name}/state.json")) as stream:
         named = [each["filename"] for each in json.load(stream)["_data_files"]]
-    if outside := [name for name in named if not lies_within(name)]:
+    if outside := [name for name in named if not is_safe_relative_path(name)]:
         raise ValueError(f"its state.json names {outside[0]!r}, which is no file of it")
 
 
-def _read_hub_dataset(span: Span) -> Iterator[Block]:
+def _read_hub_dataset(span: SourceSpan) -> Iterator[Block]:
     yield from _read_dataset(span.source, load_hub_dataset(span.source.name))
 
 

@@ -68,7 +68,7 @@ def _to_lists(
     return pa.ListArray.from_arrays(offsets, pa.array(flat, list_type.value_type), type=list_type, mask=nulls)
 
 
-def canonical(batch: Any) -> Any:
+def rebuild_buffers(batch: Any) -> Any:
     """Copy a batch into buffers of its own: a slice would write bytes that tell how its pairs arrived."""
     columns = []
     for column in batch.columns:

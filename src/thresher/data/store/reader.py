@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from thresher.data.pair import Pair, PairBatch
 from thresher.errors import UserError
-from thresher.file_names import lies_within
+from thresher.file_names import is_safe_relative_path
 
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
@@ -69,7 +69,7 @@ class _BatchView:
         return Pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
 
 
-class Shard:
+class StoreShard:
     """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class StoreFile:
     num_pairs: int = 0
 
     def __post_init__(self) -> None:
-        if not lies_within(self.name):
+        if not is_safe_relative_path(self.name):
             raise UserError(
                 f"the store's manifest names {self.name!r}, which is no file of it; prepare the store again"
             )
@@ -143,7 +143,7 @@ class PairStore:
         self.manifest = manifest
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
-        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: Shard(path / files[number].name))
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name))
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
         has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
         self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None

@@ -65,7 +65,7 @@ class Staging:
         self.state = None
         self._is_worth_keeping = False
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Keep nothing: whoever starts again would come to the same end."""
         self._is_worth_keeping = False
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.data.store.arrow_schema import canonical, lengths_of
+from thresher.data.store.arrow_schema import lengths_of, rebuild_buffers
 from thresher.data.store.reader import (
     FORMAT_VERSION,
     HASH_DTYPE,
@@ -98,7 +98,7 @@ class StoreWriter:
             stream.seek(_STREAM_START)
             reader = pa.ipc.open_stream(stream)
             for _ in range(num_batches):
-                self._write(canonical(reader.read_next_batch()))
+                self._write(rebuild_buffers(reader.read_next_batch()))
         self._sync()
         torn.unlink()
 
@@ -122,7 +122,7 @@ class StoreWriter:
         return self.pairs_written + self._num_pending
 
     @property
-    def wants_checkpoint(self) -> bool:
+    def checkpoint_due(self) -> bool:
         return self.pairs_written - self._pairs_saved >= self._pairs_per_checkpoint
 
     def append(self, batch: Any) -> None:
@@ -139,9 +139,9 @@ class StoreWriter:
         self._staging.save({"files": self._sync(), "caller": caller})
         self._pairs_saved = self.pairs_written
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Keep nothing for a later process, which would come to the same end."""
-        self._staging.give_up()
+        self._staging.discard()
 
     def finish(self, fields: Mapping[str, Any], *, overwrite: bool = False) -> Path:
         """Write what is pending and the manifest, and let the store appear under its name."""
@@ -194,7 +194,7 @@ class StoreWriter:
         table = pa.Table.from_batches(self._pending, schema=SCHEMA)
         self._pending = table.slice(num_rows).to_batches()
         self._num_pending -= num_rows
-        self._write(canonical(table.slice(0, num_rows).combine_chunks().to_batches()[0]))
+        self._write(rebuild_buffers(table.slice(0, num_rows).combine_chunks().to_batches()[0]))
 
     def _write(self, batch: Any) -> None:
         if self._writer is None:

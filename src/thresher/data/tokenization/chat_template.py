@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.rows.formats import PreferenceRow
-from thresher.data.rows.messages import Message, Segment
+from thresher.data.rows.messages import Message, TextSegment
 from thresher.data.rows.parsing import BadRowError
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SideText:
     """Prompt and response of one side as one text; scored_spans is None when all of the response is scored."""
 
     text: str
-    scored_spans: tuple[Span, ...] | None = None
+    scored_spans: tuple[CharSpan, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RenderedRow:
     chosen: SideText
     rejected: SideText
     header_shortened: bool = False
-    has_stand_ins: bool = False
+    has_placeholders: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def _render_raw(row: PreferenceRow) -> RenderedRow:
     return RenderedRow(prompt, _join_segments(prompt, chosen), _join_segments(prompt, rejected))
 
 
-def _segments(messages: Sequence[Message]) -> tuple[Segment, ...]:
-    pieces = [Segment(message["content"], message["role"] == "assistant") for message in messages]
-    blank_line = Segment("\n\n", scored=False)
+def _segments(messages: Sequence[Message]) -> tuple[TextSegment, ...]:
+    pieces = [TextSegment(message["content"], message["role"] == "assistant") for message in messages]
+    blank_line = TextSegment("\n\n", scored=False)
     return tuple(piece for each in pieces for piece in (blank_line, each))[1:]
 
 
-def _join_segments(prompt: str, segments: Sequence[Segment]) -> SideText:
+def _join_segments(prompt: str, segments: Sequence[TextSegment]) -> SideText:
     text, spans = prompt, []
     for segment in segments:
         if segment.scored:
@@ -144,8 +144,8 @@ def _scored_spans(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     start: int,
-) -> tuple[Span, ...]:
-    spans: list[Span] = []
+) -> tuple[CharSpan, ...]:
+    spans: list[CharSpan] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue

@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.rows.formats import PlainText, PreferenceRow
-from thresher.data.rows.messages import Message, Segment
+from thresher.data.rows.messages import Message, TextSegment
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import RenderedRow, SideText, Template, apply_template, render
-from thresher.data.tokenization.placeholders import StandIns
+from thresher.data.tokenization.placeholders import PlaceholderTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class ControlTokens:
         loose = [token.content for token in added if token.normalized] if normalizer is not None else []
         self._loose = {normalizer.normalize_str(token): token for token in loose}
         self._normalizer = normalizer
-        self.stand_ins = StandIns(tokenizer, sorted(every))
+        self.stand_ins = PlaceholderTokenizer(tokenizer, sorted(every))
 
     def find(self, row: PreferenceRow) -> str | None:
         """Return a control token that the row spells, or None."""
@@ -97,7 +97,7 @@ class ControlTokens:
             prompt=self._unmark(rendered.prompt, mark),
             chosen=sides[0],
             rejected=sides[1],
-            has_stand_ins=True,
+            has_placeholders=True,
         )
 
     def _mark(self, row: PreferenceRow, mark: str) -> PreferenceRow:
@@ -118,7 +118,7 @@ class ControlTokens:
         return marked
 
     def _mark_plain(self, plain: PlainText, mark: str) -> PlainText:
-        def segments(side: Sequence[Segment]) -> tuple[Segment, ...]:
+        def segments(side: Sequence[TextSegment]) -> tuple[TextSegment, ...]:
             return tuple(
                 replace(each, text=_mark_value(each.text, self._pattern_of(said=each.scored), mark) + mark)
                 for each in side

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FIRST_CHARACTER = 0xF0000
 
 
-class StandIns:
+class PlaceholderTokenizer:
     """The stand-ins of a tokenizer's control tokens; the copy of the tokenizer is made when it is first needed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from thresher.data.pair import Pair, TokenIds
 from thresher.data.tokenization.chat_template import RenderedRow, SideText, Template, cut_after_eos, eos_token
-from thresher.data.tokenization.placeholders import StandIns
+from thresher.data.tokenization.placeholders import PlaceholderTokenizer
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TokenizedRow:
 class PairTokenizer:
     """Tokenise rendered rows; a chat template brings its own BOS, plain text gets the tokenizer's."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, stand_ins: StandIns) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, stand_ins: PlaceholderTokenizer) -> None:
         self._eos = eos_token(tokenizer)
         self._stand_ins = stand_ins
         self._tokenizer: Any = tokenizer
@@ -44,13 +44,13 @@ class PairTokenizer:
 
     def __call__(self, rows: Sequence[RenderedRow]) -> list[TokenizedRow]:
         """Tokenise rows together: one call of the tokenizer for all their texts."""
-        plain = iter(self._encode([text for row in rows if not row.has_stand_ins for text in self._texts(row)]))
+        plain = iter(self._encode([text for row in rows if not row.has_placeholders for text in self._texts(row)]))
         disarmed = iter(
-            self._encode_stand_ins([text for row in rows if row.has_stand_ins for text in self._texts(row)])
+            self._encode_stand_ins([text for row in rows if row.has_placeholders for text in self._texts(row)])
         )
         result = []
         for row in rows:
-            encoded = disarmed if row.has_stand_ins else plain
+            encoded = disarmed if row.has_placeholders else plain
             result.append(self._split(row, next(encoded), next(encoded), next(encoded)))
         return result
 
@@ -58,7 +58,7 @@ class PairTokenizer:
         return row.prompt, self._cut(row, row.chosen), self._cut(row, row.rejected)
 
     def _cut(self, row: RenderedRow, side: SideText) -> str:
-        eos = self._stand_ins.of_token.get(self._eos, self._eos) if row.has_stand_ins else self._eos
+        eos = self._stand_ins.of_token.get(self._eos, self._eos) if row.has_placeholders else self._eos
         return cut_after_eos(side.text, eos)
 
     def _encode(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -112,7 +112,7 @@ class PairTokenizer:
         return scored[-missing:] if missing < 0 else np.concatenate([np.zeros(missing, dtype=np.bool_), scored])
 
     def _starts(self, row: RenderedRow, text: str) -> list[int]:
-        if row.has_stand_ins:
+        if row.has_placeholders:
             ((_, starts),) = self._stand_ins.encode([text])
             return starts
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

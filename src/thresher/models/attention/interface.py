@@ -14,7 +14,7 @@ from thresher.errors import UserError
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import Segment, Visibility
+from thresher.models.attention.segments import PackedAttention, Segment
 
 PAIR_ATTENTION = "thresher_pairs"
 
@@ -33,7 +33,7 @@ def pair_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  segments say it all
     *,
-    pair_visibility: Visibility | None = None,
+    pair_visibility: PackedAttention | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
@@ -49,7 +49,7 @@ def pair_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     segments, exchange = pair_visibility.segments, pair_visibility.exchange
     if exchange is not None:
-        query, key, value = exchange.whole_rows(query, key, value)
+        query, key, value = exchange.gather_sequence(query, key, value)
     longest = max(segment.context_length for segment in segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if query.device.type != "cpu":
@@ -60,7 +60,7 @@ def pair_attention(
     else:
         out = dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
     if exchange is not None:
-        out = exchange.own_rows(out)
+        out = exchange.scatter_sequence(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -13,14 +13,14 @@ from typing import Protocol
 from torch import Tensor
 
 
-class HeadExchange(Protocol):
+class UlyssesExchange(Protocol):
     """Trade a part of the row with all heads for the whole row with a part of the heads."""
 
-    def whole_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[1, heads, part of the rows, dim] each -> [1, part of the heads, rows, dim] each."""
         ...
 
-    def own_rows(self, attended: Tensor) -> Tensor:
+    def scatter_sequence(self, attended: Tensor) -> Tensor:
         """[1, part of the heads, rows, dim] -> [1, heads, part of the rows, dim]."""
         ...
 
@@ -59,7 +59,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Visibility:
+class PackedAttention:
     """The segments as one object, which compiled layers hand on without looking inside.
 
     Of a bare tuple they would note the length, and be compiled again for every number of pairs. Where the row is split
@@ -67,7 +67,7 @@ class Visibility:
     """
 
     segments: tuple[Segment, ...]
-    exchange: HeadExchange | None = None
+    exchange: UlyssesExchange | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class KeptRows:
     """The rows that a last layer need compute: rows of the packed row, and the segments that they form."""
 
     rows: Tensor
-    visibility: Visibility
+    visibility: PackedAttention
 
 
 def query_slices(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, slice]]:

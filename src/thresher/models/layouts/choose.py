@@ -13,17 +13,17 @@ from thresher.models.layouts.layout import Layout
 from thresher.models.layouts.packed import PackedLayout
 from thresher.models.layouts.padded import PaddedLayout
 
-LayoutWish = Literal["auto", "shared", "packed", "padded"]
+LayoutName = Literal["auto", "shared", "packed", "padded"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # families known to tell the attention function of their window; others put it into the mask, which packed rows lack
 _WINDOWS_TOLD = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
 
 
 def choose_layout(
-    wish: LayoutWish, families: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
+    wish: LayoutName, families: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
 ) -> tuple[Layout, str | None]:
     """Return the layout that all families bear and, where `auto` had to step back, one line that says why."""
-    obstacles = [packing_obstacle(family, attn_implementation) for family in families]
+    obstacles = [why_not_packable(family, attn_implementation) for family in families]
     obstacle = next((found for found in obstacles if found is not None), None)
     if wish == "padded" or (wish == "auto" and obstacle is not None):
         return PaddedLayout(pad_id), None if obstacle is None else f"layout padded, because {obstacle}"
@@ -32,7 +32,7 @@ def choose_layout(
     return PackedLayout(shares_prompt=wish != "packed"), None
 
 
-def packing_obstacle(family: PreTrainedConfig, attn_implementation: str | None) -> str | None:
+def why_not_packable(family: PreTrainedConfig, attn_implementation: str | None) -> str | None:
     """Say what keeps a family from sharing a row between sequences; None where nothing does.
 
     Packing needs attention to be the only way from token to token, and to go through transformers' interface.

@@ -12,7 +12,7 @@ from thresher.models.attention.segments import KeptRows, Segment
 
 
 @dataclass(frozen=True)
-class ArrangedBatch:
+class ModelInputs:
     """Model inputs of one micro-batch and where its response tokens are predicted.
 
     model_inputs: keyword arguments of the backbone's forward.
@@ -52,4 +52,4 @@ class Layout(Protocol):
         """Say whether several sequences share a row, which plain causal attention would mix."""
         ...
 
-    def arrange(self, batch: PairBatch) -> ArrangedBatch: ...
+    def collate(self, batch: PairBatch) -> ModelInputs: ...

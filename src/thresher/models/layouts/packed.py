@@ -14,8 +14,8 @@ import torch
 
 from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
-from thresher.models.attention.segments import KeptRows, Segment, Visibility
-from thresher.models.layouts.layout import ArrangedBatch
+from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
+from thresher.models.layouts.layout import ModelInputs
 
 Rows = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class PackedLayout:
     def needs_pair_attention(self) -> bool:
         return True
 
-    def arrange(self, batch: PairBatch) -> ArrangedBatch:
+    def collate(self, batch: PairBatch) -> ModelInputs:
         """Lay the pairs out; the last token of a response predicts nothing and is left out."""
         row = _PackedRow([], [], [])
         sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
@@ -69,7 +69,7 @@ class PackedLayout:
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
         kept, scored_in_kept = _keep(row.segments, scored_rows)
         num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
-        return ArrangedBatch(
+        return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
                 "position_ids": torch.from_numpy(np.concatenate(row.positions))[None],
@@ -120,7 +120,7 @@ def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
         if low < high:
             tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
     rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
-    return KeptRows(torch.from_numpy(rows), Visibility(tuple(tails))), np.searchsorted(rows, scored_rows)
+    return KeptRows(torch.from_numpy(rows), PackedAttention(tuple(tails))), np.searchsorted(rows, scored_rows)
 
 
 def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:

@@ -9,7 +9,7 @@ import torch
 
 from thresher.data.pair import PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
-from thresher.models.layouts.layout import ArrangedBatch
+from thresher.models.layouts.layout import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PaddedLayout:
     shares_prompt: bool = False
     needs_pair_attention: bool = False
 
-    def arrange(self, batch: PairBatch) -> ArrangedBatch:
+    def collate(self, batch: PairBatch) -> ModelInputs:
         """Pad and stack both sides; only positions that predict scored response tokens are listed."""
         sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
         sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
@@ -45,7 +45,7 @@ class PaddedLayout:
             targets.append(response[scored])
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         num_useful = int(attention_mask.sum())
-        return ArrangedBatch(
+        return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(input_ids),
                 "attention_mask": torch.from_numpy(attention_mask),

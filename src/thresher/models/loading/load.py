@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from thresher.errors import UserError
-from thresher.file_names import lies_within
+from thresher.file_names import is_safe_relative_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NOT_LOADABLE = (OSError, ValueError, KeyError, ImportError)  # what transformers raises of a model that cannot be had
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)  # what transformers raises of a model that cannot be had
 
 
 def not_loadable(path: str, error: Exception) -> UserError:
@@ -45,7 +45,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-def load_family(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load a model's own config: what it is built of, without its weights."""
     directory, gguf = _location(path)
     try:
@@ -72,7 +72,9 @@ def load_model(
     """Load a causal language model with every dropout off."""
     directory, gguf = _location(path)
     if not gguf:
-        load_family(path, trust_remote_code=trust_remote_code)  # refuses what the model's own config may not ask for
+        load_model_config(
+            path, trust_remote_code=trust_remote_code
+        )  # refuses what the model's own config may not ask for
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -82,22 +84,22 @@ def load_model(
             use_safetensors=None if gguf else True,
             **gguf,
         )
-    except NOT_LOADABLE as error:
+    except LOAD_ERRORS as error:
         raise not_loadable(path, error) from error
     if gguf:
         model = _without_quantization(model, dtype)
-    return made_repeatable(model)
+    return without_dropout(model)
 
 
-def made_repeatable(model: PreTrainedModel) -> PreTrainedModel:
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Turn every dropout off, and the cache that only generation needs."""
-    turn_dropout_off(model)
+    disable_dropout(model)
     _turn_config_dropout_off(model.config)
     model.config.use_cache = False
     return model
 
 
-def turn_dropout_off(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to zero: policy and reference must agree at step 0, and a step must be repeatable."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -179,7 +181,7 @@ def weight_files(index: Path) -> dict[str, str]:
         names = set(file_of.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is no index of weights ({error}); copy or download the model again") from error
-    if outside := [name for name in names if not lies_within(name)]:
+    if outside := [name for name in names if not is_safe_relative_path(name)]:
         raise UserError(f"{index} names {outside[0]!r}, which is no file of the model; do not use this model")
     return dict(file_of)
 

@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from thresher.distributed.sharded_tensor import local_part, own_part
+from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.errors import UserError
-from thresher.models.loading.load import NOT_LOADABLE, load_family, made_repeatable, not_loadable, weight_files
+from thresher.models.loading.load import LOAD_ERRORS, load_model_config, not_loadable, weight_files, without_dropout
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 
 
-def empty_model(
+def build_on_meta(
     path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build a model with the shapes of its weights and none of their numbers; buffers are real."""
@@ -31,32 +31,32 @@ def empty_model(
             f"a model that is split over workers is read from a directory with safetensors, and {path} is none; "
             "download the model, or convert it with `thresher export`, and give that directory"
         )
-    family = load_family(path, trust_remote_code=trust_remote_code)
+    family = load_model_config(path, trust_remote_code=trust_remote_code)
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
-    except NOT_LOADABLE as error:
+    except LOAD_ERRORS as error:
         raise not_loadable(path, error) from error
     model.tie_weights()
-    return made_repeatable(model)
+    return without_dropout(model)
 
 
-def fill_weights(model: PreTrainedModel, path: str, device: torch.device) -> None:
+def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Give every parameter memory on a device, and the numbers of the file to those that the file has.
 
-    Those of adapters get theirs from `start_adapters`.
+    Those of adapters get theirs from `init_adapters`.
     """
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # giving memory to a shared parameter made two of it
-    reader = WeightFiles(Path(path))
+    reader = SafetensorsReader(Path(path))
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             reader.read(name.replace(".base_layer.", "."), parameter)
 
 
-class WeightFiles:
+class SafetensorsReader:
     """The safetensors of a model directory, opened as they are needed."""
 
     def __init__(self, directory: Path):
@@ -85,9 +85,9 @@ class WeightFiles:
                 f"{name} is {source.get_shape()} in {self._directory} and {list(into.shape)} in the model; the weight "
                 "files and config.json do not belong together"
             )
-        local = local_part(into)
+        local = to_local(into)
         if local.numel():
-            local.copy_(source[own_part(into)])
+            local.copy_(source[local_slices(into)])
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from thresher.distributed.sharded_tensor import local_part, own_part
+from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.errors import UserError
 
 
 def attach_lora(
     model: PreTrainedModel, *, rank: int, alpha: float | None, dropout: float, target: Sequence[str]
 ) -> nn.Module:
-    """Freeze a model and add trainable adapters, whose numbers come from `start_adapters`."""
+    """Freeze a model and add trainable adapters, whose numbers come from `init_adapters`."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -44,7 +44,7 @@ def attach_lora(
 
 
 @torch.no_grad()
-def start_adapters(model: nn.Module, seed: int) -> None:
+def init_adapters(model: nn.Module, seed: int) -> None:
     """Give adapters their first numbers, with which every output is as it was.
 
     Each tensor has its own stream of random numbers, by its name: adapters start alike whatever part of a model a
@@ -54,7 +54,7 @@ def start_adapters(model: nn.Module, seed: int) -> None:
         if ".lora_" not in name:
             continue
         whole = _first_numbers(name, parameter.shape, seed)
-        local_part(parameter).copy_(whole[own_part(parameter)])
+        to_local(parameter).copy_(whole[local_slices(parameter)])
 
 
 def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:
@@ -66,13 +66,13 @@ def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
 
 
-def without_adapter(model: Any) -> AbstractContextManager[None]:
+def adapter_disabled(model: Any) -> AbstractContextManager[None]:
     """Give the exact base model for the length of a `with` block."""
     context: AbstractContextManager[None] = model.disable_adapter()
     return context
 
 
-def merged(model: Any) -> PreTrainedModel:
+def merge_adapter(model: Any) -> PreTrainedModel:
     """Fold the adapters into the base weights."""
     plain: PreTrainedModel = model.merge_and_unload()
     return plain

@@ -20,7 +20,7 @@ from thresher.models.attention.segments import KeptRows
 _SAME_SHAPE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
-def has_llama_shape(layer: nn.Module) -> bool:
+def is_llama_like(layer: nn.Module) -> bool:
     return _class_as_written(layer).__name__ in _SAME_SHAPE
 
 
@@ -29,10 +29,10 @@ def _class_as_written(layer: nn.Module) -> type:
     return next(cls for cls in type(layer).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def prune_last_layer(backbone: nn.Module) -> bool:
+def skip_unscored_rows(backbone: nn.Module) -> bool:
     """Let the last layer honour `pair_kept`; say whether this model's shape allows it."""
     layers = getattr(backbone, "layers", None)
-    if not layers or not has_llama_shape(layers[-1]):
+    if not layers or not is_llama_like(layers[-1]):
         return False
     return replace_forward(layers[-1], _pruned_forward)
 

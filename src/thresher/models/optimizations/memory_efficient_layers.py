@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thresher.models.optimizations.last_layer import has_llama_shape, replace_forward
+from thresher.models.optimizations.last_layer import is_llama_like, replace_forward
 
 
-def make_lean(backbone: nn.Module) -> None:
+def use_memory_efficient_layers(backbone: nn.Module) -> None:
     """Replace norms and MLPs of layers of the known shape; others stay as written."""
     for layer in getattr(backbone, "layers", ()):
-        if not has_llama_shape(layer):
+        if not is_llama_like(layer):
             continue
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             replace_forward(norm, _norm_forward)
@@ -31,7 +31,7 @@ def make_lean(backbone: nn.Module) -> None:
 
 
 @contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
+def original_forwards(model: nn.Module) -> Iterator[None]:
     """Take our replacements out for the length of a `with` block."""
     replaced = [module for module in model.modules() if _is_ours(module)]
     ours = [vars(module).pop("forward") for module in replaced]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from thresher.observability.trackers.tracker import RunInfo, Status
-from thresher.redact import printable, redact_text
+from thresher.redact import escape_control_chars, redact_text
 
 # What a person watches: the metric, the label, and how it is printed.
 _SHOWN = (
@@ -74,7 +74,7 @@ class ConsoleTracker:
 
     def print(self, message: str) -> None:
         """Print one message above the bar, with no markup read into it and no line broken."""
-        self._console.print(printable(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(escape_control_chars(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int) -> str:
         done = step - self._first_step

@@ -10,7 +10,7 @@ from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.mlflow import MlflowTracker
 from thresher.observability.trackers.tensorboard import TensorBoardTracker
 from thresher.observability.trackers.tracker import Tracker, Trackers
-from thresher.observability.trackers.wandb import Mode, WandbTracker
+from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TrackerSettings:
 
     wandb_project: str = "thresher"
     wandb_entity: str | None = None
-    wandb_mode: Mode = "auto"
+    wandb_mode: WandbMode = "auto"
     mlflow_tracking_uri: str | None = None
 
 

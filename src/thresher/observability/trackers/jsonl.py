@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from thresher import durable
 from thresher.errors import UserError
-from thresher.observability.trackers.tracker import RunInfo, Status, set_aside
+from thresher.observability.trackers.tracker import RunInfo, Status, rotate
 
 FILE_NAME = "metrics.jsonl"
 
@@ -30,9 +30,9 @@ class JsonlTracker:
         """Open the log; a log that an earlier, separate run left there is renamed, never overwritten."""
         path = run.run_dir / FILE_NAME
         if resume_step is None:
-            set_aside(path)
+            rotate(path)
         elif path.exists():
-            keep_through(path, resume_step)
+            truncate_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_unspell(json.loads(line)) for line in _whole_lines(path)]
 
 
-def keep_through(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Rewrite a log, in one atomic move, without its records of later steps and without a torn last line."""
     kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
     durable.replace(path, "".join(f"{line}\n" for line in kept).encode())

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library, set_aside
+from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library, rotate
 
 
 class TensorBoardTracker:
@@ -20,7 +20,7 @@ class TensorBoardTracker:
         """Open a new event file; on a resume, one that hides what was logged after `resume_step`."""
         directory = run.run_dir / "tensorboard"
         if resume_step is None:
-            set_aside(directory)
+            rotate(directory)
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = self._library.SummaryWriter(str(directory), purge_step=purge_step)
         if resume_step is None:

@@ -127,7 +127,7 @@ def import_tracker_library(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def set_aside(path: Path) -> Path | None:
+def rotate(path: Path) -> Path | None:
     """Rename what an earlier run left at `path` to the next free number; None if there was nothing."""
     if not path.exists():
         return None

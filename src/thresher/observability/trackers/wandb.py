@@ -15,7 +15,7 @@ from typing import Any, Literal
 from thresher.errors import UserError
 from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
 
-Mode = Literal["auto", "online", "offline", "disabled"]
+WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 
 class WandbTracker:
@@ -23,7 +23,7 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, *, project: str, entity: str | None = None, mode: Mode = "auto") -> None:
+    def __init__(self, *, project: str, entity: str | None = None, mode: WandbMode = "auto") -> None:
         self._library = import_tracker_library("wandb", "wandb")
         self._project = project
         self._entity = entity

@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from thresher.errors import LostError, UserError, WorkerError
-from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, Watch
+from thresher.errors import UserError, WorkerError, WorkerLostError
+from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
 from thresher.runtime.ray.resources import ResourceManager
 
 
@@ -37,10 +37,10 @@ class Cluster:
         worker_cls: type,
         resource_manager: ResourceManager,
         worker_config: WorkerConfig,
-        watch: Watch | None = None,
+        watch: HeartbeatMonitor | None = None,
     ):
         self.name = name
-        self.watch = watch or Watch()
+        self.watch = watch or HeartbeatMonitor()
         places = resource_manager.places(worker_config.role)
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
@@ -57,7 +57,7 @@ class Cluster:
         if watch is not None:
             watch.add(name, self.workers)
         if worker_config.joins_process_group:
-            (address,) = wait_for([Call(self, 0, self.workers[0].host_meeting.remote())])
+            (address,) = wait_for([Call(self, 0, self.workers[0].start_rendezvous.remote())])
             self.call("join", address)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Cluster:
         running = {call.ref: call for call in calls}
         pending = [stream, *running]
         while pending:
-            ready, pending = self.watch.first(pending)
+            ready, pending = self.watch.wait_any(pending)
             if ready is not stream:
                 running[ready].answer()
                 continue
@@ -122,7 +122,7 @@ def wait_for(calls: Sequence[Call]) -> list[Any]:
     running = {call.ref: call for call in calls}
     pending = list(running)
     while pending:
-        ready, pending = calls[0].cluster.watch.first(pending)
+        ready, pending = calls[0].cluster.watch.wait_any(pending)
         running[ready].answer()
     return [call.answer() for call in calls]
 
@@ -133,7 +133,7 @@ def _fail(error: RayError, worker: str) -> NoReturn:
     if isinstance(cause, UserError):
         raise cause from None
     if isinstance(error, RayActorError):
-        raise LostError(
+        raise WorkerLostError(
             f"{worker} died: {_reason(error)}\nfinished checkpoints are whole, so look for the cause (often memory) "
             "and start the run again: it goes on from the newest"
         ) from None

@@ -11,7 +11,7 @@ from thresher.errors import ResourceError
 from thresher.runtime.ray.placement import Node, devices_of
 
 
-class Elasticity:
+class ElasticScaler:
     """A config as it fits the nodes that are there now; unchanged where it is not to be elastic.
 
     free gives what of the cluster nobody uses, as Ray names it; roles are those that have workers.
@@ -41,7 +41,7 @@ class Elasticity:
             if fitted.num_processes < wanted.num_processes
         ]
 
-    def room_for_more(self) -> str | None:
+    def can_scale_up(self) -> str | None:
         """Say so where the cluster has room for workers that are missing, and nobody else uses it."""
         larger = self._fitted()
         extra = {"GPU": 0, "CPU": 0}

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from thresher.errors import LostError
-from thresher.observability.heartbeat import Pulse
+from thresher.errors import WorkerLostError
+from thresher.observability.heartbeat import Heartbeat
 
 # looks in the timeout, and more where it is long: the last thing that a worker told must not be long ago
 _LOOKS = 8
@@ -25,8 +25,8 @@ _MOST_SECONDS_BETWEEN_LOOKS = 10.0
 _SHARE_WITHOUT_ANSWER = 0.75
 _SECONDS_TO_START = 300.0
 # the methods of a worker in a group have a thread of their own; all others run one after the other in another one
-PULSE_GROUP = "pulse"
-CONCURRENCY_GROUPS = {PULSE_GROUP: 1}
+HEARTBEAT_GROUP = "heartbeat"
+CONCURRENCY_GROUPS = {HEARTBEAT_GROUP: 1}
 
 
 @dataclass
@@ -34,11 +34,11 @@ class _Watched:
     worker: Any
     name: str
     answer: Any
-    last: Pulse | None = None
+    last: Heartbeat | None = None
     missed: int = 0
 
 
-class Watch:
+class HeartbeatMonitor:
     """Wait for results of workers, and look after all workers meanwhile.
 
     What counts is looks, not time: a driver that was suspended finds old questions, and gives everyone time to answer.
@@ -53,13 +53,13 @@ class Watch:
     def add(self, name: str, workers: Sequence[Any]) -> None:
         """Look after the workers of a role."""
         for rank, worker in enumerate(workers):
-            self._watched.append(_Watched(worker, f"{name} worker {rank} of {len(workers)}", worker.pulse.remote()))
+            self._watched.append(_Watched(worker, f"{name} worker {rank} of {len(workers)}", worker.heartbeat.remote()))
 
     def remove(self, workers: Sequence[Any]) -> None:
         gone = set(map(id, workers))
         self._watched = [each for each in self._watched if id(each.worker) not in gone]
 
-    def first(self, refs: list[Any]) -> tuple[Any, list[Any]]:
+    def wait_any(self, refs: list[Any]) -> tuple[Any, list[Any]]:
         """Wait for the first of some results; return it and the others. A worker that hangs is a LostError."""
         while True:
             if time.monotonic() >= self._next_look:
@@ -82,7 +82,7 @@ class Watch:
             seconds = each.missed * self._seconds
             is_starting = each.last is None
             if seconds >= (max(self._patience, _SECONDS_TO_START) if is_starting else self._patience):
-                raise LostError(_hangs(each, seconds))
+                raise WorkerLostError(_hangs(each, seconds))
 
     def _take_answer(self, each: _Watched) -> None:
         each.missed = 0
@@ -93,15 +93,13 @@ class Watch:
             return
         except RayError:  # out of reach for a moment
             pass
-        each.answer = each.worker.pulse.remote()
+        each.answer = each.worker.heartbeat.remote()
 
 
 def _hangs(watched: _Watched, seconds: float) -> str:
     last, words = watched.last, "it has not begun anything"
     if last is not None:
-        words = (
-            f"the last thing it told, begun {time.time() - last.since:.0f} s ago: {last.doing} (process {last.process})"
-        )
+        words = f"the last thing it told, begun {time.time() - last.started_at:.0f} s ago: {last.set_activity} (process {last.process})"
     return (
         f"{watched.name} hangs: no answer for {seconds:.0f} s; {words}\nfinished checkpoints are whole, so look at "
         "that machine and start the run again: it goes on from the newest"

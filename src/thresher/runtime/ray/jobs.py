@@ -43,7 +43,7 @@ class Outcome:
     exit_code: int
 
 
-class JobServer:
+class JobClient:
     """The job server of one cluster."""
 
     def __init__(self, url: str):

@@ -22,7 +22,7 @@ class FlatLogps(NamedTuple):
     rejected_lengths: npt.NDArray[np.int64]
 
 
-def flatten(parts: Sequence[ChosenRejectedLogps]) -> FlatLogps:
+def pack_logps(parts: Sequence[ChosenRejectedLogps]) -> FlatLogps:
     """Join what was scored in several batches."""
     sides = ([part.chosen for part in parts], [part.rejected for part in parts])
     arrays = []
@@ -32,7 +32,7 @@ def flatten(parts: Sequence[ChosenRejectedLogps]) -> FlatLogps:
     return FlatLogps(*arrays)
 
 
-def cut(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
+def unpack_logps(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
     """Cut joined logps into parts of so many pairs each. On the CPU they stay where the object store put them."""
     chosen = _cut_side(flat.chosen, flat.chosen_lengths, pairs_per_part, device)
     rejected = _cut_side(flat.rejected, flat.rejected_lengths, pairs_per_part, device)

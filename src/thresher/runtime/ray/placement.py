@@ -29,7 +29,7 @@ class RoleDemand:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlacement:
     """Where one worker runs.
 
     bundle: which of the resource bundles of `owner` it lies in; roles that share a device share its bundle.
@@ -47,7 +47,7 @@ class Place:
 
 def place_roles(
     nodes: Sequence[Node], roles: Sequence[RoleDemand], devices_per_node: int | None, *, at_once: bool
-) -> dict[str, list[Place]]:
+) -> dict[str, list[WorkerPlacement]]:
     """Give every worker of every role its place, or refuse what the cluster cannot hold.
 
     at_once: the roles compute at the same time and divide a node's cores; otherwise they take turns.
@@ -56,7 +56,7 @@ def place_roles(
     on_node = Counter(node.node_id for places in seats.values() for node, _ in places)
     sharers = Counter(device for role in roles for device in role.devices)
     owners: dict[int, tuple[str, int]] = {}
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[WorkerPlacement]] = {}
     for role in roles:
         mates = on_node if at_once else Counter(node.node_id for node, _ in seats[role.name])
         num_own, found[role.name] = 0, []
@@ -69,13 +69,13 @@ def place_roles(
             num_cpus = min(1.0, int(100 * node.num_cpus / on_node[node.node_id]) / 100)
             threads = max(1, int(node.num_cpus / mates[node.node_id]))
             num_gpus = 0.0 if device is None else int(1000 / sharers[device]) / 1000
-            found[role.name].append(Place(node, owner, bundle, device, num_gpus, num_cpus, threads))
+            found[role.name].append(WorkerPlacement(node, owner, bundle, device, num_gpus, num_cpus, threads))
     return found
 
 
-def bundles_of(owner: str, places: Mapping[str, Sequence[Place]]) -> list[tuple[Node, dict[str, float]]]:
+def bundles_of(owner: str, places: Mapping[str, Sequence[WorkerPlacement]]) -> list[tuple[Node, dict[str, float]]]:
     """Resources of each bundle that a role owns, with what other roles put into it, and the node it must lie on."""
-    inside: dict[int, list[Place]] = {}
+    inside: dict[int, list[WorkerPlacement]] = {}
     for place in (place for group in places.values() for place in group if place.owner == owner):
         inside.setdefault(place.bundle, []).append(place)
     bundles = []

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from thresher.data.prepare.block_worker import BlockResult, BlockWorker
-from thresher.data.prepare.executor import Results, Runner
+from thresher.data.prepare.executor import Executor, Results
 from thresher.data.prepare.span_worker import RESULT_COLUMN, TASK_COLUMN, SpanWorker
 from thresher.data.prepare.tasks import SpanTask, TaskReader
 from thresher.errors import UserError
@@ -22,7 +22,7 @@ _BYTES_PER_WORKER = 64 << 20
 _BYTES_PER_RESULT_BLOCK = 8 << 20
 
 
-def run_on_ray(num_workers: int, address: str | None = None) -> Runner:
+def run_on_ray(num_workers: int, address: str | None = None) -> Executor:
     """Tokenise in workers of the cluster at `address`, or of one that is started here for the length of the work."""
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:

@@ -14,36 +14,36 @@ from ray.exceptions import RayActorError
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import look_up_splits, open_cache
 from thresher.builders.reference import (
-    ReferenceParts,
+    ReferenceBundle,
     build_reference_parts,
-    idle_settings,
     reference_digest,
-    starts_alike,
+    same_initial_weights,
+    unused_settings,
 )
 from thresher.builders.run import build_micro_batching
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
-from thresher.errors import LostError, UserError
+from thresher.errors import UserError, WorkerLostError
 from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
 from thresher.reference.cache_admin import cache_root
-from thresher.reference.modes import Mode
+from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import PrecomputedReference
-from thresher.runtime.ray.logps_transport import cut
+from thresher.runtime.ray.logps_transport import unpack_logps
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.trainer import ReferenceScorer, evaluation_batches
 
 
 @dataclass(frozen=True)
-class ReferenceLink:
+class ReferenceHandle:
     """What a policy worker must know of the reference: its mode, the digest of its files, and its workers, if any."""
 
-    mode: Mode
+    mode: ReferenceMode
     weights: str | None
     workers: tuple[Any, ...] = ()
 
 
-class ReferenceAhead:
+class PrefetchingReference:
     """Logps that reference workers compute while the policy trains on earlier pairs.
 
     Work comes in units: a rank's share of a step, or a batch of its held-out pairs. A unit is asked for `ahead` units
@@ -96,11 +96,11 @@ class ReferenceAhead:
             flat = ray.get(answer)
         except RayActorError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise LostError(
+            raise WorkerLostError(
                 f"a reference worker died: {reason}\nlook for the cause (often memory) and start the run again: it "
                 "goes on from the newest checkpoint"
             ) from None
-        parts = cut(flat, [len(ids) for ids in batches], self._device)
+        parts = unpack_logps(flat, [len(ids) for ids in batches], self._device)
         self._unit = {ids.tobytes(): part for ids, part in zip(batches, parts, strict=True)}
 
     def _request(self) -> None:
@@ -111,9 +111,9 @@ class ReferenceAhead:
             self._next += 1
 
 
-def linked_reference(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceLink, first_step: int
-) -> ReferenceParts:
+def build_worker_reference(
+    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceHandle, first_step: int
+) -> ReferenceBundle:
     """Make a policy worker's reference: in the cache that reference workers fill, some steps ahead, or its own."""
     train: ReferenceScorer
     validation: ReferenceScorer | None
@@ -124,8 +124,8 @@ def linked_reference(
     else:
         return build_reference_parts(config, inputs, policy, device=policy.device, weights=link.weights)
     digest = reference_digest(config, link.mode, link.weights)
-    notes = idle_settings(config, link.mode, works_ahead=link.mode == "concurrent")
-    return ReferenceParts(link.mode, train, validation, digest, starts_alike(config), notes=notes)
+    notes = unused_settings(config, link.mode, works_ahead=link.mode == "concurrent")
+    return ReferenceBundle(link.mode, train, validation, digest, same_initial_weights(config), notes=notes)
 
 
 def cached_splits(
@@ -138,11 +138,11 @@ def cached_splits(
     )
 
 
-def look_up_again(reference: ReferenceParts, config: DPOConfig, seconds_per_pair: float) -> None:
+def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pair: float) -> None:
     """Find what reference workers have put into the cache meanwhile."""
     for split in (reference.train, reference.validation):
         if isinstance(split, PrecomputedReference):
-            split.look_up()
+            split.lookup()
             if split.num_missing:
                 raise UserError(
                     f"the reference's workers scored {split.num_missing} pairs that a policy worker does not find in "
@@ -152,16 +152,16 @@ def look_up_again(reference: ReferenceParts, config: DPOConfig, seconds_per_pair
 
 
 def _ahead(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceLink, first_step: int
-) -> tuple[ReferenceAhead, ReferenceAhead | None]:
-    ranks, workers, plan = policy.ranks, link.workers, inputs.plan
+    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceHandle, first_step: int
+) -> tuple[PrefetchingReference, PrefetchingReference | None]:
+    ranks, workers, plan = policy.dp_group, link.workers, inputs.plan
     micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy.hidden_size)
 
     def worker_of(unit: int) -> Any:
         return workers[(unit * ranks.size + ranks.rank) % len(workers)]  # shares go round, so that all have work
 
-    train = ReferenceAhead(
-        lambda step: micro_batching.cut(plan.pair_ids(step), ranks.rank, ranks.size),
+    train = PrefetchingReference(
+        lambda step: micro_batching.split(plan.pair_ids(step), ranks.rank, ranks.size),
         lambda step: worker_of(step).score_step.remote(step, ranks.rank),
         units=range(first_step, plan.num_steps),
         repeats=False,
@@ -172,9 +172,9 @@ def _ahead(
         return train, None
     size = config.actor_train.training_args.pairs_per_eval_batch
     batches = evaluation_batches(len(inputs.validation), size, ranks.rank, ranks.size)
-    validation = ReferenceAhead(
+    validation = PrefetchingReference(
         lambda at: [batches[at]],
-        lambda at: worker_of(at).score_held_out.remote(at, ranks.rank),
+        lambda at: worker_of(at).score_validation.remote(at, ranks.rank),
         units=range(len(batches)),
         repeats=True,
         ahead=config.reference.prefetch_steps,

@@ -19,7 +19,7 @@ Address = tuple[str, int]
 _PEER_TIMEOUT = timedelta(minutes=30)
 
 
-def host_meeting(size: int) -> tuple[TCPStore, Address]:
+def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
     """Listen on this node's own address and a free port; the socket is bound before anybody hears of it."""
     host = ray.util.get_node_ip_address()
     listener = socket.create_server((host, 0), backlog=max(128, size))
@@ -28,7 +28,7 @@ def host_meeting(size: int) -> tuple[TCPStore, Address]:
     return store, (host, port)
 
 
-def join_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
+def init_process_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
     """Meet the other ranks; store is the one that this rank hosts, None on the others."""
     host, port = address
     interface = _interface_of(ray.util.get_node_ip_address())

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from thresher.errors import ResourceError
-from thresher.runtime.ray.placement import Node, Place, RoleDemand, bundles_of, place_roles
+from thresher.runtime.ray.placement import Node, RoleDemand, WorkerPlacement, bundles_of, place_roles
 
 # nodes that are there give their resources within a second; longer means that somebody else holds them
 _SECONDS_TO_RESERVE = 60.0
@@ -33,7 +33,7 @@ class ResourceManager:
             self.close()
             raise
 
-    def places(self, role: str) -> list[Place]:
+    def places(self, role: str) -> list[WorkerPlacement]:
         return self._places[role]
 
     def group(self, owner: str) -> Any:

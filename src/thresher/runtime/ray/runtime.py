@@ -14,21 +14,21 @@ import torch
 
 from thresher.builders.axes import axis_sizes
 from thresher.builders.inputs import RunInputs
-from thresher.builders.precompute import Progress
-from thresher.builders.reference import frozen_files_digest, reference_mode
+from thresher.builders.precompute import ProgressCallback
+from thresher.builders.reference import frozen_weights_digest, reference_mode
 from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
-from thresher.errors import RegroupError, UserError
+from thresher.errors import RescaleRequested, UserError
 from thresher.losses.objective import Objective
 from thresher.reference.cache_admin import cache_root
-from thresher.reference.modes import Mode
-from thresher.runtime import Started
+from thresher.reference.modes import ReferenceMode
+from thresher.runtime import RunHandle
 from thresher.runtime.ray.cluster import Call, Cluster, WorkerConfig, wait_for
-from thresher.runtime.ray.elastic import Elasticity
-from thresher.runtime.ray.heartbeat_monitor import Watch
+from thresher.runtime.ray.elastic import ElasticScaler
+from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
 from thresher.runtime.ray.placement import RoleDemand
-from thresher.runtime.ray.remote_reference import ReferenceLink, cached_splits
+from thresher.runtime.ray.remote_reference import ReferenceHandle, cached_splits
 from thresher.runtime.ray.resources import ResourceManager, alive_nodes
 from thresher.runtime.ray.session import ray_session
 from thresher.runtime.ray.workers import ActorWorker, ReferenceWorker
@@ -37,21 +37,21 @@ from thresher.training.trainer import Record
 logger = logging.getLogger(__name__)
 
 
-class RayTrainers:
+class RayTrainerGroup:
     """All ranks of the policy as one trainable: every call goes to all, rank 0 answers.
 
     room_for_more is asked after a checkpoint, before the next step: what it says is why all are to be built anew.
     """
 
-    def __init__(self, cluster: Cluster, room_for_more: Callable[[], str | None] = lambda: None):
+    def __init__(self, cluster: Cluster, can_scale_up: Callable[[], str | None] = lambda: None):
         self._cluster = cluster
-        self._room_for_more = room_for_more
+        self._room_for_more = can_scale_up
         self._is_saved = False
 
     def run(self, until: int) -> Iterator[Record]:
         if self._is_saved and (reason := self._room_for_more()):
-            self.finish()
-            raise RegroupError(reason)
+            self.wait_for_saves()
+            raise RescaleRequested(reason)
         self._is_saved = False
         return self._cluster.stream("run", "follow", until)
 
@@ -60,16 +60,16 @@ class RayTrainers:
         stopped_at: int | None = self._cluster.call("stopped_at")[0]
         return stopped_at
 
-    def measure(self) -> dict[str, float]:
-        measured: dict[str, float] = self._cluster.call("measure")[0]
+    def evaluate_and_record(self) -> dict[str, float]:
+        measured: dict[str, float] = self._cluster.call("evaluate_and_record")[0]
         return measured
 
     def save(self) -> None:
         self._cluster.call("save")
         self._is_saved = True
 
-    def finish(self) -> None:
-        self._cluster.call("finish")
+    def wait_for_saves(self) -> None:
+        self._cluster.call("wait_for_saves")
 
 
 class RayRuntime:
@@ -78,22 +78,22 @@ class RayRuntime:
     def __init__(
         self,
         config: DPOConfig,
-        mode: Mode,
+        mode: ReferenceMode,
         resources: ResourceManager,
-        elasticity: Elasticity | None = None,
+        elasticity: ElasticScaler | None = None,
     ):
         self._config = config if mode != "precompute" else _with_cache_place(config)
         self._mode = mode
         self._resources = resources
-        self._elasticity = elasticity or Elasticity(config, alive_nodes, ray.available_resources)
-        self._watch = Watch(config.heartbeat_timeout)
+        self._elasticity = elasticity or ElasticScaler(config, alive_nodes, ray.available_resources)
+        self._watch = HeartbeatMonitor(config.heartbeat_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: Progress) -> Started:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models everywhere at once, link the clusters, and go on from a checkpoint."""
         config, mode = self._config, self._mode
-        weights = frozen_files_digest(config, mode)
+        weights = frozen_weights_digest(config, mode)
         # clusters that are there already serve the next run as well
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
         opening, loading = self._open_logs(policy), policy.submit("load", config, inputs)
@@ -101,7 +101,7 @@ class RayRuntime:
         workers: tuple[Any, ...] = ()
         if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
             reference = self.reference or self._cluster(
-                "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_plain
+                "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_replicated
             )
             self.reference = reference
             opening += self._open_logs(reference)
@@ -111,7 +111,7 @@ class RayRuntime:
         wait_for(loading)
         for fault in filter(None, dict.fromkeys(wait_for(opening))):
             logger.warning("%s", fault)
-        reports = policy.call("build", checkpoint, ReferenceLink(mode, weights, workers))
+        reports = policy.call("build", checkpoint, ReferenceHandle(mode, weights, workers))
         report = reports[0]
 
         def begin() -> None:
@@ -127,8 +127,8 @@ class RayRuntime:
         num_nodes = len({each.node_id for each in reports})
         place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
         notes = (*report.notes, *self._elasticity.notes, *self._idle_workers())
-        trainers = RayTrainers(policy, self._elasticity.room_for_more)
-        return Started(trainers, report.standing, report.reference_mode, place, notes, begin)
+        trainers = RayTrainerGroup(policy, self._elasticity.can_scale_up)
+        return RunHandle(trainers, report.standing, report.reference_mode, place, notes, begin)
 
     def close(self) -> None:
         """End every worker."""
@@ -151,7 +151,7 @@ class RayRuntime:
         directory = logging_dir(self._config).resolve()  # workers may stand in another directory
         return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel())
 
-    def _score_missing(self, weights: str, progress: Progress) -> float:
+    def _score_missing(self, weights: str, progress: ProgressCallback) -> float:
         """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
         started = time.perf_counter()
         if self.reference is not None:
@@ -180,7 +180,7 @@ def _with_cache_place(config: DPOConfig) -> DPOConfig:
     return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": place})})
 
 
-def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:
+def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
     """A synced reference follows the policy's weights, so it lives in the policy's own workers."""
     return mode == "precompute" or (mode == "concurrent" and config.reference.sync_steps is None)
 
@@ -189,14 +189,14 @@ def reference_has_workers(config: DPOConfig, mode: Mode) -> bool:
 def open_ray_runtime(config: DPOConfig, objective: Objective) -> Iterator[RayRuntime]:
     """Connect, reserve what the roles ask for, and give it all back at the end."""
     mode = reference_mode(config, objective)
-    if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_plain:
+    if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_replicated:
         raise UserError(
             "a reference that works ahead has a whole copy in every worker; set reference.strategy_args.strategy_name "
             "to hf_infer, or reference.mode to precompute"
         )
     with ray_session(config.ray_address):
         names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
-        elasticity = Elasticity(config, alive_nodes, ray.available_resources, names)
+        elasticity = ElasticScaler(config, alive_nodes, ray.available_resources, names)
         fitted = elasticity.config
         roles = [_demand(name, getattr(fitted, name)) for name in names]
         resources = ResourceManager(roles, config.num_gpus_per_node, at_once=mode == "concurrent")

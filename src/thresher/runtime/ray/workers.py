@@ -20,24 +20,24 @@ from thresher.builders.data import probe_pairs
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.inputs import RunInputs
 from thresher.builders.run import build_micro_batching
-from thresher.builders.trainer import RankParts, build_trainer, check_policy
+from thresher.builders.trainer import TrainerBundle, build_trainer, check_policy
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
-from thresher.distributed.groups import ALONE, Group
+from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.observability.heartbeat import Pulse, doing, pulse
+from thresher.observability.heartbeat import Heartbeat, heartbeat, set_activity
 from thresher.observability.run_log import LogFile, open_worker_log
-from thresher.observability.throughput import NUM_SPANS, Span
-from thresher.runtime.ray.heartbeat_monitor import PULSE_GROUP
-from thresher.runtime.ray.logps_transport import FlatLogps, flatten
-from thresher.runtime.ray.remote_reference import ReferenceLink, cached_splits, linked_reference, look_up_again
-from thresher.runtime.ray.rendezvous import Address, host_meeting, join_group
+from thresher.observability.throughput import NUM_SPANS, TraceSpan
+from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
+from thresher.runtime.ray.logps_transport import FlatLogps, pack_logps
+from thresher.runtime.ray.remote_reference import ReferenceHandle, build_worker_reference, cached_splits, refresh_lookup
+from thresher.runtime.ray.rendezvous import Address, init_process_group, start_rendezvous
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
-from thresher.training.loop import Standing
+from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import Record, evaluation_batches
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _SECONDS_BETWEEN_NEWS = 2.0
 class RankReport:
     """What a rank of the policy says before its first step."""
 
-    standing: Standing
+    standing: TrainingProgress
     reference_mode: str
     device: str
     node_id: str
@@ -63,7 +63,7 @@ class Worker:
         start_process(threads, directory)
         self._rank, self._size = rank, size
         self._meeting: TCPStore | None = None
-        self._world = ALONE
+        self._world = SINGLE_PROCESS
         self._log: LogFile | None = None
 
     def open_log(self, directory: Path, role: str, level: int) -> str | None:
@@ -79,19 +79,19 @@ class Worker:
         logger.info("worker %d of %d, process %d on %s", self._rank, self._size, os.getpid(), socket.gethostname())
         return None
 
-    def host_meeting(self) -> Address:
+    def start_rendezvous(self) -> Address:
         """Open the address at which all ranks meet."""
-        self._meeting, address = host_meeting(self._size)
+        self._meeting, address = start_rendezvous(self._size)
         return address
 
-    @ray.method(concurrency_group=PULSE_GROUP)  # type: ignore[untyped-decorator]
-    def pulse(self) -> Pulse:
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)  # type: ignore[untyped-decorator]
+    def heartbeat(self) -> Heartbeat:
         """Tell what this process does; answered while it does it."""
-        return pulse()
+        return heartbeat()
 
     def join(self, address: Address) -> None:
-        doing("meeting the other workers")
-        self._world = join_group(self._rank, self._size, address, self._meeting)
+        set_activity("meeting the other workers")
+        self._world = init_process_group(self._rank, self._size, address, self._meeting)
 
 
 class ActorWorker(Worker):
@@ -102,33 +102,33 @@ class ActorWorker(Worker):
         self._config: DPOConfig
         self._inputs: RunInputs
         self._policy: NativeTrain
-        self._parts: RankParts
+        self._parts: TrainerBundle
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> int:
         """Load the policy and check it on real pairs; return its hidden size, which decides how steps are cut."""
-        doing("loading the policy")
+        set_activity("loading the policy")
         self._config, self._inputs = config, inputs
         self._policy = build_policy(config, inputs.layout, device=own_device(), world=self._world)
         check_policy(config, inputs, self._policy)
         logger.info("loaded the policy on %s", self._policy.device)
         return self._policy.hidden_size
 
-    def build(self, checkpoint: Path | None, link: ReferenceLink) -> RankReport:
+    def build(self, checkpoint: Path | None, link: ReferenceHandle) -> RankReport:
         """Make the trainer, and go on from a checkpoint where there is one."""
-        doing("building the trainer" if checkpoint is None else f"reading {checkpoint.name}")
+        set_activity("building the trainer" if checkpoint is None else f"reading {checkpoint.name}")
         config, inputs, policy = self._config, self._inputs, self._policy
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
-        reference = linked_reference(config, inputs, policy, link, first_step)
+        reference = build_worker_reference(config, inputs, policy, link, first_step)
         self._parts = build_trainer(config, inputs, policy, reference, checkpoint)
-        logger.info("ready at step %d of %d", self._parts.standing.step, inputs.plan.num_steps)
+        logger.info("ready at step %d of %d", self._parts.progress.step, inputs.plan.num_steps)
         node_id = ray.get_runtime_context().get_node_id()
-        return RankReport(self._parts.standing, reference.mode, str(policy.device), node_id, self._parts.notes)
+        return RankReport(self._parts.progress, reference.mode, str(policy.device), node_id, self._parts.notes)
 
     def begin(self, seconds_per_pair: float | None) -> None:
         """Check step 0; seconds_per_pair is what reference workers spent in advance, None where they did nothing."""
         if seconds_per_pair is not None:
-            look_up_again(self._parts.reference, self._config, seconds_per_pair)
-        doing("checking that the policy starts as the reference")
+            refresh_lookup(self._parts.reference, self._config, seconds_per_pair)
+        set_activity("checking that the policy starts as the reference")
         self._parts.begin()
 
     def run(self, until: int) -> Iterator[Record]:
@@ -142,18 +142,18 @@ class ActorWorker(Worker):
     def stopped_at(self) -> int | None:
         return self._parts.trainer.stopped_at
 
-    def measure(self) -> dict[str, float]:
-        return self._parts.trainer.measure()
+    def evaluate_and_record(self) -> dict[str, float]:
+        return self._parts.trainer.evaluate_and_record()
 
     def save(self) -> None:
         self._parts.trainer.save()
 
-    def finish(self) -> None:
-        self._parts.trainer.finish()
+    def wait_for_saves(self) -> None:
+        self._parts.trainer.wait_for_saves()
 
-    def spans(self) -> list[Span]:
+    def trace(self) -> list[TraceSpan]:
         """When this rank trained, step by step."""
-        return list(self._parts.trainer.spans)
+        return list(self._parts.trainer.trace)
 
 
 class ReferenceWorker(Worker):
@@ -162,7 +162,7 @@ class ReferenceWorker(Worker):
     def __init__(self, rank: int, size: int, threads: int, directory: str):
         super().__init__(rank, size, threads, directory)
         self._recent: dict[tuple[int, int], FlatLogps] = {}
-        self._spans: deque[Span] = deque(maxlen=NUM_SPANS)
+        self._spans: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self._config: DPOConfig
         self._inputs: RunInputs
         self._reference: NativeInfer
@@ -171,7 +171,7 @@ class ReferenceWorker(Worker):
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> None:
         """Load the reference and check it on real pairs."""
-        doing("loading the reference")
+        set_activity("loading the reference")
         self._config, self._inputs = config, inputs
         # copies that join no group deal the blocks by their numbers alone
         world = self._world if self._world.group is not None else Group(self._rank, self._size)
@@ -186,8 +186,8 @@ class ReferenceWorker(Worker):
         for what, split in (("training", train), ("held-out", validation)):
             if split is None:
                 continue
-            for done, total in split.scoring(self._reference.score, ranks=self._reference.ranks):
-                doing(f"scoring {what} pairs, block {done + 1} of {total}")
+            for done, total in split.iter_score_missing(self._reference.score, ranks=self._reference.dp_group):
+                set_activity(f"scoring {what} pairs, block {done + 1} of {total}")
                 if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
                     shown = time.monotonic()
                     yield what, done, total
@@ -206,25 +206,25 @@ class ReferenceWorker(Worker):
         """Score a rank's share of a step; several processes of one rank ask for the same."""
         if (step, rank) in self._recent:
             return self._recent[step, rank]
-        doing(f"scoring step {step + 1} for rank {rank}")
+        set_activity(f"scoring step {step + 1} for rank {rank}")
         started = time.time()
-        batches = self._micro_batching.cut(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
-        flat = flatten([self._score(self._inputs.train, ids) for ids in batches])
-        self._spans.append(Span("reference", step, started, time.time()))
+        batches = self._micro_batching.split(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
+        flat = pack_logps([self._score(self._inputs.train, ids) for ids in batches])
+        self._spans.append(TraceSpan("reference", step, started, time.time()))
         self._recent[step, rank] = flat
         if len(self._recent) > self._num_ranks * self._config.reference.prefetch_steps:
             del self._recent[next(iter(self._recent))]
         return flat
 
-    def score_held_out(self, batch: int, rank: int) -> FlatLogps:
+    def score_validation(self, batch: int, rank: int) -> FlatLogps:
         """Score one of a rank's evaluation batches."""
         store, size = self._inputs.validation, self._config.actor_train.training_args.pairs_per_eval_batch
         if store is None:
             raise ValueError("there are no held-out pairs to score")
-        doing(f"scoring held-out batch {batch + 1} for rank {rank}")
-        return flatten([self._score(store, evaluation_batches(len(store), size, rank, self._num_ranks)[batch])])
+        set_activity(f"scoring held-out batch {batch + 1} for rank {rank}")
+        return pack_logps([self._score(store, evaluation_batches(len(store), size, rank, self._num_ranks)[batch])])
 
-    def spans(self) -> list[Span]:
+    def trace(self) -> list[TraceSpan]:
         """When this worker scored which step."""
         return list(self._spans)
 

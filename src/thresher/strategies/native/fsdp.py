@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from thresher.models.pipeline_chunk import own_layers
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
+def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
     """Split every parameter over the last axis of a mesh; a first axis, if there is one, replicates."""
     mend = "use one worker, or dp_replicate with as many copies as there are workers"
     layers = own_layers(model.get_decoder(), "sharding", mend)

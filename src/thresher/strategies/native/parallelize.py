@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from thresher.distributed.context_parallel import RowShare
-from thresher.distributed.groups import DataRanks, Group
+from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
-from thresher.models.loading.load_sharded import fill_weights
-from thresher.strategies.native.fsdp import shard_model
-from thresher.strategies.native.pipeline_parallel import Stage, cut_model
-from thresher.strategies.native.tensor_parallel import split_matrices
+from thresher.models.loading.load_sharded import load_local_shards
+from thresher.strategies.native.fsdp import apply_fsdp
+from thresher.strategies.native.pipeline_parallel import PipelineStageInfo, keep_stage_layers
+from thresher.strategies.native.tensor_parallel import apply_tensor_parallel
 
 # a parameter is whole in every process along an axis that does not split it
 _SPLITTING_AXES = ("dp_replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParallelContext:
     """A process's place among those that train one model.
 
     coordinates: our place along each axis that can split a parameter; empty where every rank has a whole copy.
@@ -31,21 +31,21 @@ class Placement:
     seen_in_part: parameters that every process along tp has whole, and whose gradients there are parts of a sum.
     """
 
-    ranks: DataRanks = field(default_factory=DataRanks)
-    row_share: RowShare | None = None
+    dp_group: DataParallelGroup = field(default_factory=DataParallelGroup)
+    context_parallel: ContextParallel | None = None
     coordinates: Mapping[str, int] = field(default_factory=dict)
     tp: Group = field(default_factory=Group)
-    seen_in_part: frozenset[str] = frozenset()
-    stage: Stage | None = None
+    partial_grad_params: frozenset[str] = frozenset()
+    stage: PipelineStageInfo | None = None
 
-    def counts(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Say if this process is the one, of all with this part of a parameter, that adds it to a sum or writes it."""
-        split = split_axes(parameter)
-        places = self.coordinates or {"dp_replicate": self.ranks.rank}
+        split = sharded_axes(parameter)
+        places = self.coordinates or {"dp_replicate": self.dp_group.rank}
         return all(place == 0 for axis, place in places.items() if axis not in split)
 
 
-def split_axes(parameter: Tensor) -> set[str]:
+def sharded_axes(parameter: Tensor) -> set[str]:
     """The axes along which processes hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return set()
@@ -53,7 +53,7 @@ def split_axes(parameter: Tensor) -> set[str]:
     return {name for name, where in zip(names, parameter.placements, strict=True) if not where.is_replicate()}
 
 
-def place_model(
+def parallelize(
     model: PreTrainedModel,
     path: str,
     mesh: Mesh,
@@ -62,20 +62,20 @@ def place_model(
     *,
     offload: bool = False,
     virtual_pp_size: int = 1,
-) -> Placement:
+) -> ParallelContext:
     """Split an empty model along every axis of a mesh, then fill what is ours; the order of axes is that of nesting."""
-    sizes, devices = mesh.sizes, mesh.device_mesh
-    stage = cut_model(model, mesh.group("pp"), virtual_pp_size) if sizes.pp > 1 else None
-    seen_in_part = split_matrices(model, devices["tp"]) if sizes.tp > 1 else frozenset()
-    if sizes.shards > 1:
+    sizes, devices = mesh.dims, mesh.device_mesh
+    stage = keep_stage_layers(model, mesh.group("pp"), virtual_pp_size) if sizes.pp > 1 else None
+    partial_grad_params = apply_tensor_parallel(model, devices["tp"]) if sizes.tp > 1 else frozenset()
+    if sizes.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if sizes.dp_replicate > 1 else "shard"
-        shard_model(model, devices[axes], compute_dtype, offload=offload)
-    fill_weights(model, path, device)
-    return Placement(
-        ranks=mesh.ranks(),
-        row_share=mesh.row_share(),
+        apply_fsdp(model, devices[axes], compute_dtype, offload=offload)
+    load_local_shards(model, path, device)
+    return ParallelContext(
+        dp_group=mesh.data_parallel_group(),
+        context_parallel=mesh.context_parallel(),
         coordinates={axis: mesh.group(axis).rank for axis in _SPLITTING_AXES},
         tp=mesh.group("tp"),
-        seen_in_part=seen_in_part,
+        partial_grad_params=partial_grad_params,
         stage=stage,
     )

@@ -16,22 +16,22 @@ from torch import Tensor
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.forward_check import TOLERANCES, as_exact_as_stored, evaluating, family_of
-from thresher.models.layouts import ArrangedBatch, PaddedLayout
-from thresher.models.logps import PairModel, own_forward
+from thresher.models.forward_check import TOLERANCES, eval_mode, family_of, in_storage_precision
+from thresher.models.layouts import ModelInputs, PaddedLayout
+from thresher.models.logps import PairModel, original_forward
 from thresher.models.pipeline_chunk import Chunk
-from thresher.strategies.native.pipeline_executor import PipelinePasses
+from thresher.strategies.native.pipeline_executor import PipelineExecutor
 
 
 @torch.no_grad()
-def check_stages(passes: PipelinePasses, batch: PairBatch) -> None:
+def check_stages(passes: PipelineExecutor, batch: PairBatch) -> None:
     """Stop the run when our logps are not those of the stages as they were written; all stages find the same."""
-    model = as_exact_as_stored(passes.model)
-    as_written = _AsWritten(model.causal_lm, model.compute_dtype)
-    with evaluating(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    model = in_storage_precision(passes.model)
+    original_forwards = _AsWritten(model.causal_lm, model.compute_dtype)
+    with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours = _flat(replace(passes, model=model).score(batch))
-        with own_forward(model.causal_lm):
-            alone = replace(passes, model=as_written, layout=PaddedLayout(pad_id=0))
+        with original_forward(model.causal_lm):
+            alone = replace(passes, model=original_forwards, layout=PaddedLayout(pad_id=0))
             pairs = [PairBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
             scored = [alone.score(pair) for pair in pairs]
     theirs = torch.cat([sides.chosen.values for sides in scored] + [sides.rejected.values for sides in scored])
@@ -53,16 +53,16 @@ class _AsWritten(PairModel):
     """A model that has its last chunk scored by its own causal LM's forward."""
 
     def _compute_chunk(
-        self, chunk: Chunk, batch: ArrangedBatch, entering: Tensor | None, with_log_collision: bool
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_log_sum_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
         if not chunk.is_last:
-            return super()._compute_chunk(chunk, batch, entering, with_log_collision)
+            return super()._compute_chunk(chunk, batch, entering, with_log_sum_squared_probs)
         inputs = {name: tensor.to(self.device) for name, tensor in batch.model_inputs.items() if name != "input_ids"}
-        model: Any = self.plain
+        model: Any = self.base_model
         width = batch.model_inputs["input_ids"].shape[1]
         columns, places = (batch.scored_rows % width).unique(return_inverse=True)
         with chunk.alone(self.backbone), self.precision(self.device):
-            logits: Tensor = model.forward_as_written(
+            logits: Tensor = model.original_forward(
                 inputs_embeds=entering, **inputs, logits_to_keep=columns.to(self.device), use_cache=False
             ).logits
         if logits.shape[1] != len(columns):  # a family that gives all logits

@@ -17,45 +17,47 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.layouts import ArrangedBatch, Layout
+from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel
 from thresher.models.pipeline_chunk import Chunk
-from thresher.strategies.accumulate import LossOf
-from thresher.strategies.native.pipeline_parallel import Stage
-from thresher.strategies.native.sequential import STAND_IN, count_tokens, none_of
+from thresher.strategies.accumulate import LossFn
+from thresher.strategies.native.pipeline_parallel import PipelineStageInfo
+from thresher.strategies.native.sequential import DUMMY_BATCH, count_tokens, empty_like
 from thresher.strategies.strategy import TokenCounts
 
 TorchLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class PipelinePasses:
+class PipelineExecutor:
     """Micro-batches of a step along the stages of a pipeline; one without pairs is a stand-in that changes nothing."""
 
     model: PairModel
     layout: Layout
-    stage: Stage
+    stage: PipelineStageInfo
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score a micro-batch as it is trained on, to the bit: it goes from stage to stage, and all get its logps."""
         self._check_repeatable()
-        run = self._run([batch], with_log_collision)
+        run = self._run([batch], with_log_sum_squared_probs)
         self._drive(run, None)
-        sides = self.model.sides(run.arranged[0], *self._broadcast(run, number=0))
-        return sides if len(batch) else none_of(sides)
+        sides = self.model.split_sides(run.arranged[0], *self._broadcast(run, number=0))
+        return sides if len(batch) else empty_like(sides)
 
-    def backward(self, batches: Sequence[PairBatch], loss_of: LossOf, *, with_log_collision: bool) -> TokenCounts:
+    def backward(
+        self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_log_sum_squared_probs: bool
+    ) -> TokenCounts:
         if not batches:
             return TokenCounts()
-        run = self._run(batches, with_log_collision)
+        run = self._run(batches, with_log_sum_squared_probs)
 
         def loss(logps: Tensor, number: Tensor) -> Tensor:
             index = int(number)
-            sides = self.model.sides(run.arranged[index], logps, run.log_collisions.get(index))
+            sides = self.model.split_sides(run.arranged[index], logps, run.log_collisions.get(index))
             if index >= len(batches):
-                return none_of(sides).chosen.values.sum()
-            return loss_of(index, sides if len(batches[index]) else none_of(sides))
+                return empty_like(sides).chosen.values.sum()
+            return loss_fn(index, sides if len(batches[index]) else empty_like(sides))
 
         self._drive(run, loss)
         tokens = TokenCounts()
@@ -73,10 +75,10 @@ class PipelinePasses:
                 "of a pipeline draw it in another order the second time; set lora_dropout to 0 or pp_size to 1"
             )
 
-    def _run(self, batches: Sequence[PairBatch], with_log_collision: bool) -> _Run:
+    def _run(self, batches: Sequence[PairBatch], with_log_sum_squared_probs: bool) -> _Run:
         missing = self._num_driven(len(batches)) - len(batches)
-        pairs = [batch if len(batch) else STAND_IN for batch in batches] + [STAND_IN] * missing
-        return _Run(self.model, [self.layout.arrange(batch) for batch in pairs], with_log_collision)
+        pairs = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
+        return _Run(self.model, [self.layout.collate(batch) for batch in pairs], with_log_sum_squared_probs)
 
     def _num_driven(self, count: int) -> int:
         """The smallest number of micro-batches, not below `count`, that torch's schedules take."""
@@ -102,15 +104,15 @@ class PipelinePasses:
     def _broadcast(self, run: _Run, number: int) -> tuple[Tensor, Tensor | None]:
         """Give all stages what the last has scored of a micro-batch."""
         arranged = run.arranged[number]
-        rows = 2 if run.with_log_collision else 1
+        rows = 2 if run.with_log_sum_squared_probs else 1
         wide = torch.promote_types(self.model.stored_dtype, torch.float32)
         scored = torch.empty(rows, len(arranged.targets), dtype=wide, device=self.model.device)
         if self.stage.is_last:
             scored[0] = run.logps[number]
-            if run.with_log_collision:
+            if run.with_log_sum_squared_probs:
                 scored[1] = run.log_collisions[number]
         self.stage.broadcast_from_last(scored)
-        return scored[0], scored[1] if run.with_log_collision else None
+        return scored[0], scored[1] if run.with_log_sum_squared_probs else None
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class _Run:
     """The micro-batches of one drive through the pipeline, and what the last stage makes of them."""
 
     model: PairModel
-    arranged: list[ArrangedBatch]
-    with_log_collision: bool
+    arranged: list[ModelInputs]
+    with_log_sum_squared_probs: bool
     logps: dict[int, Tensor] = field(default_factory=dict)
     log_collisions: dict[int, Tensor] = field(default_factory=dict)
 
@@ -134,7 +136,9 @@ class _ChunkModule(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
         index, run = int(number), self._run
-        out, collision = run.model.compute_chunk(self._chunk, run.arranged[index], hidden, run.with_log_collision)
+        out, collision = run.model.compute_chunk(
+            self._chunk, run.arranged[index], hidden, run.with_log_sum_squared_probs
+        )
         if self._chunk.is_last and not torch.is_grad_enabled():
             run.logps[index] = out
         if collision is not None:
@@ -149,7 +153,7 @@ class _RaggedStage(PipelineStage):
     holds those of as many micro-batches as are under way.
     """
 
-    def __init__(self, module: nn.Module, run: _Run, chunk: Chunk, stage: Stage):
+    def __init__(self, module: nn.Module, run: _Run, chunk: Chunk, stage: PipelineStageInfo):
         model = run.model
         self._shapes = [model.hidden_shape(arranged) for arranged in run.arranged]
         self._dtype = model.stored_dtype
@@ -167,11 +171,11 @@ class _RaggedStage(PipelineStage):
         self._runtime_validate = False  # it would compare all shapes with the example's
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        self._make_room(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        self._allocate_recv_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()), bwd_chunk_id)
+        self._allocate_recv_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **rest: Any) -> None:
@@ -179,7 +183,7 @@ class _RaggedStage(PipelineStage):
         for received in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info.get(bwd_chunk_id, ())):
             received.buffer = None
 
-    def _make_room(self, expected: Sequence[Any], number: int) -> None:
+    def _allocate_recv_buffers(self, expected: Sequence[Any], number: int) -> None:
         for one in expected:
             if not one.is_root_arg:
                 one.buffer = torch.empty(self._shapes[number], dtype=self._dtype, device=self.device)

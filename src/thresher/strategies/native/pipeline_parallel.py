@@ -17,19 +17,19 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.groups import Group
 from thresher.errors import UserError
-from thresher.models.pipeline_chunk import Chunk, PassBy, check_passes_hidden_states
+from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStageInfo:
     """A process's place in a pipeline, and its chunks of the model: one, or several for an interleaved schedule.
 
-    shared: names of the weights that the first and the last stage both hold.
+    tied_weights: names of the weights that the first and the last stage both hold.
     """
 
     pipeline: Group
     chunks: tuple[Chunk, ...]
-    shared: frozenset[str] = frozenset()
+    tied_weights: frozenset[str] = frozenset()
 
     @property
     def num_chunks(self) -> int:
@@ -43,7 +43,7 @@ class Stage:
     def broadcast_from_last(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group=self.pipeline.group, group_src=self.pipeline.size - 1)
 
-    def sum_shared(self, gradients: Sequence[Tensor]) -> None:
+    def reduce_tied_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add up what the first and the last stage have of each gradient; both get the same numbers, bitwise."""
         peer = 0 if self.is_last else self.pipeline.size - 1
         for own in gradients:
@@ -58,33 +58,33 @@ class Stage:
             own.add_(other)
 
 
-def cut_model(model: PreTrainedModel, pipeline: Group, virtual_pp_size: int = 1) -> Stage:
+def keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size: int = 1) -> PipelineStageInfo:
     """Take away from an empty model what other stages compute; parameters that stay keep their names."""
-    check_passes_hidden_states(model)
+    check_accepts_hidden_states(model)
     decoder = model.get_decoder()
     num_chunks = pipeline.size * virtual_pp_size
-    parts = deal_layers(len(decoder.layers), num_chunks)
+    parts = partition_layers(len(decoder.layers), num_chunks)
     chunks = tuple(
         Chunk(index, parts[index], is_last=index == num_chunks - 1)
         for index in range(pipeline.rank, num_chunks, pipeline.size)
     )
     shared = _shared_names(model)
-    stage = Stage(pipeline, chunks, shared)
+    stage = PipelineStageInfo(pipeline, chunks, shared)
     for number in range(len(decoder.layers)):
         if not any(number in chunk.layers for chunk in chunks):
-            decoder.layers[number] = PassBy()
+            decoder.layers[number] = IdentityModule()
     is_first = pipeline.rank == 0
     if not stage.is_last:
-        decoder.norm = PassBy()
-        model.set_output_embeddings(PassBy())
+        decoder.norm = IdentityModule()
+        model.set_output_embeddings(IdentityModule())
         # nothing is left to tie: what the embedding shares is in another process
         model._tied_weights_keys = {}
     if not (is_first or (stage.is_last and shared)):
-        model.set_input_embeddings(PassBy())
+        model.set_input_embeddings(IdentityModule())
     return stage
 
 
-def deal_layers(num_layers: int, num_chunks: int) -> list[range]:
+def partition_layers(num_layers: int, num_chunks: int) -> list[range]:
     """Cut layers into chunks of nearly the same size; the first chunk has the embedding and the last the head beside
     them, so that what is left over goes to others.
     """

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
 from thresher.errors import UserError
-from thresher.models.pipeline_chunk import PassBy
+from thresher.models.pipeline_chunk import IdentityModule
 
 # transformers would sum these gradients over tp after every backward, and so count those of earlier micro-batches again
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
-def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
     """Split a model over a mesh of one axis; name the parameters that every process has whole but sees in part.
 
     Their gradients must be summed over the axis once a step: norms within heads, of which a process has some.
@@ -29,7 +29,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
             f"{model.config.model_type}; set tp_size to 1"
         )
     partial = {name for name, style in plan.items() if style == _PARTIAL_GRADIENT}
-    elsewhere = {name for name, module in model.named_modules() if isinstance(module, PassBy)}
+    elsewhere = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
     styles = {name: style for name, style in plan.items() if name not in partial | elsewhere}
     apply_tensor_parallelism(model, mesh, _with_adapters(model, styles))
     return frozenset(

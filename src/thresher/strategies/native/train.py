@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.sharded import HostCopies
+from thresher.checkpoint.sharded import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import Layout
-from thresher.models.loading.lora import without_adapter
+from thresher.models.loading.lora import adapter_disabled
 from thresher.models.optimizations.compile import compile_layers
-from thresher.strategies.accumulate import Share, accumulate_gradients
-from thresher.strategies.native.checkpoint import PolicyFiles
+from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
+from thresher.strategies.native.checkpoint import PolicyCheckpoint
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.parallelize import Placement
+from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.parameters import LocalParameters
-from thresher.strategies.nonfinite import StepFault, find_faults, reason_to_skip
+from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 
@@ -47,16 +47,16 @@ class NativeTrain:
         layout: Layout,
         compute_dtype: torch.dtype,
         optimizer: OptimizerSettings,
-        placement: Placement = Placement(),  # noqa: B008  # frozen
+        placement: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
     ):
         self.model = model
-        self.ranks = placement.ranks
+        self.dp_group = placement.dp_group
         self._infer = NativeInfer(model, layout, compute_dtype, placement)
         self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
-        self._parameters = LocalParameters(model, self._pair_model.plain, placement)
-        self._optimizer = _adamw(list(self._parameters.parts.values()), optimizer)
-        self._files = PolicyFiles(self._parameters, self._optimizer, placement)
+        self._parameters = LocalParameters(model, self._pair_model.base_model, placement)
+        self._optimizer = _adamw(list(self._parameters.shards.values()), optimizer)
+        self._files = PolicyCheckpoint(self._parameters, self._optimizer, placement)
         model.train()
 
     def train_step(
@@ -69,33 +69,37 @@ class NativeTrain:
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
         own = self.accumulate(micro_batches, objective, num_pairs_in_step)
-        self._parameters.sum_gradients()
+        self._parameters.all_reduce_gradients()
         # from here on every process has the same numbers, and so comes to the same decisions
-        metrics, tokens = self.ranks.tellers.sum_metrics(own.metrics, astuple(own.tokens))
+        metrics, tokens = self.dp_group.metrics_group.all_reduce_metrics(own.metrics, astuple(own.tokens))
         grad_norm = self._parameters.clip(self._max_grad_norm)
-        reason, fault = reason_to_skip(metrics, grad_norm), None
+        reason, fault = nonfinite_reason(metrics, grad_norm), None
         if reason is not None:
-            fault = StepFault(reason, find_faults(own.seen, self.ranks, couples_pairs=objective.couples_pairs))
+            fault = NonFiniteStep(
+                reason, find_nonfinite_pairs(own.seen, self.dp_group, couples_pairs=objective.couples_pairs)
+            )
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
-        self._parameters.forget_gradients()
+        self._parameters.zero_grad()
         return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), fault)
 
     def compile(self) -> None:
         """Compile the layers; the first step of each kind takes long."""
         compile_layers(self._pair_model.backbone)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int) -> Share:
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
+    ) -> LocalStepResult:
         """Leave this rank's part of the step's gradient in the parameters."""
-        return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.ranks)
+        return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.dp_group)
 
-    def score(self, batch: PairBatch, *, with_log_collision: bool = False) -> ChosenRejectedLogps:
-        return self._infer.score(batch, with_log_collision=with_log_collision)
+    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+        return self._infer.score(batch, with_log_sum_squared_probs=with_log_sum_squared_probs)
 
     def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
-        with without_adapter(self.model):
+        with adapter_disabled(self.model):
             return self._infer.score(batch)
 
     def check_logps(self, batch: PairBatch) -> None:
@@ -116,8 +120,8 @@ class NativeTrain:
     def max_positions(self) -> int | None:
         return self._pair_model.max_positions
 
-    def capture(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostCopies | None = None) -> Write:
-        return self._files.capture(extra, copies)
+    def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
+        return self._files.snapshot(extra, copies)
 
     def load(self, directory: Path) -> None:
         self._files.load(directory)
