@@ -167,9 +167,13 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
 
 
 _PLACES = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
-_FREE_TO_CHANGE = {*_PLACES, "resume_from_checkpoint", "async_save", "max_restarts"} | {
+_FREE_TO_CHANGE = {
+    *_PLACES,
+    "async_save",
     "graceful_stop_timeout",
     "heartbeat_timeout",
+    "max_restarts",
+    "resume_from_checkpoint",
 }
 _ELASTIC = {f"{role}.{key}" for role in ("actor_train", "reference") for key in ("num_workers", "device_mapping")} | {
     f"{role}.strategy_args.strategy_config.dp_replicate" for role in ("actor_train", "reference")
