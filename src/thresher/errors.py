@@ -45,7 +45,7 @@ class ResourceError(UserError):
     """The cluster has no room for what the config asks for: a mistake at first, and a node that is away later on."""
 
 
-class RescaleRequested(Exception):
+class RescaleRequested(Exception):  # noqa: N818  # control flow, no error
     """The run can go on better with other workers than it has, and everything is saved for that."""
 
 
@@ -56,7 +56,7 @@ class WorkerError(RuntimeError):
         super().__init__(redact_text(message))
 
 
-class RunStopped(Exception):
+class RunStopped(Exception):  # noqa: N818  # control flow, no error
     """The run was asked to stop, and did; the command line leaves with exit_code."""
 
     def __init__(self, step: int | None, exit_code: int = 0):

@@ -91,7 +91,7 @@ def test_damaged_work_is_done_again(tmp_path: Path, write_rows: Any, chat_tokeni
     assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
 
 
-class RunStopped(Exception):
+class InterruptedPreparation(Exception):  # noqa: N818
     pass
 
 
@@ -103,11 +103,11 @@ def stop_after(
 
     def stop(progress: PrepareProgress) -> None:
         if progress.pairs_kept > (num_checkpoints + 1) * pairs_per_checkpoint:
-            raise RunStopped
+            raise InterruptedPreparation
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_writer, "PAIRS_PER_CHECKPOINT", pairs_per_checkpoint)
-        with pytest.raises(RunStopped):
+        with pytest.raises(InterruptedPreparation):
             prepare(settings, tokenizer, output, stop)
 
 
@@ -166,10 +166,10 @@ def test_an_old_store_is_whole_until_the_new_one_is(
 
     def stop(progress: PrepareProgress) -> None:
         if progress.pairs_kept > 700:
-            raise RunStopped
+            raise InterruptedPreparation
 
     shorter = replace(settings, sequence_length=30)
-    with pytest.raises(RunStopped):
+    with pytest.raises(InterruptedPreparation):
         prepare(shorter, chat_tokenizer, tmp_path / "s", stop, overwrite=True)
     assert files_of(tmp_path / "s") == before
     prepare(shorter, chat_tokenizer, tmp_path / "s", overwrite=True)

@@ -143,8 +143,8 @@ def test_objective_needs_what_one_of_its_terms_needs():
     assert mixed("sft", "sigmoid").needs_reference
     assert mixed("sft", "aot").couples_pairs
     assert not mixed("sft", "sigmoid").couples_pairs
-    assert replace(mixed("sigmoid"), wpo=True).needs_log_sum_squared_probs
-    assert not mixed("sigmoid").needs_log_sum_squared_probs
+    assert replace(mixed("sigmoid"), wpo=True).needs_squared_probs
+    assert not mixed("sigmoid").needs_squared_probs
 
 
 def test_zero_margin_loss_adds_up_and_gives_way_to_modifiers():

@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_models_own_logits(model):
 
 
 def test_the_collision_probability_is_the_sum_of_squared_probabilities(model):
-    scored = score(model, MIXED, with_log_sum_squared_probs=True)
+    scored = score(model, MIXED, with_squared_probs=True)
     arranged = LAYOUT.collate(MIXED)
     with torch.no_grad():
         logits = model(**arranged.model_inputs, use_cache=False).logits
@@ -139,7 +139,7 @@ def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
     """8 scored rows of 2 x 84 positions; the head's own weight has 32 rows in its transposed form."""
     batch = batch_of(pair_of(80, 4, 4, seed=7))
     with LargestTensor() as watch:
-        scored = score(model, batch, with_log_sum_squared_probs=True)
+        scored = score(model, batch, with_squared_probs=True)
         (scored.chosen.values.sum() + scored.rejected.values.sum()).backward()
     assert 8 <= watch.rows <= 32
     model.zero_grad()

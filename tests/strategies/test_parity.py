@@ -38,7 +38,7 @@ OF_THE_CUT = {"tokens/padding"}
 def assert_agree(found: Mapping[str, float], expected: Mapping[str, float], tolerance: float = EXACT) -> None:
     """Within a tolerance: relative to what is larger than 1, absolute to what is not."""
     assert found.keys() >= expected.keys()
-    clone_for_thread = {
+    apart = {
         name: (found[name], number)
         for name, number in expected.items()
         if not math.isclose(found[name], number, rel_tol=tolerance, abs_tol=tolerance)

@@ -6,16 +6,12 @@ whole row of its part of the heads, and back. Everything else in a decoder works
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-
-from thresher.models.attention.segments import Segment
-from thresher.models.layouts import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -25,23 +21,6 @@ class ContextParallel:
     rank: int
     size: int
     group: dist.ProcessGroup
-
-    def pad_to_multiple(self, batch: ModelInputs) -> ModelInputs:
-        """Lengthen a row to a multiple of the parts; the rows that are added see one another and nobody sees them."""
-        assert batch.segments is not None  # noqa: S101
-        rows = batch.model_inputs["input_ids"].shape[1]
-        extra = -rows % self.size
-        if not extra:
-            return batch
-        # real tokens from position 0 on: a token of padding could be one that a model treats in its own way
-        inputs = {name: F.pad(tensor, (0, extra)) for name, tensor in batch.model_inputs.items()}
-        inputs["position_ids"][:, rows:] = torch.arange(extra)
-        return replace(
-            batch,
-            model_inputs=inputs,
-            segments=(*batch.segments, Segment(rows, rows + extra)),
-            num_padding_tokens=batch.num_padding_tokens + extra,
-        )
 
     def shard_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.chunk(self.size, dim=1)[self.rank] for name, tensor in inputs.items()}

@@ -75,7 +75,7 @@ class Objective:
         return any(loss.couples_pairs for loss, _ in self.terms)
 
     @property
-    def needs_log_sum_squared_probs(self) -> bool:
+    def needs_squared_probs(self) -> bool:
         return self.wpo
 
     @property

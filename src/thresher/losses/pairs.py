@@ -61,10 +61,10 @@ class ChosenRejectedLogps:
         return ChosenRejectedLogps(self.chosen.detach(), self.rejected.detach())
 
 
-def empty_logps(device: torch.device | None = None, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+def empty_logps(device: torch.device | None = None, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
     """Return the logps of zero pairs."""
     empty = torch.zeros(0, device=device)
-    side = ResponseLogps(empty, empty.long(), empty if with_log_sum_squared_probs else None)
+    side = ResponseLogps(empty, empty.long(), empty if with_squared_probs else None)
     return ChosenRejectedLogps(side, side)
 
 

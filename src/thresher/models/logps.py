@@ -23,6 +23,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.layouts.packed import pad_to_multiple
 from thresher.models.lm_head import LMHead, LogitTransform, VocabParallel, log_sum_squared_probs, target_logps
 from thresher.models.loading.load import max_positions
 from thresher.models.optimizations.last_layer import skip_unscored_rows
@@ -98,26 +99,24 @@ class PairModel:
     def max_positions(self) -> int | None:
         return max_positions(self.base_model.config)
 
-    def score(self, batch: ModelInputs, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: ModelInputs, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
         # through the model's own call, not past it: engines hang on to it what they do before and after a forward
-        return self.split_sides(
-            batch, *self.base_model(pair_request=partial(self._score, batch, with_log_sum_squared_probs))
-        )
+        return self.split_sides(batch, *self.base_model(pair_request=partial(self._score, batch, with_squared_probs)))
 
     def compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_log_sum_squared_probs: bool
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Compute some layers of a micro-batch: the hidden states after them or, after the last ones, what `sides`
         takes. Those that enter are None for the first layers.
         """
-        request = partial(self._compute_chunk, chunk, batch, entering, with_log_sum_squared_probs)
+        request = partial(self._compute_chunk, chunk, batch, entering, with_squared_probs)
         computed: tuple[Tensor, Tensor | None] = self.base_model(pair_request=request)
         return computed
 
     def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
         """The shape of a micro-batch's hidden states in this process, before and after every layer but a pruned one."""
-        sequences, rows = self._filled_up(batch).model_inputs["input_ids"].shape
+        sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
         parts = 1 if self.context_parallel is None else self.context_parallel.size
         return sequences, rows // parts, self.hidden_size
 
@@ -130,31 +129,29 @@ class PairModel:
             ResponseLogps(values[split:], rejected_lengths, None if collision is None else collision[split:]),
         )
 
-    def _score(self, batch: ModelInputs, with_log_sum_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
-        batch = self._filled_up(batch)
-        return self._logps(batch, self._hidden_states(batch), with_log_sum_squared_probs)
+    def _score(self, batch: ModelInputs, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
+        batch = self._padded(batch)
+        return self._logps(batch, self._hidden_states(batch), with_squared_probs)
 
     def _compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_log_sum_squared_probs: bool
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
-        batch = self._filled_up(batch)
+        batch = self._padded(batch)
         with chunk.alone(self.backbone):
             hidden = self._hidden_states(batch, entering)
         if chunk.is_last:
-            return self._logps(batch, hidden, with_log_sum_squared_probs)
+            return self._logps(batch, hidden, with_squared_probs)
         return hidden.to(self.stored_dtype).contiguous(), None
 
-    def _filled_up(self, batch: ModelInputs) -> ModelInputs:
-        return batch if self.context_parallel is None else self.context_parallel.pad_to_multiple(batch)
+    def _padded(self, batch: ModelInputs) -> ModelInputs:
+        return batch if self.context_parallel is None else pad_to_multiple(batch, self.context_parallel.size)
 
-    def _logps(
-        self, batch: ModelInputs, hidden: Tensor, with_log_sum_squared_probs: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _logps(self, batch: ModelInputs, hidden: Tensor, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
         rows, places = self._scored_states(batch, hidden)
         targets = batch.targets.to(rows.device)
         head = self.head_for(rows)
         values = target_logps(head, rows, targets if places is None else targets[places])
-        collision = log_sum_squared_probs(head, rows) if with_log_sum_squared_probs else None
+        collision = log_sum_squared_probs(head, rows) if with_squared_probs else None
         if self.context_parallel is not None and places is not None:
             values = self.context_parallel.all_gather_logps(values, places, len(targets))
             collision = (

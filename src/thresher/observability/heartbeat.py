@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class Heartbeat:
     """The last thing that a process began, and when, in seconds since the epoch."""
 
-    set_activity: str
+    activity: str
     started_at: float
     process: int
 

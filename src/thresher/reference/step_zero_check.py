@@ -18,7 +18,7 @@ def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dty
     if first.reference is None:
         return
     tolerance = TOLERANCES[DTYPES[dtype]]
-    scored = policy.score(first.pairs, with_log_sum_squared_probs=objective.needs_log_sum_squared_probs)
+    scored = policy.score(first.pairs, with_squared_probs=objective.needs_squared_probs)
     if not len(first.pairs):  # this rank scored to keep step with others
         return
     sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))

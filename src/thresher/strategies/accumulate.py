@@ -25,13 +25,11 @@ LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
 class MicroBatchExecutor(Protocol):
     """How an engine goes through micro-batches: one after another, or several at once along a pipeline."""
 
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score, for use without gradient; every process of a rank gets the logps."""
         ...
 
-    def backward(
-        self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_log_sum_squared_probs: bool
-    ) -> TokenCounts:
+    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
         """Score each batch and send back the gradient of loss_of(its number, its logps), in any order.
 
         loss_of is called where the logps are: in a pipeline, by the processes of the last stage alone. They alone count
@@ -74,7 +72,7 @@ def accumulate_gradients(
         return output.per_pair.sum() / num_pairs_in_step
 
     pairs = [micro.pairs for micro in micro_batches]
-    tokens = passes.backward(pairs, loss_fn, with_log_sum_squared_probs=objective.needs_log_sum_squared_probs)
+    tokens = passes.backward(pairs, loss_fn, with_squared_probs=objective.needs_squared_probs)
     return LocalStepResult(merge_metrics(metrics) or objective(_no_pairs(objective)).metrics, tokens, seen)
 
 
@@ -93,9 +91,7 @@ def _accumulate_coupled(
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
         scored = [
-            pair_logps(
-                micro, passes.score(micro.pairs, with_log_sum_squared_probs=objective.needs_log_sum_squared_probs)
-            )
+            pair_logps(micro, passes.score(micro.pairs, with_squared_probs=objective.needs_squared_probs))
             for micro in micro_batches
         ]
     parts = ranks.all_gather_pairs(concat_pairs(scored or [_no_pairs(objective)]))
@@ -112,7 +108,7 @@ def _accumulate_coupled(
         return torch.cat(weighted).sum()
 
     pairs = [micro.pairs for micro in micro_batches]
-    tokens = passes.backward(pairs, loss_fn, with_log_sum_squared_probs=False)
+    tokens = passes.backward(pairs, loss_fn, with_squared_probs=False)
     before = sum(part.num_pairs for part in parts[: ranks.rank])
     ids = np.concatenate([np.zeros(0, dtype=np.int64), *[micro.pair_ids for micro in pairs]])
     seen = ScoredPairs.of(ids, own, output.per_pair[before : before + own.num_pairs])
@@ -155,7 +151,7 @@ def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) ->
 
 def _no_pairs(objective: Objective) -> ObjectiveInputs:
     """What the objective sees of an empty share: every metric by its name, with a count of 0."""
-    sides = empty_logps(with_log_sum_squared_probs=objective.needs_log_sum_squared_probs)
+    sides = empty_logps(with_squared_probs=objective.needs_squared_probs)
     return ObjectiveInputs(sides, sides if objective.needs_reference else None)
 
 

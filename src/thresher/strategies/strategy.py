@@ -62,7 +62,7 @@ class StepOutcome:
 class Scorer(Protocol):
     """A model that scores pairs without gradient."""
 
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps: ...
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps: ...
 
 
 class InferStrategy(Scorer, Protocol):

@@ -245,7 +245,7 @@ class DPOTrainer:
             yield _read_micro_batch(self._validation, ids)
 
     def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
-        return self.strategy.score(batch, with_log_sum_squared_probs=self.objective.needs_log_sum_squared_probs)
+        return self.strategy.score(batch, with_squared_probs=self.objective.needs_squared_probs)
 
     def _is_told_to_stop(self) -> bool:
         """Ask the first process; a file may appear for one rank before another sees it."""

@@ -94,7 +94,7 @@ def batch_of(ids: Sequence[int]) -> PairBatch:
 
 def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ChosenRejectedLogps]:
     policy = policy_of(case, path, None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU))
-    return [policy.score(batch_of(ids), with_log_sum_squared_probs=True) for ids in batches]
+    return [policy.score(batch_of(ids), with_squared_probs=True) for ids in batches]
 
 
 def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:

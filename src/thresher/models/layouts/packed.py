@@ -6,11 +6,12 @@ side does not see the chosen side and its positions go on after the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
@@ -127,3 +128,21 @@ def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Row
     return np.concatenate([[last_of_prompt], np.arange(first_of_response, first_of_response + max(0, length - 1))])[
         :length
     ].astype(np.int64)
+
+
+def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
+    """Lengthen a packed row to a multiple of `size`; the padding is a segment of its own that no scored row sees."""
+    assert batch.segments is not None  # noqa: S101
+    rows = batch.model_inputs["input_ids"].shape[1]
+    extra = -rows % size
+    if not extra:
+        return batch
+    # ordinary tokens from position 0 on: some models treat the padding token in a special way
+    inputs = {name: F.pad(tensor, (0, extra)) for name, tensor in batch.model_inputs.items()}
+    inputs["position_ids"][:, rows:] = torch.arange(extra)
+    return replace(
+        batch,
+        model_inputs=inputs,
+        segments=(*batch.segments, Segment(rows, rows + extra)),
+        num_padding_tokens=batch.num_padding_tokens + extra,
+    )

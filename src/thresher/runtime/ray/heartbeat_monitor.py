@@ -82,7 +82,7 @@ class HeartbeatMonitor:
             seconds = each.missed * self._seconds
             is_starting = each.last is None
             if seconds >= (max(self._patience, _SECONDS_TO_START) if is_starting else self._patience):
-                raise WorkerLostError(_hangs(each, seconds))
+                raise WorkerLostError(_unresponsive_message(each, seconds))
 
     def _take_answer(self, each: _Watched) -> None:
         each.missed = 0
@@ -96,11 +96,12 @@ class HeartbeatMonitor:
         each.answer = each.worker.heartbeat.remote()
 
 
-def _hangs(watched: _Watched, seconds: float) -> str:
-    last, words = watched.last, "it has not begun anything"
+def _unresponsive_message(watched: _Watched, seconds: float) -> str:
+    last, activity = watched.last, "it has not reported any activity"
     if last is not None:
-        words = f"the last thing it told, begun {time.time() - last.started_at:.0f} s ago: {last.set_activity} (process {last.process})"
+        started = f"started {time.time() - last.started_at:.0f} s ago"
+        activity = f"last activity, {started}: {last.activity} (process {last.process})"
     return (
-        f"{watched.name} hangs: no answer for {seconds:.0f} s; {words}\nfinished checkpoints are whole, so look at "
-        "that machine and start the run again: it goes on from the newest"
+        f"{watched.name} is unresponsive: no heartbeat for {seconds:.0f} s; {activity}\nfinished checkpoints are "
+        "valid: check that machine, then rerun the same command to resume from the newest"
     )

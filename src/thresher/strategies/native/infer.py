@@ -41,12 +41,12 @@ class NativeInfer:
         )
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score a micro-batch in evaluation mode and leave the model's mode as it was."""
         was_training = self.model.training
         self.model.eval()
         try:
-            return self.passes.score(batch, with_log_sum_squared_probs=with_log_sum_squared_probs).detach()
+            return self.passes.score(batch, with_squared_probs=with_squared_probs).detach()
         finally:
             self.model.train(was_training)
 

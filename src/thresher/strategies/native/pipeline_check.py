@@ -53,10 +53,10 @@ class _AsWritten(PairModel):
     """A model that has its last chunk scored by its own causal LM's forward."""
 
     def _compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_log_sum_squared_probs: bool
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
         if not chunk.is_last:
-            return super()._compute_chunk(chunk, batch, entering, with_log_sum_squared_probs)
+            return super()._compute_chunk(chunk, batch, entering, with_squared_probs)
         inputs = {name: tensor.to(self.device) for name, tensor in batch.model_inputs.items() if name != "input_ids"}
         model: Any = self.base_model
         width = batch.model_inputs["input_ids"].shape[1]

@@ -37,20 +37,18 @@ class PipelineExecutor:
     stage: PipelineStageInfo
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score a micro-batch as it is trained on, to the bit: it goes from stage to stage, and all get its logps."""
         self._check_repeatable()
-        run = self._run([batch], with_log_sum_squared_probs)
+        run = self._run([batch], with_squared_probs)
         self._drive(run, None)
         sides = self.model.split_sides(run.arranged[0], *self._broadcast(run, number=0))
         return sides if len(batch) else empty_like(sides)
 
-    def backward(
-        self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_log_sum_squared_probs: bool
-    ) -> TokenCounts:
+    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
         if not batches:
             return TokenCounts()
-        run = self._run(batches, with_log_sum_squared_probs)
+        run = self._run(batches, with_squared_probs)
 
         def loss(logps: Tensor, number: Tensor) -> Tensor:
             index = int(number)
@@ -75,10 +73,10 @@ class PipelineExecutor:
                 "of a pipeline draw it in another order the second time; set lora_dropout to 0 or pp_size to 1"
             )
 
-    def _run(self, batches: Sequence[PairBatch], with_log_sum_squared_probs: bool) -> _Run:
+    def _run(self, batches: Sequence[PairBatch], with_squared_probs: bool) -> _Run:
         missing = self._num_driven(len(batches)) - len(batches)
         pairs = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        return _Run(self.model, [self.layout.collate(batch) for batch in pairs], with_log_sum_squared_probs)
+        return _Run(self.model, [self.layout.collate(batch) for batch in pairs], with_squared_probs)
 
     def _num_driven(self, count: int) -> int:
         """The smallest number of micro-batches, not below `count`, that torch's schedules take."""
@@ -104,15 +102,15 @@ class PipelineExecutor:
     def _broadcast(self, run: _Run, number: int) -> tuple[Tensor, Tensor | None]:
         """Give all stages what the last has scored of a micro-batch."""
         arranged = run.arranged[number]
-        rows = 2 if run.with_log_sum_squared_probs else 1
+        rows = 2 if run.with_squared_probs else 1
         wide = torch.promote_types(self.model.stored_dtype, torch.float32)
         scored = torch.empty(rows, len(arranged.targets), dtype=wide, device=self.model.device)
         if self.stage.is_last:
             scored[0] = run.logps[number]
-            if run.with_log_sum_squared_probs:
+            if run.with_squared_probs:
                 scored[1] = run.log_collisions[number]
         self.stage.broadcast_from_last(scored)
-        return scored[0], scored[1] if run.with_log_sum_squared_probs else None
+        return scored[0], scored[1] if run.with_squared_probs else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class _Run:
 
     model: PairModel
     arranged: list[ModelInputs]
-    with_log_sum_squared_probs: bool
+    with_squared_probs: bool
     logps: dict[int, Tensor] = field(default_factory=dict)
     log_collisions: dict[int, Tensor] = field(default_factory=dict)
 
@@ -136,9 +134,7 @@ class _ChunkModule(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
         index, run = int(number), self._run
-        out, collision = run.model.compute_chunk(
-            self._chunk, run.arranged[index], hidden, run.with_log_sum_squared_probs
-        )
+        out, collision = run.model.compute_chunk(self._chunk, run.arranged[index], hidden, run.with_squared_probs)
         if self._chunk.is_last and not torch.is_grad_enabled():
             run.logps[index] = out
         if collision is not None:

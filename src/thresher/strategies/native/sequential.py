@@ -26,22 +26,20 @@ class SequentialExecutor:
     model: PairModel
     layout: Layout
 
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
-        return self._score(batch, with_log_sum_squared_probs)[0]
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+        return self._score(batch, with_squared_probs)[0]
 
-    def backward(
-        self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_log_sum_squared_probs: bool
-    ) -> TokenCounts:
+    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
         tokens = TokenCounts()
         for number, batch in enumerate(batches):
-            policy, counted = self._score(batch, with_log_sum_squared_probs)
+            policy, counted = self._score(batch, with_squared_probs)
             loss_fn(number, policy).backward()
             tokens += counted
         return tokens
 
-    def _score(self, batch: PairBatch, with_log_sum_squared_probs: bool) -> tuple[ChosenRejectedLogps, TokenCounts]:
+    def _score(self, batch: PairBatch, with_squared_probs: bool) -> tuple[ChosenRejectedLogps, TokenCounts]:
         arranged = self.layout.collate(batch if len(batch) else DUMMY_BATCH)
-        scored = self.model.score(arranged, with_log_sum_squared_probs=with_log_sum_squared_probs)
+        scored = self.model.score(arranged, with_squared_probs=with_squared_probs)
         return (scored, count_tokens(arranged)) if len(batch) else (empty_like(scored), TokenCounts())
 
 

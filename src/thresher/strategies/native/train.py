@@ -95,8 +95,8 @@ class NativeTrain:
         """Leave this rank's part of the step's gradient in the parameters."""
         return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.dp_group)
 
-    def score(self, batch: PairBatch, *, with_log_sum_squared_probs: bool = False) -> ChosenRejectedLogps:
-        return self._infer.score(batch, with_log_sum_squared_probs=with_log_sum_squared_probs)
+    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+        return self._infer.score(batch, with_squared_probs=with_squared_probs)
 
     def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
         with adapter_disabled(self.model):
