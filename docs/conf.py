@@ -53,5 +53,7 @@ html_theme_options = {
     "show_toc_level": 2,
     "navigation_depth": 3,
     "search_bar_text": "Search",
+    "pygments_light_style": "github-light-high-contrast",
+    "pygments_dark_style": "github-dark-high-contrast",
 }
 project_copyright = "the thresher authors, Apache License 2.0"

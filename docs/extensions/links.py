@@ -1,7 +1,7 @@
 """Links that work both on a code host and on the site.
 
-Pages of docs/ link to files of the repository (`../../SECURITY.md`), and files at its root link into docs/. Files at the
-root with a page on the site are listed in `ROOT_PAGES`; a link to any other file becomes a download of it.
+Pages of docs/ link to files of the repository (`../../SECURITY.md`), and files at its root link into docs/. A file at
+the root with a page on the site is listed in `ROOT_PAGES`; a link to any other file becomes a download of it.
 """
 
 from __future__ import annotations
