@@ -54,6 +54,6 @@ html_theme_options = {
     "navigation_depth": 3,
     "search_bar_text": "Search",
     "pygments_light_style": "github-light-high-contrast",
-    "pygments_dark_style": "github-dark-high-contrast",
+    "pygments_dark_style": "github-dark",
 }
 project_copyright = "the thresher authors, Apache License 2.0"

@@ -1,7 +1,8 @@
 """Links that work both on a code host and on the site.
 
 Pages of docs/ link to files of the repository (`../../SECURITY.md`), and files at its root link into docs/. A file at
-the root with a page on the site is listed in `ROOT_PAGES`; a link to any other file becomes a download of it.
+the root with a page on the site is listed in `ROOT_PAGES`. A link to any other file becomes a download of it; a link
+to a directory, of which the site has none, becomes its text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROOT_PAGES = {
     "SECURITY.md": "docs/project/security.md",
 }
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_WHOLE_LINK = re.compile(r"\[([^\[\]]*)\]\((?![a-z]+:|#)([^)#\s]+)\)")
 
 
 def relink(text: str, written_in: Path, page: Path) -> str:
@@ -30,7 +32,10 @@ def relink(text: str, written_in: Path, page: Path) -> str:
         shown = ROOT_PAGES.get(target, target)
         return f"]({os.path.relpath(shown, page.parent)}{match[2] or ''})"
 
-    return _LINK.sub(rewrite, text)
+    def drop_directory(match: re.Match[str]) -> str:
+        return match[1] if (ROOT / written_in.parent / match[2]).is_dir() else match[0]
+
+    return _LINK.sub(rewrite, _WHOLE_LINK.sub(drop_directory, text))
 
 
 def _relink_page(app: Sphinx, docname: str, source: list[str]) -> None:

@@ -34,9 +34,8 @@ def describe_pages(env: BuildEnvironment) -> dict[str, str]:
     return described
 
 
-def render(env: BuildEnvironment, suffix: str) -> str:
+def render(env: BuildEnvironment, described: dict[str, str], suffix: str) -> str:
     """Write the text of llms.txt; links are relative to the site's root."""
-    described = describe_pages(env)
     root = env.config.root_doc
     lines = [f"# {env.titles[root].astext()}", "", f"> {described[root]}"]
     for section in env.toctree_includes[root]:
@@ -56,7 +55,8 @@ def _one_line(node: nodes.Element) -> str:
 
 def _write(app: Sphinx, error: Exception | None) -> None:
     if error is None and app.builder.format == "html":
-        text = render(app.env, app.builder.get_target_uri("index").removeprefix("index"))
+        suffix = app.builder.get_target_uri("index").removeprefix("index")
+        text = render(app.env, app.page_descriptions, suffix)  # type: ignore[attr-defined]
         (app.outdir / "llms.txt").write_text(text, encoding="utf-8")
 
 
