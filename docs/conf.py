@@ -1,0 +1,59 @@
+"""Sphinx configuration of the documentation; `scripts/docs` builds it. No page requests anything from another host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import thresher
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+project = "thresher"
+version = release = thresher.__version__
+language = "en"
+smartquotes = False  # it would turn the dashes of `--option` in plain text into one
+extensions = ["myst_parser", "sphinx.ext.autodoc", "links", "llms_txt", "mathml", "reference_pages"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4  # as on a code host: every heading can be linked to
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+# types of other packages and of modules that are not part of the public API have no page to link to
+nitpick_ignore_regex = [("py:.*", ".*")]
+
+html_theme = "pydata_sphinx_theme"
+html_title = "thresher"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
+html_favicon = "_static/favicon.svg"
+html_math_renderer = "mathml"
+html_sidebars = {"index": []}
+html_show_sourcelink = False
+html_use_index = False
+html_domain_indices = False
+html_context = {"default_mode": "auto"}
+html_theme_options = {
+    "logo": {"text": f"thresher {version}"},
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,
+    "primary_sidebar_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "article_footer_items": [],
+    "footer_start": ["copyright"],
+    "footer_center": [],
+    "footer_end": [],
+    "show_toc_level": 2,
+    "navigation_depth": 3,
+    "search_bar_text": "Search",
+    "pygments_light_style": "github-light-high-contrast",
+    "pygments_dark_style": "github-dark",
+}
+project_copyright = "the thresher authors, Apache License 2.0"
