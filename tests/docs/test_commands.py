@@ -1,0 +1,237 @@
+"""The command, Python and YAML blocks of README.md and docs/get-started/ run as they are printed.
+
+A page is a session: its blocks run in order, and directory and exported variables carry over from one to the next. A
+block after a line that ends in "`NAME`:" is written to the file NAME. YAML blocks without a name change the config of
+the page or of the quickstart, and must be valid together with it. ```text blocks are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.paths import ROOT
+from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from thresher.config import parse_config
+
+QUICKSTART = ROOT / "docs" / "get-started" / "quickstart.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "get-started").glob("*.md"))]
+REPOSITORY = "https://github.com/thresher-ai/thresher"
+ROW = {"prompt": "What is two plus two?", "chosen": "Two plus two is four.", "rejected": "I do not care."}
+RUN = {"bash", "python"}
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NAMED = re.compile(r"`([\w./-]+\.\w+)`:\s*\Z")
+_INSTALLS = re.compile(r"^\s*(pip install|scripts/install)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the file that the line before it names."""
+
+    language: str
+    text: str
+    name: str | None
+
+
+@dataclass
+class Session:
+    """A shell that a reader of a page types into."""
+
+    directory: Path
+    environment: dict[str, str]
+    state: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = self.directory.with_name("shell-state")
+
+    def run(self, block: Block) -> None:
+        restore = f'. "{self.state}"\n' if self.state.exists() else ""
+        keep = f'trap \'export -p > "{self.state}"; pwd > "{self.state}.directory"\' EXIT\n'
+        # the text of a Python block is an argument, so that the shell does not read it
+        script = 'python -c "$1"' if block.language == "python" else block.text
+        ran = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", restore + keep + script, "bash", block.text],
+            cwd=self.directory,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        output = f"{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+        assert ran.returncode == 0, f"{block.text}\nexit code {ran.returncode}\n{output}"
+        self.directory = Path(Path(f"{self.state}.directory").read_text().rstrip("\n"))
+
+    def write(self, name: str, text: str) -> None:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        named = _NAMED.search(text[: match.start()])
+        found.append(Block(match[1], match[2], named[1] if named else None))
+    return found
+
+
+def named_files(page: Path) -> dict[str, str]:
+    return {block.name: block.text for block in blocks(page) if block.name}
+
+
+def configs(page: Path) -> list[dict[str, Any]]:
+    return [yaml.safe_load(text) for name, text in named_files(page).items() if name.endswith(".yaml")]
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: merged(base[key], value) for key, value in change.items() if isinstance(base.get(key), Mapping)}
+    return {**base, **change, **both}
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and texts of a config, at any depth."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from leaves(each, str(name))
+    elif isinstance(value, list):
+        for each in value:
+            yield from leaves(each, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def save_chat_model(directory: Path) -> None:
+    """Write a tiny Llama with a byte-level tokenizer and a chat template, so that it reads any text."""
+    tokenizer = make_tokenizer(pad_token="</s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, **sizes, **special)
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def provide(session: Session, files: Mapping[str, str], needed: list[dict[str, Any]]) -> None:
+    """Write files, and what configs name and nothing else wrote: models, and 64 rows of data."""
+    for name, text in files.items():
+        session.write(name, text)
+    for key, value in (leaf for config in needed for leaf in leaves(config)):
+        path = session.directory / value
+        if key in ("pretrain", "model_name_or_path") and not path.exists():
+            save_chat_model(path)
+        elif key == "file_name" and not path.exists():
+            session.write(value, (json.dumps(ROW) + "\n") * 64)
+
+
+def checkout(directory: Path) -> Path:
+    """Copy the files of the repository and commit them, so that they can be cloned."""
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)  # noqa: S607
+    if listed.returncode:
+        pytest.skip("no git checkout, so no list of its files")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name)
+    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "Copy"]):
+        subprocess.run([*git, *arguments], cwd=directory, check=True)
+    return directory
+
+
+def installing_session(tmp_path: Path, clones: bool) -> Session:
+    """A session without network in a new virtual environment that finds all requirements but thresher itself."""
+    copy = checkout(tmp_path / "source")
+    environment_dir = tmp_path / "environment"
+    venv.create(environment_dir, with_pip=True)
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment = {
+        **reader_environment(tmp_path),
+        "PATH": f"{environment_dir / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(environment_dir),
+        # not a .pth file: scripts/install makes an environment of its own. Paths given here are not searched for .pth
+        # files, so the thresher that runs these tests is not found through them
+        "PYTHONPATH": os.pathsep.join(packages),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of "isolation": build with the hatchling that is there
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{copy.as_uri()}.insteadOf",
+        "GIT_CONFIG_VALUE_0": REPOSITORY,
+    }
+    start = tmp_path / "reader" if clones else copy
+    start.mkdir(exist_ok=True)
+    return Session(start, environment)
+
+
+def reader_environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "home").mkdir()
+    program_dir = str(Path(sys.executable).parent)  # not resolved: the python of a virtual environment is a link
+    return {
+        **os.environ,
+        "HOME": str(tmp_path / "home"),
+        "PATH": f"{program_dir}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    found = blocks(page)
+    commands = "".join(block.text for block in found if block.language == "bash")
+    if not any(block.language in RUN for block in found):
+        pytest.skip("the page has nothing to run")
+    if _INSTALLS.search(commands):
+        session = installing_session(tmp_path, clones="git clone" in commands)
+    else:
+        (tmp_path / "reader").mkdir()
+        session = Session(tmp_path / "reader", reader_environment(tmp_path))
+        shutil.copytree(ROOT / "examples", session.directory / "examples")
+    own = named_files(page)
+    base = own if any(name.endswith(".yaml") for name in own) else named_files(QUICKSTART)
+    needed = configs(page) or configs(QUICKSTART)
+    for block in found:
+        if block.name:
+            session.write(block.name, block.text)
+        elif block.language in RUN:
+            provide(session, {} if base is own else base, needed)
+            session.run(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_yaml_block_is_a_valid_change_of_the_config(page: Path) -> None:
+    base = (configs(page) or configs(QUICKSTART))[0]
+    for block in blocks(page):
+        if block.language == "yaml":
+            change = yaml.safe_load(block.text)
+            parse_config(change if block.name else merged(base, change))
+
+
+def test_the_quickstart_is_a_whole_run() -> None:
+    """What the other tests need of it: files, a config, and commands that train and export."""
+    assert named_files(QUICKSTART).keys() >= {"train.jsonl", "validation.jsonl", "dpo.yaml"}
+    commands = "".join(block.text for block in blocks(QUICKSTART) if block.language == "bash")
+    assert {"thresher train", "thresher export"} <= set(re.findall(r"^thresher \w+", commands, re.MULTILINE))
+
+
+def test_no_command_has_a_placeholder_that_cannot_run() -> None:
+    """Addresses and names in capitals belong into text and tables."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                assert not re.search(r"\b(HEAD|MODEL_DIR|CONFIG\.yaml|STORE|DIR)\b", block.text), (page, block.text)
