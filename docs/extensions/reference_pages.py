@@ -26,7 +26,6 @@ API: dict[str, dict[str, list[str]]] = {
             "describe",
             "LossRow",
             "Loss",
-            "StatefulLoss",
             "PairScores",
             "ObjectiveInputs",
             "Objective",

@@ -1,6 +1,6 @@
 """Pools of ranks that serve the tests of a file, what they are compared with, and the table of what agreed.
 
-`pytest tests/strategies --parity-table docs/concepts/parallelism-and-layouts.md` writes the table.
+`pytest tests/strategies --parity-table docs/concepts/parallelism.md` writes the table.
 """
 
 from __future__ import annotations

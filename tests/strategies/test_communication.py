@@ -1,4 +1,4 @@
-"""Bytes that a step sends along each axis are those of the formulas in docs/concepts/parallelism-and-layouts.md."""
+"""Bytes that a step sends along each axis are those of the formulas in docs/concepts/parallelism.md."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def work_of(case: Case, data_rank: int) -> Work:
 
 
 def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
-    """As in docs/concepts/parallelism-and-layouts.md, of one process."""
+    """As in docs/concepts/parallelism.md, of one process."""
     weights = shape.parameters / sizes.tp
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)

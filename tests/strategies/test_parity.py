@@ -167,5 +167,5 @@ def test_cases_are_what_they_say():
 
 def test_the_table_in_the_docs_lists_what_is_tested():
     assert table_in_docs() == render_table(ALL_CASES), (
-        "write it anew: scripts/test all tests/strategies --parity-table docs/concepts/parallelism-and-layouts.md"
+        "write it anew: scripts/test all tests/strategies --parity-table docs/concepts/parallelism.md"
     )

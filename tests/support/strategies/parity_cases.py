@@ -1,6 +1,6 @@
 """Which meshes are compared with the oracle, on what.
 
-The table in docs/concepts/parallelism-and-layouts.md is made of these.
+The table in docs/concepts/parallelism.md is made of these.
 
 Not the whole product: every mesh goes through every row layout with sigmoid, and through every loss in the shared
 layout; families go through one axis at a time. The axes know nothing of a loss, and a loss nothing of them.
@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.strategies.parity import Case, axes_text
 from thresher.distributed.mesh import ParallelDims
 
-DOCS = ROOT / "docs" / "concepts" / "parallelism-and-layouts.md"
+DOCS = ROOT / "docs" / "concepts" / "parallelism.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
 USUAL = ("shared", "sigmoid", "llama")
@@ -101,7 +101,7 @@ def render_table(cases: Iterable[Case]) -> str:
     for case in cases:
         rows.setdefault(axes_text(case.sizes), []).append(case)
     lines = [
-        "| axes | rows, with sigmoid | losses, shared rows | families, sigmoid, shared rows | also |",
+        "| mesh | layouts, with sigmoid | losses, shared layout | families, sigmoid, shared layout | also |",
         "|---|---|---|---|---|",
     ]
     for axes, of_mesh in rows.items():
