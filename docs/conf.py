@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pygments.lexers.data import JsonLexer
+from sphinx.highlighting import lexers
+
 import thresher
 
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+lexers["jsonl"] = JsonLexer()  # Pygments has no name for JSON lines
 
 project = "thresher"
 version = release = thresher.__version__

@@ -16,8 +16,10 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = {
     "CHANGELOG.md": "docs/project/changelog.md",
+    "CODE_OF_CONDUCT.md": "docs/project/code-of-conduct.md",
     "CONTRIBUTING.md": "docs/project/contributing.md",
     "README.md": "docs/index.md",
+    "RELEASING.md": "docs/project/releasing.md",
     "SECURITY.md": "docs/project/security.md",
 }
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")

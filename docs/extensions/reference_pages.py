@@ -91,7 +91,7 @@ def render_losses() -> str:
     lines = [_row("loss", "parameters", "reference", "paper", "summary"), "|---|---|---|---|---|"]
     sections = []
     for loss in describe():
-        defaults = ", ".join(f"`{name}` {default:g}" for name, default in loss.knobs.items())
+        defaults = ", ".join(f"`{name}` {default:g}" for name, default in loss.parameters.items())
         paper = (
             f"[{loss.paper}](https://arxiv.org/abs/{loss.paper})"
             if re.fullmatch(r"\d+\.\d+", loss.paper)

@@ -110,7 +110,7 @@ def test_a_config_of_rolls_dpo_pipeline_means_what_it_says(write):
     assert config.track_with == ["tensorboard"]
     assert (config.max_steps, config.num_train_epochs) == (None, 1.5)
     assert config.loss_weights == {"sigmoid": 1.0}
-    assert config.given_knobs == {"beta": 0.1, "label_smoothing": 0.0}
+    assert config.given_parameters == {"beta": 0.1, "label_smoothing": 0.0}
     assert config.actor_train.training_args.learning_rate == 2e-6
     assert config.actor_train.training_args.pairs_per_step(8) == 512
     assert config.actor_train.model_args.lora_target == ["o_proj", "q_proj", "k_proj", "v_proj"]

@@ -63,7 +63,7 @@ class Session:
         # the text of a Python block is an argument, so that the shell does not read it
         script = 'python -c "$1"' if block.language == "python" else block.text
         ran = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", restore + keep + script, "bash", block.text],
+            ["bash", "-euo", "pipefail", "-c", restore + keep + script, "bash", block.text],  # noqa: S607
             cwd=self.directory,
             env=self.environment,
             capture_output=True,
@@ -166,7 +166,8 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
         # files, so the thresher that runs these tests is not found through them
         "PYTHONPATH": os.pathsep.join(packages),
         "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of "isolation": build with the hatchling that is there
+        # pip reads this as the value of "isolation": build with the hatchling that is installed
+        "PIP_NO_BUILD_ISOLATION": "0",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.{copy.as_uri()}.insteadOf",

@@ -14,7 +14,7 @@ _NORMALISED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
 def build_objective(config: DPOConfig) -> Objective:
     """Bind every given knob to the losses that take it."""
     weights = config.loss_weights
-    losses = make_losses(list(weights), config.given_knobs)
+    losses = make_losses(list(weights), config.given_parameters)
     _check_length_normalization(config, weights)
     return Objective(
         terms=tuple(zip(losses, weights.values(), strict=True)),

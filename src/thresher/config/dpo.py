@@ -10,7 +10,7 @@ from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringLi
 from thresher.config.section import Section
 
 # Parameters of the losses; None leaves the default of the loss.
-LOSS_KNOBS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
+LOSS_PARAMETERS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
 EVAL_METRICS = tuple(
     f"eval/{name}"
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "sft_loss")
@@ -92,9 +92,9 @@ class LossConfig(Section):
         return renamed.get((name, self.length_normalization), name) if self.length_normalization is not None else name
 
     @property
-    def given_knobs(self) -> dict[str, float]:
+    def given_parameters(self) -> dict[str, float]:
         """Loss parameters that the user set."""
-        return {name: getattr(self, name) for name in LOSS_KNOBS if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in LOSS_PARAMETERS if getattr(self, name) is not None}
 
 
 class TrackerArgs(Section):

@@ -122,7 +122,7 @@ def check_config(values: Any) -> bool:
         return False
     for name in (
         "loss_weights",
-        "given_knobs",
+        "given_parameters",
         "uses_ray",
         "pairs_per_step",
         "reference_path",
