@@ -1,4 +1,4 @@
-"""`python -m thresher`: the command line."""
+"""Entry point of `python -m thresher`."""
 
 from thresher.cli import main
 

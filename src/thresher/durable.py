@@ -1,4 +1,4 @@
-"""Files that survive a crash: on the disk when a call returns, and whole whenever they have their name.
+"""Crash-safe file writes: durable when the call returns, and never visible half-written.
 
 An atomic write goes to a temporary file first: write, fsync, rename, fsync of the directory.
 """
@@ -42,7 +42,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that nobody reads before its directory is renamed; flush it to the disk."""
+    """Write a file inside a directory that is not published yet, and flush it to the disk."""
     with path.open("wb") as stream:
         stream.write(content)
         sync_stream(stream)
@@ -51,7 +51,7 @@ def write(path: Path, content: bytes) -> None:
 def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
     """Write a file atomically: after a crash it has the old content or the new.
 
-    temporary: a name in the same directory; `.<name>.new` unless given. A link of that name is removed, not followed.
+    temporary: a name in the same directory; `.<name>.new` unless given. A symlink of that name is removed, not followed.
     """
     temporary = temporary or path.with_name(f".{path.name}.new")
     try:
@@ -68,9 +68,9 @@ def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> Non
 
 
 def remove(path: Path, *, is_shared: bool = False) -> None:
-    """Remove a file, or a directory with all that is in it; of a link only the link, and nothing where it leads.
+    """Remove a file, a directory tree, or a symlink (never its target).
 
-    is_shared: another process may be about to remove it as well.
+    is_shared: another process may be removing it at the same time.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=is_shared)
@@ -79,22 +79,22 @@ def remove(path: Path, *, is_shared: bool = False) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise if a directory that is about to be cleared and filled is a link: what it leads to is not ours."""
+    """Raise if a directory that is about to be cleared is a symlink: its target does not belong to the run."""
     if path.is_symlink():
-        raise UserError(f"{path} is a link, and nothing is written through one; remove it")
+        raise UserError(f"{path} is a symlink, and thresher does not write through symlinks; remove it")
 
 
 @contextmanager
 def translate_os_errors(
     failed: str, *, if_full: str = "free some space there", also: str = "", kind: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Turn an OSError into `<failed>: <reason>; <what to do><also>`: a DiskError where trying again may help."""
+    """Turn an OSError into `<failed>: <reason>; <what to do><also>`: a DiskError if a retry may help."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = if_full if is_full else "check that this place can be written"
+        hint = if_full if is_full else "check that this path is writable"
         raise (DiskError if DiskError.is_transient(error) else kind)(
-            f"{failed}{where}: {error.strerror or error}; {mend}{also}"
+            f"{failed}{where}: {error.strerror or error}; {hint}{also}"
         ) from error

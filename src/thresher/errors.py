@@ -1,20 +1,20 @@
-"""The errors a person can mend: what was wrong, what we got, what to try.
+"""User-facing errors. Each message states the problem, the offending value and what to do.
 
-The command line prints a `UserError` as one message and exits with code 2; every other exception is a defect of ours.
+The command line prints a `UserError` as one message and exits with code 2. Any other exception is a bug in thresher.
 """
 
 import errno
 
 from thresher.redact import redact_text
 
-# a full disk, a disk or file server that is away, files that a peer took away while it ended
+# a full disk, an unreachable disk or file server, files that a peer removed while it shut down
 _TRANSIENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT}
 
 
 class UserError(Exception):
-    """A mistake in the input, the configuration or the environment, with its mend in the text.
+    """A mistake in the input, the configuration or the environment; the message says how to fix it.
 
-    Secrets are masked where it is made: a message is printed, logged, and sent from process to process.
+    Secrets are masked on creation, because messages are printed, logged and sent between processes.
     """
 
     def __init__(self, message: str):
@@ -22,44 +22,44 @@ class UserError(Exception):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, torn or made for another run."""
+    """A checkpoint that is missing, corrupt or from another run."""
 
 
 class WorkerLostError(UserError):
-    """A part of the run died or hangs, through no fault of its input: it can go on from its newest checkpoint.
+    """A worker died or hangs, not because of its input: the run can resume from its newest checkpoint.
 
-    The first line is what happened; what a person can do stands below it, and is told where the run does not go on.
+    The first line of the message says what happened. The lines below say what to do, and are shown only if the run ends.
     """
 
 
 class DiskError(CheckpointError, WorkerLostError):
-    """Something could not be written: the disk is full, or fails. What was written before is whole."""
+    """A write failed because the disk is full or failing. Files written earlier are intact."""
 
     @staticmethod
     def is_transient(error: OSError) -> bool:
-        """Say if trying again may help; a place that may not be written needs a person."""
+        """Return whether a retry may help; missing permissions need the user."""
         return error.errno in _TRANSIENT_ERRNOS
 
 
 class ResourceError(UserError):
-    """The cluster has no room for what the config asks for: a mistake at first, and a node that is away later on."""
+    """The cluster lacks the requested resources: a user error at start-up, a missing node later."""
 
 
-class RescaleRequested(Exception):  # noqa: N818  # control flow, no error
-    """The run can go on better with other workers than it has, and everything is saved for that."""
+class RescaleRequested(Exception):  # noqa: N818  # control flow, not an error
+    """The run should restart with a different number of workers; its state is saved."""
 
 
 class WorkerError(RuntimeError):
-    """Something unforeseen in a worker, a defect of ours or a peer that went away; the text holds its traceback."""
+    """An unexpected exception in a worker; the message contains its traceback."""
 
     def __init__(self, message: str):
         super().__init__(redact_text(message))
 
 
-class RunStopped(Exception):  # noqa: N818  # control flow, no error
-    """The run was asked to stop, and did; the command line leaves with exit_code."""
+class RunStopped(Exception):  # noqa: N818  # control flow, not an error
+    """The run stopped on request; the command line exits with exit_code."""
 
     def __init__(self, step: int | None, exit_code: int = 0):
-        saved = f"after step {step}, which is saved" if step is not None else "before the last steps could be saved"
-        super().__init__(f"stopped as asked {saved}; the same command goes on from the newest checkpoint")
+        saved = f"after step {step} (checkpoint saved)" if step is not None else "before the last steps were saved"
+        super().__init__(f"stopped on request {saved}; rerun the same command to resume")
         self.exit_code = exit_code

@@ -1,10 +1,10 @@
-"""Names of files that stand in a file, an index of weights or a manifest: whoever wrote it chose them."""
+"""Check file names read from untrusted files, such as a weight index or a manifest."""
 
 from pathlib import PurePosixPath, PureWindowsPath
 
 
 def is_safe_relative_path(name: object) -> bool:
-    """Say whether a name leads to a file below the directory that it is relative to, and nowhere else."""
+    """Return whether a relative name stays below its directory."""
     if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).is_absolute():
         return False
     path = PurePosixPath(name)

@@ -1,4 +1,4 @@
-"""DPOPipeline: a run from config to final checkpoint, top to bottom, on one page."""
+"""DPOPipeline: one run from config to final checkpoint, top to bottom."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class DPOPipeline:
-    """One run, in this process or on a Ray cluster, as the config says.
+    """A training run, in this process or on a Ray cluster, depending on the config.
 
-    progress takes (what, done, total), build_store prepares pairs that are not yet there, and console is where a person
-    watches the training. What happens is logged below the logger `thresher`, and in run.log of the log directory.
+    console: shows the training metrics. progress: called with (what, done, total) during long work. build_store:
+    tokenizes pairs that are not prepared yet. Messages go to the logger `thresher` and to logs/run.log.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class DPOPipeline:
     def run(self) -> dict[str, float]:
         """Prepare, train, evaluate, save; return the last evaluation."""
         config = self.config
-        # what needs no model and no worker comes first: a mistake is told in seconds
+        # checks that need no model and no worker come first, so that mistakes are reported within seconds
         check_engines(config)
         objective = build_objective(config)
         with run_log(logging_dir(config)):
-            stop_file(config).unlink(missing_ok=True)  # of an earlier run; from here on it is for this one
+            stop_file(config).unlink(missing_ok=True)  # left by an earlier run
             checkpoint = find_checkpoint(config)
             return build_supervisor(config).run(partial(self._attempt, objective), checkpoint)
 
     def _attempt(self, objective: Objective, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
-        """Go from a checkpoint to the end, with workers of its own; a part that dies is the supervisor's business."""
+        """Run from a checkpoint to the end on fresh workers; the supervisor handles failures."""
         config = self.config
         trackers = build_tracking(config, self._console)
 
-        # devices that are not there are refused before pairs are prepared
+        # opened first: missing devices are reported before pairs are prepared
         with open_runtime(config, objective) as runtime:
             inputs = open_inputs(config, objective, self._build_store)
             plan = inputs.plan

@@ -1,8 +1,8 @@
-"""Configurations and texts that can be shown: without secrets, and without what a terminal would obey.
+"""Mask secrets and escape terminal control characters in anything that is printed or stored.
 
-Decides by key (`hf_token`, `api_key`, `password`) and by what is surely a credential wherever it stands: a
-login in a URL, a signed URL, a token with a well-known prefix. Words of this field that only look like
-secrets (`max_tokens`, `pad_token`) stay.
+A value is masked by its key (`hf_token`, `api_key`, `password`) or because it is a credential in any context: a login
+in a URL, a signed URL, a token with a well-known prefix. Keys that only look like secrets (`max_tokens`, `pad_token`)
+are kept.
 """
 
 import logging
@@ -20,8 +20,8 @@ _TOKENIZER_WORD = re.compile(
     r"pad|eos|bos|unk|sep|cls|mask|image|video|audio|special|stop|start|begin|end|prefix|suffix|per"
 )
 _WHOSE_TOKENS = re.compile(r"api|auth|access|hub|hf|refresh|bearer")
-# Up to the last @ of the authority; a password with an unescaped slash in it is taken as well, a port is not.
-# One slash is what a path makes of two.
+# Up to the last @ of the authority; this includes a password with an unescaped slash, but not a port.
+# One slash: pathlib collapses two.
 _AUTHORITY = re.compile(r"(:/{1,2})(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S{0,500})@")
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]+)")
 # `api_key=...` on a command line or in a library's message
@@ -55,19 +55,19 @@ def redact_text(text: str) -> str:
 
 
 def escape_control_chars(text: str) -> str:
-    """Spell out control characters, which a terminal would obey: rows and names of files may hold any."""
+    """Escape control characters, which a terminal would interpret; rows and file names may contain any."""
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 class RedactingFormatter(logging.Formatter):
-    """Format a record, its traceback included, without secrets and without control characters."""
+    """Format a record and its traceback with secrets masked and control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_chars(redact_text(super().format(record)))
 
 
 def redact_overrides(text: str, overrides: Sequence[str]) -> str:
-    """Mask what `key=value` gives to a secret key, wherever it stands in a text: a parser quotes parts of it."""
+    """Mask the values of secret `key=value` overrides anywhere in a text: parsers quote parts of them."""
     for key, _, value in (override.partition("=") for override in overrides):
         if value and _is_secret(_last_part(key), ""):
             text = text.replace(value, MASK)
@@ -83,7 +83,7 @@ def _mask_all(value: Any) -> Any:
         return {key: _mask_all(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_mask_all(item) for item in value]
-    # None and booleans tell that a secret is set or used, which is worth knowing and harmless.
+    # None and booleans only say whether a secret is set, which is useful and harmless
     return value if value is None or isinstance(value, bool) else MASK
 
 
@@ -92,7 +92,7 @@ def _is_secret(key: str, value: Any) -> bool:
     if any(map(_SECRET_WORD.fullmatch, words)) or _SECRET_PAIRS.intersection(pairwise(words)):
         return True
     if any(map(_TOKENIZER_WORD.fullmatch, words)) or isinstance(value, int | float):
-        # Counts of tokens are numbers, tokens of a vocabulary are named for their role; credentials are neither.
+        # token counts are numbers and vocabulary tokens are named for their role; credentials are neither
         return False
     return words[-1:] == ["token"] or (words[-1:] == ["tokens"] and any(map(_WHOSE_TOKENS.fullmatch, words)))
 
