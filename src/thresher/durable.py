@@ -51,7 +51,7 @@ def write(path: Path, content: bytes) -> None:
 def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
     """Write a file atomically: after a crash it has the old content or the new.
 
-    temporary: a name in the same directory; `.<name>.new` unless given. A symlink of that name is removed, not followed.
+    temporary: a name in the same directory; `.<name>.new` unless given. A symlink there is removed, not followed.
     """
     temporary = temporary or path.with_name(f".{path.name}.new")
     try:

@@ -28,7 +28,7 @@ class CheckpointError(UserError):
 class WorkerLostError(UserError):
     """A worker died or hangs, not because of its input: the run can resume from its newest checkpoint.
 
-    The first line of the message says what happened. The lines below say what to do, and are shown only if the run ends.
+    The first line says what happened. The lines below say what to do, and are shown only if the run ends.
     """
 
 
