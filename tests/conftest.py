@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.paths import ROOT, shared_path
 from thresher.runtime.ray.environment import set_environment
+
+# a shared machine pauses at any moment: the time of one example says nothing
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from thresher.cli.prepare import _as_special_tokens_in_text
-from thresher.data.prepare.prepare import fingerprint as identity
+from thresher.data.prepare import fingerprint as identity
 from thresher.data.settings import DataSettings
 
 

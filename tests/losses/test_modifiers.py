@@ -137,7 +137,7 @@ def test_rpo_alpha_adds_the_mean_chosen_nll():
 
 
 def with_collision(pairs: ObjectiveInputs) -> ObjectiveInputs:
-    """Give the hand pair log_collision of -0.5 (chosen) and -1 (rejected)."""
+    """Give the hand pair log_sum_squared_probs of -0.5 (chosen) and -1 (rejected)."""
     policy = ChosenRejectedLogps(
         replace(pairs.policy.chosen, log_sum_squared_probs=torch.full((2,), -0.5, dtype=torch.float64)),
         replace(pairs.policy.rejected, log_sum_squared_probs=torch.full((3,), -1.0, dtype=torch.float64)),

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.cli.prepare import prepare as prepare_command
 from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.sources import readers
 from thresher.data.sources.readers import split_source
-from thresher.data.sources.resolve import readers, resolve_sources
+from thresher.data.sources.resolve import resolve_sources
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.runtime.ray.ray_data import run_on_ray

@@ -89,8 +89,8 @@ def wpo_weights(policy: ChosenRejectedLogps) -> Tensor:
 def _mean_alignment(side: ResponseLogps) -> Tensor:
     if side.log_sum_squared_probs is None:
         raise UserError(
-            "wpo needs log_collision with the policy's logps, and the pairs have none; "
-            "score the policy with log_collision if Objective.needs_log_collision, or set wpo: false"
+            "wpo needs log_sum_squared_probs with the policy's logps, but the pairs have none; "
+            "score the policy with_squared_probs if Objective.needs_squared_probs, or set wpo: false"
         )
     aligned = side.values - side.log_sum_squared_probs
     return segment_sums(aligned, side.lengths) / side.lengths.clamp(min=1)

@@ -19,7 +19,7 @@ class ResponseLogps:
 
     values: [num_tokens], pair after pair, fp32 or fp64.
     lengths: [num_pairs] int64, scored tokens of each pair; sums to num_tokens.
-    log_collision: [num_tokens] log(sum_v p(v)^2) at each position, only if the objective needs it (WPO).
+    log_sum_squared_probs: [num_tokens] log(sum_v p(v)^2) at each position, only if the objective needs it (WPO).
     """
 
     values: Tensor

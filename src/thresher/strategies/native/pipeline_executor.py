@@ -52,7 +52,7 @@ class PipelineExecutor:
 
         def loss(logps: Tensor, number: Tensor) -> Tensor:
             index = int(number)
-            sides = self.model.split_sides(run.arranged[index], logps, run.log_collisions.get(index))
+            sides = self.model.split_sides(run.arranged[index], logps, run.log_sum_squared_probs.get(index))
             if index >= len(batches):
                 return empty_like(sides).chosen.values.sum()
             return loss_fn(index, sides if len(batches[index]) else empty_like(sides))
@@ -108,7 +108,7 @@ class PipelineExecutor:
         if self.stage.is_last:
             scored[0] = run.logps[number]
             if run.with_squared_probs:
-                scored[1] = run.log_collisions[number]
+                scored[1] = run.log_sum_squared_probs[number]
         self.stage.broadcast_from_last(scored)
         return scored[0], scored[1] if run.with_squared_probs else None
 
@@ -121,7 +121,7 @@ class _Run:
     arranged: list[ModelInputs]
     with_squared_probs: bool
     logps: dict[int, Tensor] = field(default_factory=dict)
-    log_collisions: dict[int, Tensor] = field(default_factory=dict)
+    log_sum_squared_probs: dict[int, Tensor] = field(default_factory=dict)
 
 
 class _ChunkModule(nn.Module):
@@ -138,7 +138,7 @@ class _ChunkModule(nn.Module):
         if self._chunk.is_last and not torch.is_grad_enabled():
             run.logps[index] = out
         if collision is not None:
-            run.log_collisions[index] = collision
+            run.log_sum_squared_probs[index] = collision
         return out
 
 
