@@ -68,7 +68,7 @@ def choose_level(*, quiet: bool, verbose: bool) -> int:
 def log_to_terminal(level: int) -> Iterator[None]:
     """Show records from a level on; the log files of runs get those of level INFO all the same."""
     package = logging.getLogger("thresher")
-    before = package.level, package.propagate
+    own_level, propagate = package.level, package.propagate
     _handler.setLevel(level)
     package.setLevel(min(level, logging.INFO))
     package.propagate = False  # handlers that a library gives the root logger would print all again, unmasked
@@ -77,8 +77,8 @@ def log_to_terminal(level: int) -> Iterator[None]:
         yield
     finally:
         package.removeHandler(_handler)
-        package.level, package.propagate = before
-        package.setLevel(before[0])  # tells the loggers below to look again
+        package.setLevel(own_level)
+        package.propagate = propagate
         _handler.setLevel(logging.NOTSET)
 
 

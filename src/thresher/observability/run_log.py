@@ -55,10 +55,8 @@ def run_log(directory: Path) -> Iterator[None]:
     """Write `run.log` for the length of a run, from level INFO on, and what ends the run early."""
     if directory.is_dir():
         refuse_links(directory)
-    try:
-        file = LogFile(directory / FILE_NAME)
-    except OSError as error:
-        logger.warning("could not open %s: %s; the run has no such file", directory / FILE_NAME, error.strerror)
+    file = _open(directory / FILE_NAME)
+    if file is None:
         yield
         return
     with _info_enabled():
@@ -71,6 +69,14 @@ def run_log(directory: Path) -> Iterator[None]:
         finally:
             _PACKAGE.removeHandler(file)
             file.close()
+
+
+def _open(path: Path) -> LogFile | None:
+    try:
+        return LogFile(path)
+    except OSError as error:
+        logger.warning("could not open %s: %s; the run has no such file", path, error.strerror or error)
+        return None
 
 
 def open_worker_log(directory: Path, role: str, rank: int, level: int) -> LogFile:
