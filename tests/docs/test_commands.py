@@ -28,7 +28,7 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.config import parse_config
 
 QUICKSTART = ROOT / "docs" / "get-started" / "quickstart.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "get-started").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")})]
 REPOSITORY = "https://github.com/thresher-ai/thresher"
 ROW = {"prompt": "What is two plus two?", "chosen": "Two plus two is four.", "rejected": "I do not care."}
 RUN = {"bash", "python"}
@@ -167,6 +167,7 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
         "PYTHONPATH": os.pathsep.join(packages),
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of "isolation": build with the hatchling that is there
+        "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.{copy.as_uri()}.insteadOf",
@@ -180,8 +181,9 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
 def reader_environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "home").mkdir()
     program_dir = str(Path(sys.executable).parent)  # not resolved: the python of a virtual environment is a link
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     return {
-        **os.environ,
+        **inherited,
         "HOME": str(tmp_path / "home"),
         "PATH": f"{program_dir}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
@@ -194,8 +196,7 @@ def reader_environment(tmp_path: Path) -> dict[str, str]:
 def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     found = blocks(page)
     commands = "".join(block.text for block in found if block.language == "bash")
-    if not any(block.language in RUN for block in found):
-        pytest.skip("the page has nothing to run")
+    assert any(block.language in RUN for block in found)
     if _INSTALLS.search(commands):
         session = installing_session(tmp_path, clones="git clone" in commands)
     else:
