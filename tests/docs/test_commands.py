@@ -7,6 +7,7 @@ the page or of the quickstart, and must be valid together with it. ```text block
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -221,6 +222,15 @@ def test_every_yaml_block_is_a_valid_change_of_the_config(page: Path) -> None:
         if block.language == "yaml":
             change = yaml.safe_load(block.text)
             parse_config(change if block.name else merged(base, change))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda page: page.stem)
+def test_the_imports_of_a_guide_resolve(page: Path) -> None:
+    """Guides name files that are not there, so only their imports run."""
+    for block in blocks(page):
+        if block.language == "python":
+            imports = [each for each in ast.parse(block.text).body if isinstance(each, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(imports, []), str(page), "exec"), {})  # noqa: S102
 
 
 def test_the_quickstart_is_a_whole_run() -> None:
