@@ -1,6 +1,6 @@
 """Do faults to runs at random moments, and hold what comes out against a run that nothing was done to.
 
-    python benchmarks/chaos.py --faults 52               # the table of docs/guides/reliability.md
+    python benchmarks/chaos.py --faults 52               # the table of docs/guides/reliability-tests.md
     python benchmarks/chaos.py --faults 6 --kinds ...    # a few of them, as the tests do
 
 Each run trains on two policy workers and a reference worker of a Ray of its own, and suffers a few faults one after the

@@ -1,6 +1,6 @@
 """Does a long run stay as large as it was? Memory, files and threads of every process, over thousands of steps.
 
-python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/guides/reliability.md
+python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/guides/reliability-tests.md
 python benchmarks/soak.py --place local          # in one process, the reference from the cache
 A real run through the pipeline on the smallest real model: saves, evaluations, trackers and the reference are on. Its
 processes are looked at every few steps. The slope is that of least squares over the last three quarters of the run:
