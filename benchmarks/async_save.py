@@ -1,8 +1,8 @@
-"""How much of a save is hidden behind training: blocks of steps with no save, a save at once, a save in the background.
+"""Measure how much of a save overlaps with training: blocks of steps without, with a synchronous, a background save.
 
 python benchmarks/async_save.py                  # the table of docs/internals/benchmarks.md
-The three kinds of block take turns, so that a host that slows down slows them alike. One thread trains; the writing
-thread has the other core.
+The three kinds of block take turns, so that a host that slows down slows all of them. One thread trains; the writing
+thread uses the other core.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
-KINDS = ("no save", "save at once", "save in the background")
+KINDS = ("no save", "synchronous save", "background save (`async_save`)")
 
 
 @dataclass(frozen=True)
 class TimedKeeper(CheckpointManager):
-    """Notes when each save was published."""
+    """Record when each save was published."""
 
     published_at: list[float] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class TimedKeeper(CheckpointManager):
 
 @dataclass
 class Timing:
-    """Seconds of each block: all of it, what the call of a save took, and until the checkpoint was there."""
+    """Seconds per block: the whole block, the time that saving blocked training, and until the save was published."""
 
     block: list[float] = field(default_factory=list)
     call: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
 
 
 def time_block(trainer: DPOTrainer, keeper: TimedKeeper, steps: int, timing: Timing, *, saves: bool) -> None:
-    """Save, make some steps, and wait for what is still under way, as the next save would."""
+    """Save, make some steps, and wait for a pending save, as the next save would."""
     started = time.perf_counter()
     if saves:
         trainer.save()
@@ -109,7 +109,7 @@ def time_block(trainer: DPOTrainer, keeper: TimedKeeper, steps: int, timing: Tim
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--saves", type=int, default=7)
+    parser.add_argument("--saves", type=int, default=7, help="number of saves of each kind")
     parser.add_argument("--steps", type=int, default=4, help="steps between two saves")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,23 +119,23 @@ def main() -> None:
         behind = make_trainer(num_steps, Path(directory, "behind"), async_save=True)
         timings = {kind: Timing() for kind in KINDS}
         for _ in range(args.saves + 1):
-            time_block(*at_once, args.steps, timings["no save"], saves=False)
-            time_block(*at_once, args.steps, timings["save at once"], saves=True)
-            time_block(*behind, args.steps, timings["save in the background"], saves=True)
+            time_block(*at_once, args.steps, timings[KINDS[0]], saves=False)
+            time_block(*at_once, args.steps, timings[KINDS[1]], saves=True)
+            time_block(*behind, args.steps, timings[KINDS[2]], saves=True)
         (newest,) = Path(directory, "behind", "checkpoints").glob("step-*")
         megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
     report(timings, megabytes)
 
 
 def report(timings: dict[str, Timing], megabytes: float) -> None:
-    """Medians without the first round, in which memory is taken and state is made."""
+    """Print medians without the first round, which allocates memory and optimizer state."""
 
     def middle(seconds: list[float]) -> float:
         return float(np.median(seconds[1:]))
 
     none, at_once, behind = (timings[kind] for kind in KINDS)
     print(f"\n{MODEL.name} fp32, checkpoints of {megabytes:,.0f} MB, {len(none.block) - 1} saves\n")
-    print("| | training waits, s | until it is published, s | whole block of steps, s |\n|---|---:|---:|---:|")
+    print("| | training waits, s | until published, s | whole block of steps, s |\n|---|---:|---:|---:|")
     print(f"| {KINDS[0]} | | | {middle(none.block):.2f} |")
     for kind in KINDS[1:]:
         timing = timings[kind]
@@ -143,8 +143,8 @@ def report(timings: dict[str, Timing], megabytes: float) -> None:
     of_itself = [1 - call / save for call, save in zip(behind.call, behind.save, strict=True)]
     of_blocks = 1 - (middle(behind.block) - middle(none.block)) / (middle(at_once.block) - middle(none.block))
     of_a_save = 1 - middle(behind.call) / middle(at_once.call)
-    print(f"\nhidden: {middle(of_itself):.0%} of its own time, {of_a_save:.0%} of the time of a save at once, and")
-    print(f"{of_blocks:.0%} of what saves add to a run")
+    print(f"\na background save hides {middle(of_itself):.0%} of its duration, {of_a_save:.0%} of the time that a")
+    print(f"synchronous save blocks training, and {of_blocks:.0%} of what saves add to a block of steps")
 
 
 if __name__ == "__main__":

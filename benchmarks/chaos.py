@@ -1,13 +1,13 @@
-"""Do faults to runs at random moments, and hold what comes out against a run that nothing was done to.
+"""Inject faults into runs at random moments, and compare the results with an undisturbed run.
 
     python benchmarks/chaos.py --faults 52               # the table of docs/guides/reliability-tests.md
     python benchmarks/chaos.py --faults 6 --kinds ...    # a few of them, as the tests do
 
-Each run trains on two policy workers and a reference worker of a Ray of its own, and suffers a few faults one after the
-other; a driver that was killed is started again with the same command. A run must end, and its log with all evaluations
-and every file of its last checkpoint must be bitwise those of the undisturbed run. No step may stand twice in the log,
-no more steps than lie between two checkpoints may be made again, and no process may be left behind.
-The directory of every run is a small file system of its own, so that it can be full; that needs the right to mount.
+Each run trains on two policy workers and a reference worker in a separate Ray session, and gets a few faults one after
+the other. A killed driver is restarted with the same command. A run must finish; its log with all evaluations and every
+file of its last checkpoint must be bitwise equal to those of the undisturbed run. No step may be logged twice, no more
+steps may be repeated than there are between two checkpoints, and no process may be left behind.
+If a run gets ENOSPC, its directory is a small separate file system; that needs permission to mount.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from chaos_run import DISK, ChaosRun, RunFailedError, RunOverError
 MODES = ("precompute", "concurrent")
 SAVE_STEPS = 5
 FAULTS_PER_RUN = 5
-# steps before the next fault, so that the last one was survived for good; the last steps are left in peace
+# steps before the next fault, so that recovery from the previous one is complete; no faults in the last steps
 STEPS_BETWEEN, STEPS_AT_END = (1, 8), 3
 SIZE_OF_DISK = "128m"
 MODEL = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K_hf"
@@ -81,7 +81,7 @@ def write_config(directory: Path, mode: str, model: Path, files: Sequence[Path],
 
 
 def saves_behind(mode: str) -> bool:
-    """One of the modes saves in the background."""
+    """Return whether runs of this mode save in the background; one of the modes does."""
     return mode == "concurrent"
 
 
@@ -90,7 +90,7 @@ def write_pairs(directory: Path) -> list[Path]:
 
     texts = polite_texts()
     paths = []
-    for name, part in (("train", texts[:300]), ("held_out", texts[300:330])):
+    for name, part in (("train", texts[:300]), ("validation", texts[300:330])):
         rows = [dict(zip(("prompt", "chosen", "rejected"), text, strict=True)) for text in part]
         paths.append(directory / f"{name}.jsonl")
         paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,7 +99,7 @@ def write_pairs(directory: Path) -> list[Path]:
 
 @contextmanager
 def disk(directory: Path, *, is_small: bool) -> Iterator[None]:
-    """The directory of a run; what it writes goes to a file system of its own, where one is asked for."""
+    """Create the directory that a run writes to; with is_small, on a separate file system of limited size."""
     place = directory / DISK
     place.mkdir(parents=True)
     if not is_small:
@@ -115,14 +115,14 @@ def disk(directory: Path, *, is_small: bool) -> Iterator[None]:
 def undisturbed(config: Path, directory: Path) -> dict[str, Any]:
     run = ChaosRun(config, directory)
     run.start()
-    run.wait_until(run.is_over, what="the end of a run that nothing is done to")
+    run.wait_until(run.is_over, what="the end of the undisturbed run")
     return run.result()
 
 
 def disturbed(
     run: ChaosRun, kinds: Sequence[str], num_steps: int, draw: random.Random
 ) -> tuple[list[Done], str | None]:
-    """Do faults to a run, one after the other, and let it come to its end; return what is wrong if it does not."""
+    """Inject faults one after the other and wait for the end; return the faults and, if the run failed, the reason."""
     done: list[Done] = []
     kind = "nothing"
     try:
@@ -135,7 +135,7 @@ def disturbed(
                     run.start()
                 run.wait_until(lambda target=target: run.step() >= target, what=f"step {target}")
             done.append(suffer(run, kind, draw))
-            print(f"  {kind}: {done[-1].seconds:.0f} s, {done[-1].repeated} steps again", flush=True)
+            print(f"  {kind}: {done[-1].seconds:.0f} s, {done[-1].repeated} steps repeated", flush=True)
         run.wait_until(run.is_over, what="the end")
     except RunFailedError as error:
         return done, f"{kind}: the run {error}"
@@ -145,17 +145,17 @@ def disturbed(
 
 
 def check(run: ChaosRun, expected: dict[str, Any], done: Sequence[Done], *, saves_behind: bool) -> list[str]:
-    """What is wrong with a run that has ended."""
+    """List what is wrong with a finished run."""
     result, wrong = run.result(), []
     steps = [record["step"] for record in result["log"] if "loss" in record]
     if steps != sorted(set(steps)):
-        wrong.append("a step stands twice in the log")
+        wrong.append("a step is logged twice")
     wrong += [f"{part} differs from the undisturbed run" for part in expected if result[part] != expected[part]]
     for each in done:
-        # a checkpoint that is damaged, or still being written, costs the steps to the one before it
+        # a checkpoint that is damaged, or still being written, costs the steps since the previous one
         limit = SAVE_STEPS * (2 if "bit-flipped" in each.kind or saves_behind else 1)
         if each.repeated > limit:
-            wrong.append(f"{each.repeated} steps were made again after {each.kind}")
+            wrong.append(f"{each.repeated} steps were repeated after {each.kind}")
     if left := run.left_behind():
         wrong.append(f"processes were left behind: {left}")
         end(run)
@@ -173,7 +173,7 @@ def end(run: ChaosRun) -> None:
 
 def table(done: Sequence[Done], failed: Sequence[str]) -> str:
     lines = [
-        "| fault | count | recovered | seconds to recover: median (most) | steps made again: median (most) |",
+        "| fault | count | recovered | seconds to recover: median (max) | steps repeated: median (max) |",
         "|---|---:|---:|---:|---:|",
     ]
     for kind in FAULTS:
@@ -189,7 +189,7 @@ def table(done: Sequence[Done], failed: Sequence[str]) -> str:
 
 
 def draw_kinds(left: list[str], mode: str, most: int) -> list[str]:
-    """Take some of the faults that are still to be done, of those that this mode of the reference can suffer."""
+    """Remove up to `most` faults from `left` that are possible in this reference mode, and return them."""
     chosen: list[str] = []
     for kind in list(left):
         is_second_early = FAULTS[kind].is_early and any(FAULTS[each].is_early for each in chosen)
@@ -201,16 +201,18 @@ def draw_kinds(left: list[str], mode: str, most: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=52)
-    parser.add_argument("--kinds", nargs="+", choices=FAULTS, help="these alone; ENOSPC needs the right to mount")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of the reference")
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--faults", type=int, default=52, help="total number of faults")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=FAULTS, help="only these faults; ENOSPC needs permission to mount"
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="reference modes")
+    parser.add_argument("--steps", type=int, default=60, help="steps per run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--pairs", type=Path, nargs=2, metavar=("TRAIN", "HELD_OUT"))
+    parser.add_argument("--pairs", type=Path, nargs=2, metavar=("TRAIN", "VALIDATION"))
     given = parser.parse_args()
     if never := [kind for kind in given.kinds or () if not set(FAULTS[kind].modes) & set(given.modes)]:
-        parser.error(f"{never[0]!r} cannot be done to a reference that is {' or '.join(given.modes)}")
+        parser.error(f"{never[0]!r} is not possible with reference mode {' or '.join(given.modes)}")
     draw = random.Random(given.seed)
     kinds = given.kinds or [kind for kind in FAULTS if set(FAULTS[kind].modes) & set(given.modes)]
     left = list(itertools.islice(itertools.cycle(kinds), given.faults))
@@ -246,11 +248,13 @@ def main() -> int:
                     end(run)
             done += own
             if not failure:
-                left += list((Counter(chosen) - Counter(each.kind for each in own)).elements())  # it was over before
+                left += list(
+                    (Counter(chosen) - Counter(each.kind for each in own)).elements()
+                )  # the run finished first
             wrong += [f"run {number}, {mode}, {', '.join(chosen)}: {problem}" for problem in problems]
     minutes = (time.monotonic() - started) / 60
     print(f"\n{len(done) + len(failed)} faults in {minutes:.0f} minutes\n\n{table(done, failed)}")
-    print("\n".join(["", *wrong]) if wrong else "\nevery run ended bitwise as the undisturbed one")
+    print("\n".join(["", *wrong]) if wrong else "\nevery run ended bitwise equal to the undisturbed one")
     return int(bool(wrong))
 
 

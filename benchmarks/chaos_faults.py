@@ -1,4 +1,4 @@
-"""What can happen to a run: each fault is done to real processes and real files, at a moment drawn at random."""
+"""Faults for chaos runs, injected into real processes and files at random moments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from chaos_run import ChaosRun, RunOverError
 
 POLICY, REFERENCE = "ray::ActorWorker", "ray::ReferenceWorker"
-# in the middle of a step, of an evaluation, of what comes between them
+# faults hit at any point of a step, of an evaluation, or between them
 LONGEST_DELAY = 0.3
 
 
 @dataclass(frozen=True)
 class Done:
-    """A fault that was done: how long until the run was further than before, and how many steps were made again."""
+    """An injected fault: seconds until the run passed its previous step, and the number of repeated steps."""
 
     kind: str
     seconds: float
@@ -30,10 +30,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Fault:
-    """act does it and returns when it is done, having started a killed driver again.
+    """One kind of fault. `act` injects it, restarts a killed driver, and returns.
 
-    modes: of the reference, in which it can be done. is_early: before the first step, so that it must be ordered
-    before the run starts. is_fatal: the run must be built again.
+    modes: the reference modes in which it is possible. is_early: it hits before the first step, so it must be ordered
+    before the run starts. is_fatal: the run must restart.
     """
 
     act: Callable[[ChaosRun, random.Random], None]
@@ -43,7 +43,7 @@ class Fault:
 
 
 def suffer(run: ChaosRun, kind: str, draw: random.Random) -> Done:
-    """Do a fault and wait until the run has got over it; RunOverError where the run was faster."""
+    """Inject a fault and wait until the run has recovered; raise RunOverError if the run finishes first."""
     fault = FAULTS[kind]
     if not fault.is_early:
         time.sleep(draw.uniform(0, LONGEST_DELAY))
@@ -52,11 +52,11 @@ def suffer(run: ChaosRun, kind: str, draw: random.Random) -> Done:
     before = run.highest
 
     def is_over_it() -> bool:
-        # records that were under way may still come; a run that was built again has cut its log, which is a new file
+        # records in transit may still arrive; a restarted run truncates its log, which creates a new file
         is_built_again = run.log_file() != log or not fault.is_fatal
         return (run.step() > before and is_built_again) or run.is_over()
 
-    run.wait_until(is_over_it, what=f"a step after {before}, which {kind} came upon")
+    run.wait_until(is_over_it, what=f"a step after {before}, where {kind} hit")
     return Done(kind, time.monotonic() - run.struck, run.repeated)
 
 
@@ -96,7 +96,7 @@ def _order(run: ChaosRun, **order: object) -> Path:
 
 
 def _order_kill(event: str, part: str) -> Callable[[ChaosRun, random.Random], None]:
-    """Kill whoever comes to a moment first. If it is the driver, start it again."""
+    """Kill the first process that reaches a call; restart the driver if it was the one."""
 
     def act(run: ChaosRun, draw: random.Random) -> None:
         order = _order(run, event=event, path=part, when=draw.choice(["before", "after"]), act="kill")
@@ -120,7 +120,7 @@ def _order_kill(event: str, part: str) -> Callable[[ChaosRun, random.Random], No
 
 
 def spoil_checkpoint(run: ChaosRun, draw: random.Random) -> None:
-    """Two faults in one: the driver is gone, and what it would go on from is damaged."""
+    """Kill the driver and damage the checkpoint that it would resume from."""
     _end_driver(run)
     run.left_behind()
     newest = run.newest_checkpoint()
@@ -136,21 +136,21 @@ def spoil_checkpoint(run: ChaosRun, draw: random.Random) -> None:
 
 
 def fill_disk(run: ChaosRun, draw: random.Random) -> None:
-    """Fill the file system of the run until something could not be written, and a little longer."""
+    """Fill the file system of the run until a write fails, and a little longer."""
     filler, printed = run.disk / "filler", run.directory / "printed.txt"
-    told = printed.stat().st_size
+    size_before = printed.stat().st_size
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
         while True:
             stream.write(bytes(4096))
     try:
-        run.wait_until(lambda: b"could not" in printed.read_bytes()[told:], what="a complaint of the full disk")
+        run.wait_until(lambda: b"could not" in printed.read_bytes()[size_before:], what="an error about the full disk")
         time.sleep(draw.uniform(0, 3))
     finally:
         filler.unlink()
 
 
 def slow_disk(run: ChaosRun, draw: random.Random) -> None:
-    """Let every flush take long until a checkpoint was saved so."""
+    """Slow down every fsync until a checkpoint is saved."""
     before = run.newest_checkpoint()
     order = _order(run, event="fsync", path=str(run.disk), when="before", act="sleep", seconds=draw.uniform(0.1, 0.6))
     try:

@@ -1,4 +1,4 @@
-"""A run that faults are done to: its processes, how far it is, and how it ended."""
+"""A run under test: its processes, its progress and its result."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from resident import has_title, titles
 
 DISK = "disk"
 HOOK = Path(__file__).resolve().parent / "chaos_hook"
-# what depends on the clock or the process, and not on the numbers of a run
+# metrics that depend on the clock or the process, and not on the numbers of a run
 NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 SECONDS_TO_RECOVER = 240.0
 
 
 class RunFailedError(Exception):
-    """The run did not get over a fault."""
+    """The run did not recover from a fault."""
 
 
 class RunOverError(Exception):
-    """The run came to its end before a fault could be done to it."""
+    """The run finished before a fault could be injected."""
 
 
 @dataclass
 class ChaosRun:
-    """`thresher train` in processes of its own; whoever kills its driver starts it again with the same command."""
+    """`thresher train` in separate processes; code that kills the driver restarts it with the same command."""
 
     config: Path
     directory: Path
@@ -44,7 +44,7 @@ class ChaosRun:
 
     @property
     def disk(self) -> Path:
-        """Where the run writes; it may be a file system of its own."""
+        """Directory that the run writes to; it may be a separate file system."""
         return self.directory / DISK
 
     @property
@@ -68,7 +68,7 @@ class ChaosRun:
             )
 
     def processes(self, title: str = "") -> list[int]:
-        """Processes of the run that are alive and have such a title."""
+        """Return the live processes of the run with this title."""
         assert self.driver is not None
         found = []
         for pid, own in titles(self.driver.pid):
@@ -78,7 +78,7 @@ class ChaosRun:
         return found
 
     def left_behind(self) -> list[int]:
-        """Processes that the run started and that outlived it."""
+        """Return the processes that the run started and that outlived it."""
         deadline = time.monotonic() + 20
         while True:
             alive = [pid for pid in self.started if _is_alive(pid)]
@@ -87,7 +87,7 @@ class ChaosRun:
             time.sleep(0.2)
 
     def step(self) -> int:
-        """The last step in the log; steps that vanish from it are to be made again."""
+        """Return the last logged step; steps that disappear from the log count as repeated."""
         records = self.records()
         last = int(records[-1]["step"]) if records else 0
         if last < self.highest:
@@ -96,7 +96,7 @@ class ChaosRun:
         return last
 
     def log_file(self) -> int | None:
-        """Which file the log is; None where there is none yet."""
+        """Return the inode of the log; None if it does not exist yet."""
         try:
             return (self.output / "logs" / "metrics.jsonl").stat().st_ino
         except FileNotFoundError:
@@ -110,18 +110,18 @@ class ChaosRun:
         return [json.loads(line) for line in lines]
 
     def wait_until(self, reached: Callable[[], bool], *, what: str) -> None:
-        """Wait; a run that ends meanwhile, other than at its end, has failed."""
+        """Wait; raise RunFailedError if the run fails or takes too long, RunOverError if it finishes."""
         deadline = time.monotonic() + SECONDS_TO_RECOVER
         while not reached():
             assert self.driver is not None
             if self.driver.poll() not in (None, 0):
                 raise RunFailedError(
-                    f"ended with {self.driver.returncode} while we waited for {what}; see {self.directory}"
+                    f"exited with {self.driver.returncode} while waiting for {what}; see {self.directory}"
                 )
             if self.driver.poll() == 0 and not reached():
                 raise RunOverError
             if time.monotonic() > deadline:
-                raise RunFailedError(f"{what} did not come within {SECONDS_TO_RECOVER:.0f} s; see {self.directory}")
+                raise RunFailedError(f"did not reach {what} within {SECONDS_TO_RECOVER:.0f} s; see {self.directory}")
             self.step()
             time.sleep(0.01)
 
@@ -133,7 +133,7 @@ class ChaosRun:
         return max((self.output / "checkpoints").glob("step-*"), default=None)
 
     def result(self) -> dict[str, Any]:
-        """What must be the same bit for bit: the log with all evaluations, and every file of the last checkpoint."""
+        """Return what must be bitwise equal: the log with all evaluations, and every file of the last checkpoint."""
         records = [
             {name: value for name, value in record.items() if not name.startswith(NOT_REPEATABLE)}
             for record in self.records()
@@ -143,7 +143,7 @@ class ChaosRun:
         files = {
             str(path.relative_to(newest)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(newest.rglob("*"))
-            if path.is_file() and path.name not in ("config.json", "manifest.json")  # both name places
+            if path.is_file() and path.name not in ("config.json", "manifest.json")  # both contain paths
         }
         return {"log": records, "checkpoint": newest.name, "files": files}
 

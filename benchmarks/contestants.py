@@ -1,6 +1,6 @@
-"""Who takes part in a measurement: TRL in four settings, a bare loop over our layout, and thresher's own trainer.
+"""The contestants of a measurement: TRL in four settings, a bare loop over thresher's layout, and thresher's trainer.
 
-Each makes one optimizer step over the same pairs at a call, from the same weights, and returns its loss.
+Each call makes one optimizer step over the same pairs, from the same weights, and returns the loss.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 LEARNING_RATE = 1e-6
-Step = Callable[[int], float]  # number of a batch in, loss out
+Step = Callable[[int], float]  # index of a batch in, loss out
 
 
 @dataclass(frozen=True)
 class Column:
-    """A model's shape and precision. bf16 is autocast over fp32 weights for everybody."""
+    """Size and precision of a model. bf16 is autocast over fp32 weights for all contestants."""
 
     name: str
     hidden: int
@@ -53,7 +53,7 @@ class Column:
 
     @property
     def intermediate(self) -> int:
-        """8/3 of the hidden size, up to a multiple of 64, as real models have it."""
+        """8/3 of the hidden size, rounded up to a multiple of 64, as in real models."""
         return -(-self.hidden * 8 // (3 * 64)) * 64
 
     @property
@@ -61,7 +61,7 @@ class Column:
         return 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
 
     def reference(self) -> LlamaForCausalLM:
-        """Other weights than the policy's, or every loss would be ln 2 whatever the log-probabilities are."""
+        """Build a reference whose weights differ from the policy's; with equal weights, every loss would be ln 2."""
         return self.model(seed=1)
 
     def model(self, seed: int = 0) -> LlamaForCausalLM:
@@ -97,7 +97,7 @@ def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
 
 
 def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
-    """The reference's logps of every pair, which all who precompute share."""
+    """Score every pair with the reference; all contestants that precompute use these logps."""
     scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceIdentity("", "", "", ""), "random weights")
     reference = PrecomputedReference(
@@ -123,7 +123,7 @@ def thresher_trainer(
     checkpointing: bool = False,
     compiled: bool = False,
 ) -> DPOTrainer:
-    """The product: store, plan, micro-batches, precomputed reference, engine, trainer."""
+    """Build the complete trainer: store, plan, micro-batches, precomputed reference, engine."""
     directory = Path(tempfile.mkdtemp())
     model = column.model()
     if checkpointing:
@@ -151,7 +151,7 @@ def thresher_trainer(
 
 
 def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan) -> float:
-    """What scoring the reference of one step costs, at the batch size of a step: median of five."""
+    """Return the seconds to score one step with the reference, at the batch size of a step: median of five."""
     scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     seconds = []
     for number in range(min(6, plan.num_steps)):
@@ -173,7 +173,7 @@ def thresher_step(trainer: DPOTrainer) -> Step:
 def bare_step(
     column: Column, pairs: Sequence[Pair], plan: Plan, reference: PrecomputedReference, layout: Layout
 ) -> Step:
-    """Our layout functions with nothing around them: arrange, score, loss, backward, clip, AdamW."""
+    """Make a step with the layout functions alone: collate, score, loss, backward, clip, AdamW."""
     model = column.model()
     pair_model = PairModel.for_layout(model, column.dtype, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -203,9 +203,9 @@ def trl_step(
     reference: PrecomputedReference | None,
     force_compact_head: bool,
 ) -> Step:
-    """TRL's DPOTrainer, its training_step and what its loop does around it, without the rest of the loop.
+    """Make a step with TRL's DPOTrainer: its training_step, clipping and optimizer, without the rest of its loop.
 
-    force_compact_head takes its GPU way of scoring response positions only, which it does not take on a CPU.
+    force_compact_head uses TRL's GPU path, which scores response positions only; TRL does not use it on a CPU.
     """
     import trl.trainer.utils
     from datasets import Dataset
@@ -233,8 +233,8 @@ def trl_step(
     )
     trainer.precompute_ref_logps = reference is not None
     if reference is not None:
-        trainer.ref_model = None  # what precomputing in TRL leaves in memory
-    # what Trainer.train() would do before its first step
+        trainer.ref_model = None  # as after precomputing in TRL
+    # as Trainer.train() does before its first step
     trainer.current_gradient_accumulation_steps = 1
     if checkpointing:
         trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -283,7 +283,7 @@ def layouts() -> dict[str, Layout]:
 
 
 def check_losses(first: dict[str, float], tolerance: float) -> None:
-    """All contestants must say the same of the first batch before anybody is timed."""
+    """Require that the losses of all contestants agree on the first batch."""
     values = np.array(list(first.values()))
     if np.abs(values - np.median(values)).max() > tolerance:
-        raise SystemExit(f"losses are more than {tolerance} from their median: {first}")
+        raise SystemExit(f"losses differ from their median by more than {tolerance}: {first}")

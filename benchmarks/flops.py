@@ -1,4 +1,4 @@
-"""What a step must compute, what this machine could, and how fast the step's matrix products run with nothing else."""
+"""FLOPs that a step needs, the peak rate of this machine, and the time of the step's matrix products alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from thresher.data.pair import Pair
 
 
 def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:
-    """Forward and backward of one step with every prompt computed once and only scored tokens under the head.
+    """Count the FLOPs of forward and backward with each prompt computed once and only scored tokens in the head.
 
-    Two FLOPs a multiply-add, three products a weight (forward, two in backward). What a trainer computes beyond this
-    (padding, the prompt again, the last layer and the head where nothing is scored, recomputation) is not useful.
+    Two FLOPs per multiply-add, three products per weight (one forward, two backward). Everything beyond this (padding,
+    repeated prompts, last layer and head at unscored positions, recomputation) is not useful.
     """
     prompt, chosen, rejected = _lengths(pairs)
     scored = (chosen + rejected).sum()
     head = column.hidden * column.vocab * scored
-    # each row sees half its own run and its whole prefix; scores and values are a product each
+    # each row attends to half of its segment and to the whole prefix; scores and values are one product each
     seen = prompt**2 / 2 + sum(prompt * side + side**2 / 2 for side in (chosen, rejected))
     attention = (column.layers - 1) * 2 * column.hidden * seen.sum()
     return float(6 * (_shared_linear(column, pairs) + head + attention))
@@ -30,10 +30,10 @@ def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a step, and how many times the multiply-adds of the shared layout with weights the padded one makes.
+    """Rows of a step, and the multiply-adds with weights of the padded layout relative to the shared one.
 
-    padded: both sides of every pair, as wide as the widest, which is what TRL computes. shared: prompts once, no
-    padding. Under the head both have the scored rows alone, and make their logits twice (four products a weight).
+    padded: both sides of every pair, as wide as the widest, as TRL computes them. shared: each prompt once, no padding.
+    The head of both sees only scored rows, and computes their logits twice (four products per weight).
     """
 
     padded: int
@@ -58,7 +58,7 @@ def _lengths(pairs: Sequence[Pair]) -> list[np.ndarray]:
 
 
 def _shared_linear(column: Column, pairs: Sequence[Pair]) -> float:
-    """Multiply-adds of the layers' weights in one forward, prompts once, the last layer where it is scored."""
+    """Count the multiply-adds with layer weights in one forward: each prompt once, last layer on scored rows only."""
     prompt, chosen, rejected = _lengths(pairs)
     layer, only_keys = column.weights_per_layer, 2 * column.hidden**2
     rows = (prompt + chosen - 1 + rejected - 1).sum()
@@ -67,13 +67,13 @@ def _shared_linear(column: Column, pairs: Sequence[Pair]) -> float:
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """FLOP/s of one large square product: best of seven."""
+    """Measure the FLOP/s of one large square product: best of seven."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     return 2.0 * size**3 / min(_seconds(lambda: left @ right) for _ in range(7))
 
 
 def products_only_seconds(column: Column, num_rows: int, num_scored: int) -> float:
-    """The step's products with its weights, in its shapes and precision, one after another: median of three."""
+    """Time the step's products with weights, in their shapes and precision, one after another: median of three."""
     hidden, inner = column.hidden, column.intermediate
     shapes = [(hidden, hidden)] * 4 + [(hidden, inner)] * 2 + [(inner, hidden)]
     cases = [(num_rows, *shape, column.layers) for shape in shapes] + [(num_scored, hidden, column.vocab, 1)]

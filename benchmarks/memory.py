@@ -1,8 +1,8 @@
-"""Peak memory of a step over the floor (weights, gradients, optimizer), each contestant in a process of its own.
+"""Measure the peak memory of a step over the floor (weights, gradients, optimizer), one process per contestant.
 
-python benchmarks/memory.py                      # both columns of docs/internals/benchmarks.md on HH
-The peak is what the kernel saw (VmHWM, set back before the steps), so short-lived buffers count. The floor is the
-resident memory before the first step, plus a gradient and two moments for every weight.
+python benchmarks/memory.py                      # both models of docs/internals/benchmarks.md on HH
+The peak is the kernel's (VmHWM, reset before the steps), so short-lived buffers count. The floor is the resident memory
+before the first step, plus a gradient and two moments per weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from resident import kilobytes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# every large buffer goes back to the system when it is freed: peaks, not what an allocator kept
+# large buffers return to the system when freed: the peak must not include what an allocator kept
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
 
 BASE = "TRL default (checkpointing)"
@@ -35,7 +35,7 @@ COLUMNS = ("h384-L6-V8k-fp32", "h512-L8-V32k-bf16")
 
 
 def peak_over_floor(column_key: str, contestant: str, data: str, num_batches: int) -> float:
-    """Megabytes; runs in the child."""
+    """Return the megabytes over the floor; runs in the child process."""
     import torch
     from contestants import COLUMNS as FORMATS
     from contestants import layouts, thresher_step, thresher_trainer
@@ -53,7 +53,7 @@ def peak_over_floor(column_key: str, contestant: str, data: str, num_batches: in
         step = field.contestants()[contestant]()
     num_weights = sum(p.numel() for p in column.model().parameters())
     floor = kilobytes("VmRSS") * 1024 + 3 * 4 * num_weights
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for batch in range(num_batches):
         step(batch)
     return (kilobytes("VmHWM") * 1024 - floor) / 1e6

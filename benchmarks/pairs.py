@@ -1,6 +1,6 @@
-"""Real pairs as tokens for measurements: HH-RLHF, UltraFeedback or polite-against-rude, under a BPE of any size.
+"""Tokenized real pairs for measurements: HH-RLHF, UltraFeedback or polite-against-rude, with a BPE of any size.
 
-The tokenizer is trained on the same text, so that token lengths are those of a vocabulary of that size.
+The tokenizer is trained on the same text, so that token counts are realistic for the vocabulary size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _all_texts(texts: Texts) -> Iterator[str]:
 
 
 def in_plan_order(pairs: list[Pair], plan: Plan) -> list[Pair]:
-    """Number the pairs so that the plan's steps visit them in the order of the data."""
+    """Reorder the pairs so that the steps of the plan visit them in the order of the data."""
     numbered = list(pairs)
     visited = np.concatenate([plan.pair_ids(step) for step in range(plan.num_steps)])
     for place, pair in zip(visited.tolist(), pairs, strict=True):
@@ -71,7 +71,7 @@ def in_plan_order(pairs: list[Pair], plan: Plan) -> list[Pair]:
 
 
 def token_pairs(texts: Texts, tokenizer: Tokenizer, *, max_length: int) -> list[Pair]:
-    """Tokens of each pair, <bos> before the prompt and <eos> after the responses; overlong pairs are left out."""
+    """Tokenize each pair, with <bos> before the prompt and <eos> after the responses; drop pairs that are too long."""
     pairs = []
     for row in texts:
         prompt, chosen, rejected = (tokenizer.encode(text).ids for text in row)

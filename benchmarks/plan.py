@@ -1,4 +1,4 @@
-"""The plan at full size: 100 million pairs, 1,024 ranks of 128 pairs; start-up, memory and the cost of a step.
+"""Measure the plan at full size: start-up, memory and time per step of 100 million pairs on 1,024 ranks of 128 pairs.
 
 python benchmarks/plan.py [--pairs 100000000] [--ranks 1024]
 """
@@ -22,7 +22,7 @@ PAIRS_PER_RANK = 128
 
 
 def write_lengths(path: Path, num_pairs: int) -> None:
-    """Lengths like those of real pairs: log-normal, prompt about twice a response."""
+    """Write lengths like those of real pairs: log-normal, prompts about twice as long as responses."""
     lengths = np.lib.format.open_memmap(path, mode="w+", dtype=LENGTH_DTYPE, shape=(num_pairs, 3))
     draw = np.random.default_rng(0)
     for start in range(0, num_pairs, 1_000_000):
@@ -56,10 +56,10 @@ def main() -> None:
             seconds.append(time.perf_counter() - started)
         low, middle, high = np.percentile(seconds, [25, 50, 75]) * 1e3
         private, mapped = kilobytes("RssAnon") / 1024 - before, kilobytes("RssFile") / 1024
-        print(f"{args.pairs:,} pairs, {args.ranks} ranks, {plan.pairs_per_step:,} pairs a step")
-        print(f"start-up with the first step: {start_up:.2f} s")
-        print(f"a step, one rank's share: {middle:.1f} ms (quartiles {low:.1f}-{high:.1f})")
-        print(f"memory: {private:.0f} MB of its own, {mapped:.0f} MB of mapped files")
+        print(f"{args.pairs:,} pairs, {args.ranks} ranks, {plan.pairs_per_step:,} pairs per step")
+        print(f"start-up including the first step: {start_up:.2f} s")
+        print(f"per step, for one rank: {middle:.1f} ms (quartiles {low:.1f}-{high:.1f})")
+        print(f"memory: {private:.0f} MB private, {mapped:.0f} MB memory-mapped")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Preparation by size and workers: pairs a second, and the peak memory of the driver and of its workers.
+"""Measure preparation by size and workers: pairs per second, and peak memory of the driver and its workers.
 
     python benchmarks/prepare.py [--pairs 100000 1000000] [--runners local:1 local:2 ray:1 ray:2] [--files 8]
 
-Pairs of short made-up sentences are written as JSON lines and tokenised as plain text by a BPE of 2,000 words that is
-trained on them. Every case runs in a process of its own. Memory is the highest resident size (VmHWM) of the process
-that writes, and the sum over its workers; pages of Ray's object store count for everyone who has touched them. The time
-is all of `prepare`: digests of the files, the start of workers or of Ray, tokenising, findings, digests of the store.
+Pairs of short synthetic sentences are written as JSON Lines and tokenized as plain text by a BPE with a vocabulary of
+2,000 that is trained on them. Each case runs in a separate process. Memory is the peak resident size (VmHWM) of the
+process that writes, and the sum over its workers; pages of Ray's object store count once per process that touched
+them. The time covers all of `prepare`: digests of the files, start of workers or Ray, tokenization, findings, digests
+of the store.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def train_tokenizer(directory: Path, text: Path) -> Path:
 
 
 class WorkerMemory:
-    """Sample the peak memory of all processes below this one, by the process that reports them."""
+    """Sample the peak memory of all descendants of this process."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, tuple[bool, int]] = {}
@@ -78,7 +79,7 @@ class WorkerMemory:
         self._thread.start()
 
     def close(self) -> tuple[int, int]:
-        """Return the sum over workers that tokenise, and over all other processes of Ray, in KiB."""
+        """Return the sum over tokenizing workers, and over all other Ray processes, in KiB."""
         self._stop.set()
         self._thread.join()
         workers = sum(peak for is_worker, peak in self._peaks.values() if is_worker)
@@ -148,10 +149,10 @@ def measure(runner: str, tokenizer: Path, output: Path, files: list[Path]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--runners", nargs="+", default=["local:1", "local:2", "ray:1", "ray:2"])
+    parser.add_argument("--runners", nargs="+", default=["local:1", "local:2", "ray:1", "ray:2"], help="KIND:WORKERS")
     parser.add_argument("--files", type=int, default=8)
     arguments = parser.parse_args()
-    print("| pairs | runner | pairs/s | seconds | driver MiB | workers MiB | other processes of Ray MiB |")
+    print("| pairs | executor | pairs/s | seconds | driver MiB | workers MiB | other Ray processes MiB |")
     print("|---:|---|---:|---:|---:|---:|---:|")
     for num_pairs in arguments.pairs:
         with tempfile.TemporaryDirectory() as name:
@@ -167,7 +168,7 @@ def main() -> None:
                 row = [f"{figures['pairs']:,}", runner, f"{speed:,.0f}", f"{figures['seconds']:.1f}", *memory]
                 print(f"| {' | '.join(row)} |", flush=True)
                 shutil.rmtree(directory / "store")
-            assert len(digests) == 1, "runners made different stores"
+            assert len(digests) == 1, "executors wrote different stores"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What Ray costs: one Ray worker against one process on the same steps, and the driver's own time for a step.
+"""Measure the overhead of Ray: one Ray worker against one process on the same steps, and driver time per step.
 
     python benchmarks/ray_overhead.py [--parts pipeline driver] [--rounds 24] [--ranks 1 8 32 64]
 
-pipeline: the same config in one process, which knows no Ray, and on one Ray worker, one thread each. They take turns on
-ranges of the same steps, and log every step. The ratio is taken per range.
-driver: workers without a model, which hand over a record for every step and compute nothing, so that what is left is
-the time of the driver and of the way to it. Stores of 10,000 and of 100 million pairs take turns.
+pipeline: the same config in one process without Ray, and on one Ray worker, one thread each. They take turns on ranges
+of the same steps, and log every step. The ratio is taken per range.
+driver: workers without a model return one record per step and compute nothing, so that only the time of the driver and
+of the transport remains. Stores of 10,000 and of 100 million pairs take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAIRS_PER_STEP = 4
 STEPS_PER_RANGE = (50, 200)
 NUM_PAIRS = (10_000, 100_000_000)
 PAIRS_PER_SHARD = 524_288
-# as many numbers as a trainer tells of a step, under names of the same length
+# as many metrics as a trainer logs per step, with names of the same length
 RECORD = {f"rewards/number/{number:02d}": number / 7 for number in range(28)}
 
 Timed = tuple[float, float]  # seconds, and CPU seconds of this process
@@ -43,10 +43,12 @@ TimeRange = Callable[[int], Timed]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["pipeline", "driver"], choices=["pipeline", "driver"])
-    parser.add_argument("--rounds", type=int, default=24, help="ranges that each side trains")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each of these ranges")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 32, 64], help="workers without a model")
-    parser.add_argument("--repeats", type=int, default=12, help="ranges of each kind that the driver is timed on")
+    parser.add_argument("--rounds", type=int, default=24, help="number of ranges that each side trains")
+    parser.add_argument("--steps", type=int, default=8, help="steps per range")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 8, 32, 64], help="numbers of workers without a model"
+    )
+    parser.add_argument("--repeats", type=int, default=12, help="number of ranges of each kind to time the driver on")
     args = parser.parse_args()
     from thresher.runtime.ray.environment import set_environment
 
@@ -78,7 +80,7 @@ def compare_pipelines(num_rounds: int, num_steps: int) -> None:
 
 
 def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
-    """A Llama of random weights, a BPE of its size, and real pairs of at most 1,024 tokens."""
+    """Write a Llama with random weights, a BPE of its size and real pairs, and return the config of a run."""
     import torch
     from contestants import Column
     from pairs import DATA, train_bpe
@@ -111,7 +113,7 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
 
 @contextmanager
 def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
-    """A run of the pipeline's own parts, stopped before its first step; the caller says how far it goes."""
+    """Start a run of the pipeline's components before its first step; yield a function that trains up to a step."""
     from thresher.builders.inputs import open_inputs
     from thresher.builders.objective import build_objective
     from thresher.builders.run import build_tracking, track
@@ -131,7 +133,7 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
 
 
 def time_range(trainable: Any, until: int, log: Any) -> Timed:
-    """What `loop.fit` does between two evaluations."""
+    """Train and log up to a step, as `fit` does between two evaluations."""
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
     for at, metrics in trainable.run(until):
         log.log(at, metrics)
@@ -140,7 +142,7 @@ def time_range(trainable: Any, until: int, log: Any) -> Timed:
 
 @contextmanager
 def in_a_process_without_ray(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
-    """The trainer in a process of its own, so that Ray's threads in this one are nothing to it."""
+    """Run the trainer in a separate process, so that Ray's threads in this one do not affect it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve_ranges, args=(values, output, there), daemon=True)
@@ -169,7 +171,7 @@ def serve_ranges(values: dict[str, Any], output: Path, connection: Connection) -
 
 @contextmanager
 def on_one_ray_worker(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
-    # a worker computes with the cores that Ray counts for it
+    # the number of threads of a worker follows from the cores that Ray has
     with ray_with_cores(1), begun({**values, "runtime": "ray"}, output) as run:
         yield run
 
@@ -184,7 +186,7 @@ def ray_with_cores(num_cpus: int | None) -> Iterator[None]:
 
 
 def check_same_losses(one: Path, other: Path) -> None:
-    """Both sides must have made the same steps."""
+    """Require that both sides made the same steps."""
     logs = [(output / "logs" / "metrics.jsonl").read_text().splitlines() for output in (one, other)]
     losses = [[json.loads(line)["loss"] for line in lines] for lines in logs]
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-5)
@@ -206,7 +208,7 @@ def report_pipelines(rounds: dict[str, np.ndarray], num_steps: int) -> None:
 
 
 class LightWorker:
-    """A rank of the policy without a model: the calls and records of an ActorWorker, and no work."""
+    """A policy rank without a model: the calls and records of an ActorWorker, without the work."""
 
     def __init__(self, rank: int, size: int, threads: int, directory: str):  # noqa: ARG002
         self._step = 0
@@ -234,12 +236,12 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
     report_messages()
     with ray_with_cores(None):
         report_waiting()
-        print(f"\nms of the driver a step, {repeats} ranges of each kind in turn: median (quartiles)\n")
-        print("| workers | steps of a range | pairs of the store | wall | CPU |\n|---:|---:|---:|---|---|")
+        print(f"\ndriver ms per step, {repeats} ranges of each kind in turn: median (quartiles)\n")
+        print("| workers | steps per range | pairs in the store | wall | CPU |\n|---:|---:|---:|---|---|")
         for size in ranks:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
             cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train", False))
-            cluster.call("follow", 0)  # all of them are there
+            cluster.call("follow", 0)  # wait for all workers
             report_driver(size, time_ranges(RayTrainerGroup(cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
@@ -247,7 +249,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
 
 
 def time_ranges(trainable: Any, repeats: int) -> dict[tuple[int, int], np.ndarray]:
-    """Milliseconds a step, by steps of a range and pairs of the store."""
+    """Measure milliseconds per step, by steps per range and pairs in the store."""
     from thresher.data.batching.plan import Plan
 
     timed: dict[tuple[int, int], list[Timed]] = {(steps, pairs): [] for steps in STEPS_PER_RANGE for pairs in NUM_PAIRS}
@@ -268,7 +270,7 @@ def report_driver(size: int, timed: dict[tuple[int, int], np.ndarray]) -> None:
 
 
 def time_empty_call(cluster: Any) -> Timed:
-    """Call a method of all workers that does nothing: what a range of no steps at all would cost."""
+    """Call an empty method of all workers: the cost of a range without steps."""
     import ray
 
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
@@ -278,29 +280,29 @@ def time_empty_call(cluster: Any) -> Timed:
 
 def report_empty_call(size: int, timed: Sequence[Timed]) -> None:
     wall, cpu = (spread(1e3 * own, "{:.1f}") for own in np.array(timed).T)
-    print(f"| {size} | an empty call of all, ms in all | | {wall} | {cpu} |", flush=True)
+    print(f"| {size} | an empty call to all workers, total ms | | {wall} | {cpu} |", flush=True)
 
 
 def report_waiting(seconds: float = 10.0) -> None:
-    """Say what a driver costs that waits and does nothing: Ray's own threads."""
+    """Print the CPU time of an idle driver, which is that of Ray's threads."""
     cpu_seconds = time.process_time()
     time.sleep(seconds)
-    print(f"a driver that waits: {(time.process_time() - cpu_seconds) / seconds * 1e3:.1f} ms of CPU a second")
+    print(f"an idle driver: {(time.process_time() - cpu_seconds) / seconds * 1e3:.1f} ms of CPU per second")
 
 
 def report_messages() -> None:
-    """Count what a worker is sent: once, when it loads, and for every range."""
+    """Print the bytes sent to a worker: once, when it loads, and per range."""
     from ray import cloudpickle
 
     for num_pairs in NUM_PAIRS:
         with tempfile.TemporaryDirectory() as name:
             inputs = inputs_of(num_pairs, Path(name))
             once, each = (len(cloudpickle.dumps(what)) for what in (inputs, (inputs.plan.num_steps,)))
-        print(f"{num_pairs:,} pairs: {once:,} bytes of inputs to a worker once, {each} bytes for a range of steps")
+        print(f"{num_pairs:,} pairs: {once:,} bytes of inputs per worker, once; {each} bytes per range of steps")
 
 
 def inputs_of(num_pairs: int, directory: Path) -> Any:
-    """Inputs of a run over a store that has a manifest and lengths, and no pairs: nobody reads any."""
+    """Build the inputs of a run over a store with a manifest and lengths, but without pairs; none are read."""
     from thresher.builders.inputs import RunInputs
     from thresher.data.batching.plan import Plan
     from thresher.data.store.reader import LENGTH_DTYPE, PairStore

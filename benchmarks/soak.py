@@ -1,10 +1,10 @@
-"""Does a long run stay as large as it was? Memory, files and threads of every process, over thousands of steps.
+"""Soak test: memory, open files and threads of every process over thousands of steps.
 
 python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/guides/reliability-tests.md
 python benchmarks/soak.py --place local          # in one process, the reference from the cache
-A real run through the pipeline on the smallest real model: saves, evaluations, trackers and the reference are on. Its
-processes are looked at every few steps. The slope is that of least squares over the last three quarters of the run:
-what a process takes to warm up is no leak. Its standard error takes the samples for independent.
+A real run through the pipeline on the smallest real model, with saves, evaluations, trackers and the reference. Its
+processes are sampled every few steps. Growth is the least-squares slope over the last three quarters of the run, as
+warm-up is not a leak. The standard error assumes independent samples.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ PLACES: dict[str, dict[str, Any]] = {
     "ray": {"runtime": "ray", "reference": {"mode": "concurrent"}},
     "local": {"runtime": "local", "reference": {"mode": "precompute"}},
 }
-# how Ray titles its processes, and what we call them; a run has one of each
+# process titles set by Ray, and the names in the table; a run has one of each
 ROLES = {
     "ray::ActorWorker": "policy worker",
     "ray::ReferenceWorker": "reference worker",
     "raylet": "raylet",
     "gcs_server": "gcs",
 }
-# resident pages of all kinds, and those that are neither of a file (code, maps) nor shared (Ray's object store)
+# all resident pages; and private ones, which exclude files (code, maps) and shared memory (Ray's object store)
 MEMORY = {"rss": "VmRSS", "own": "RssAnon"}
-QUANTITIES = {"rss": "resident, MiB", "own": "of it its own, MiB", "fds": "open files", "threads": "threads"}
+QUANTITIES = {"rss": "resident, MiB", "own": "private, MiB", "fds": "open files", "threads": "threads"}
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth in 1,000 steps, with its standard error."""
+    """Growth per 1,000 steps, with its standard error."""
 
     per_1000_steps: float
     error: float
@@ -58,7 +58,7 @@ class Slope:
 
 
 def slope(steps: Sequence[int], values: Sequence[float]) -> Slope:
-    """Fit a line to the last three quarters."""
+    """Fit a line to the last three quarters of the samples."""
     first = len(steps) // 4
     x, y = np.asarray(steps[first:]) / 1000, np.asarray(values[first:], dtype=float)
     centred = x - x.mean()
@@ -70,7 +70,7 @@ def slope(steps: Sequence[int], values: Sequence[float]) -> Slope:
 
 @dataclass
 class Watcher:
-    """A console that looks at this process, and at all below it, every few steps."""
+    """A console tracker that samples this process and its descendants every few steps."""
 
     every: int
     steps: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Watcher:
 
 
 def processes() -> dict[str, int]:
-    """The processes of a run by their role: this one is the driver."""
+    """Return the processes of a run by role; this one is the driver."""
     found = {"driver": os.getpid()}
     for pid, title in titles(os.getpid()):
         for name, role in ROLES.items():
@@ -118,17 +118,17 @@ def look_at(pid: int) -> dict[str, float]:
 
 
 def write_rows(directory: Path) -> tuple[Path, Path]:
-    """Real pairs for training, and 16 others that are held out."""
+    """Write real pairs for training, and 16 others for validation."""
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in polite_texts()]
     short = [row for row in rows if sum(map(len, row.values())) < 300 and row["chosen"] != row["rejected"]]
-    files = directory / "train.jsonl", directory / "held_out.jsonl"
+    files = directory / "train.jsonl", directory / "validation.jsonl"
     for path, part in zip(files, (short[16:], short[:16]), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
     return files
 
 
 def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> dict[str, Any]:
-    train, held_out = write_rows(directory)
+    train, validation = write_rows(directory)
     reference = {"cache_dir": str(directory / "cache")} if place["runtime"] == "local" else {}
     return {
         **place,
@@ -145,18 +145,18 @@ def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> 
             "training_args": {"learning_rate": 1e-5, "per_device_train_batch_size": 2},
         },
         "reference": {**place["reference"], **reference},
-        "validation": {"data_args": {"file_name": str(held_out), "template": "raw"}},
+        "validation": {"data_args": {"file_name": str(validation), "template": "raw"}},
     }
 
 
 def soak(values: Mapping[str, Any], watcher: Watcher) -> Watcher:
-    """Run a config to its end under the eyes of a watcher."""
+    """Run a config to its end, sampled by a watcher."""
     DPOPipeline(parse_config(dict(values)), console=watcher).run()  # type: ignore[arg-type]
     return watcher
 
 
 def table(watcher: Watcher) -> str:
-    lines = ["| process | what | first | last | growth in 1,000 steps |", "|---|---|---:|---:|---:|"]
+    lines = ["| process | quantity | first | last | growth per 1,000 steps |", "|---|---|---:|---:|---:|"]
     start = len(watcher.steps) // 4
     for role in watcher.seen:
         for quantity, label in QUANTITIES.items():
@@ -172,7 +172,7 @@ def table(watcher: Watcher) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--every", type=int, default=20, help="steps between samples")
     parser.add_argument("--place", choices=PLACES, default="ray")
     parser.add_argument("--samples", type=Path, help="write every sample to this file")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""thresher against TRL on the same pairs: one thread, contestants in turn on every batch, ratios with their spread.
+"""Measure thresher against TRL on the same pairs: one thread, contestants in turn on every batch, ratios per batch.
 
-python benchmarks/vs_trl.py                      # all columns of docs/internals/benchmarks.md on HH
+python benchmarks/vs_trl.py                      # all models of docs/internals/benchmarks.md on HH
 python benchmarks/vs_trl.py --columns h384-L6-V8k-fp32 --batches 12 --data ultrafeedback
 python benchmarks/vs_trl.py --only "TRL default" "thresher"
-Results are kept with --results FILE.json, a column after another; `python benchmarks/chart.py FILE.json` draws them.
+--results FILE.json saves the results after each model; `python benchmarks/chart.py FILE.json OUTPUT.svg` draws them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from thresher.data.pair import Pair
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"
 BARE = "bare loop, shared"
-# sums of about 450 nats in fp32, whose last digit is 3e-5, times beta: TRL's own reference forward moves a loss by 1e-5
+# sums of about 450 nats in fp32 have a resolution of 3e-5; times beta, TRL's reference forward moves a loss by 1e-5
 FP32_TOLERANCE = 2e-5
 
 
 class Field:
-    """The pairs and all who can take part; a contestant is built when asked for."""
+    """The pairs and all contestants; a contestant is built on demand."""
 
     def __init__(self, column: Column, data: str, num_batches: int, pairs_per_step: int, max_length: int):
         texts = DATA[data]()
@@ -61,7 +61,10 @@ class Field:
         wanted = (num_batches + 1) * pairs_per_step
         pairs = token_pairs(texts, bpe, max_length=max_length)[:wanted]
         if len(pairs) < wanted:
-            raise SystemExit(f"{data} has {len(pairs)} pairs of at most {max_length} tokens, {wanted} are needed")
+            raise SystemExit(
+                f"{data} has {len(pairs)} pairs of at most {max_length} tokens, {wanted} are needed; "
+                "lower --batches or raise --max-length"
+            )
         self.column = column
         self.plan = Plan(len(pairs), seed=0, pairs_per_step=pairs_per_step, num_steps=num_batches + 1)
         self.pairs = in_plan_order(pairs, self.plan)
@@ -106,7 +109,7 @@ class Field:
 
 
 def measure(steps: dict[str, Step], num_batches: int) -> dict[str, np.ndarray]:
-    """Seconds of every contestant on every batch; they go in turn, each time from another one on."""
+    """Time every contestant on every batch; they take turns, and each batch starts with another one."""
     names = list(steps)
     seconds = {name: np.zeros(num_batches) for name in names}
     for batch in range(num_batches):
@@ -118,7 +121,7 @@ def measure(steps: dict[str, Step], num_batches: int) -> dict[str, np.ndarray]:
 
 
 def useful_share(field: Field, seconds: dict[str, np.ndarray], num_batches: int) -> tuple[dict[str, float], float]:
-    """Useful FLOPs over what the machine's fastest product would have done in the time; the ceiling of the shapes."""
+    """Return useful FLOPs relative to the machine's fastest product, by contestant, and the ceiling of the shapes."""
     flops = np.array([useful_flops(field.column, field.pairs_of(batch + 1)) for batch in range(num_batches)])
     peak = matmul_peak(field.column.dtype)
     shares = {name: float(np.median(flops / own) / peak) for name, own in seconds.items()}
@@ -126,8 +129,8 @@ def useful_share(field: Field, seconds: dict[str, np.ndarray], num_batches: int)
     scored = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in middle)
     rows = scored + sum(len(pair.prompt_ids) for pair in middle)
     ceiling = float(np.median(flops)) / products_only_seconds(field.column, rows, scored) / peak
-    print(f"\nfastest product {peak / 1e9:.0f} GFLOP/s; useful {np.median(flops) / 1e9:.0f} GFLOP a step")
-    print(f"the step's products alone, nothing between them: {ceiling:.2f} of that")
+    print(f"\nfastest product {peak / 1e9:.0f} GFLOP/s; useful {np.median(flops) / 1e9:.0f} GFLOP per step")
+    print(f"the step's matrix products alone reach {ceiling:.2f} of it")
     return shares, ceiling
 
 
@@ -135,7 +138,7 @@ def report_rows(field: Field, num_batches: int) -> None:
     counts = [Rows.of(field.column, field.pairs_of(batch + 1)) for batch in range(num_batches)]
     padded, shared, scored = (np.median([getattr(c, name) for c in counts]) for name in ("padded", "shared", "scored"))
     times, ratio = np.median([c.padded / c.shared for c in counts]), np.median([c.ratio for c in counts])
-    print(f"rows a step: {padded:.0f} padded, {shared:.0f} shared ({times:.2f} times fewer), {scored:.0f} scored")
+    print(f"rows per step: {padded:.0f} padded, {shared:.0f} shared ({times:.2f} times fewer), {scored:.0f} scored")
     print(f"multiply-adds with weights, the strongest TRL over thresher: {ratio:.2f}")
 
 
@@ -168,8 +171,8 @@ def main() -> None:
     parser.add_argument("--data", default="hh", choices=DATA)
     parser.add_argument("--pairs-per-step", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants, by the beginning of their names")
-    parser.add_argument("--results", type=Path, help="a JSON file that keeps the seconds of every batch")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants, by the start of their names")
+    parser.add_argument("--results", type=Path, help="JSON file for the seconds of every batch")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -186,7 +189,7 @@ def main() -> None:
         check_losses(first, FP32_TOLERANCE if column.dtype == torch.float32 else 2e-3)
         seconds = measure(steps, args.batches)
         if "thresher" in seconds:
-            # a reference scored in advance is paid once, in the first epoch; TRL's default pays it in every step
+            # a precomputed reference costs time once, in the first epoch; TRL's default pays it in every step
             in_advance = reference_seconds(column, field.pairs, field.plan)
             seconds["thresher, first epoch (reference included)"] = seconds["thresher"] + in_advance
         shares, ceiling = useful_share(field, seconds, args.batches)

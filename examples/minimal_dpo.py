@@ -1,4 +1,4 @@
-"""DPO on one page: plain torch and transformers, padded, no trainer. The tutorial, and the oracle of our numbers.
+"""DPO on one page: plain torch and transformers, padded, no trainer. The tutorial, and the oracle of the tests.
 
     python examples/minimal_dpo.py MODEL_DIR PAIRS.jsonl        # rows: prompt, chosen, rejected (strings)
 
@@ -37,7 +37,7 @@ def response_logps(model: nn.Module, prompts: Sequence[Sequence[int]], responses
 
 
 def both_sides(model: nn.Module, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Score chosen and rejected in one forward, so that both are padded alike."""
+    """Score chosen and rejected in one forward, so that both have the same padding."""
     prompts = [prompt for prompt, _, _ in pairs]
     logps = response_logps(model, prompts * 2, [c for _, c, _ in pairs] + [r for _, _, r in pairs])
     chosen, rejected = logps.chunk(2)
@@ -45,7 +45,7 @@ def both_sides(model: nn.Module, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]
 
 
 def dpo_losses(policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], beta: float) -> Tensor:
-    """-log sigmoid(beta * margin) of each pair."""
+    """Compute -log sigmoid(beta * margin) of each pair: [num_pairs]."""
     margin = (policy[0] - reference[0]) - (policy[1] - reference[1])
     return -F.logsigmoid(beta * margin)
 

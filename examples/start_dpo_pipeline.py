@@ -1,8 +1,8 @@
-"""Run a DPO pipeline from a directory and the name of a config in it: `thresher train` as users of ROLL call it.
+"""Run `thresher train` with a config given by directory and name, as users of ROLL do.
 
     python examples/start_dpo_pipeline.py --config_path polite_smollm2 --config_name dpo_config [key=value ...]
 
-The directory is looked for here and beside this file.
+The directory is relative to the current directory, or else to the directory of this file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def config_file(directory: str, name: str) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config_path", default="config", help="directory of the config")
-    parser.add_argument("--config_name", default="dpo_config", help="its name, with or without .yaml")
-    parser.add_argument("overrides", nargs="*", help="key=value ...")
+    parser.add_argument("--config_name", default="dpo_config", help="name of the config, with or without .yaml")
+    parser.add_argument("overrides", nargs="*", help="overrides: key=value ...")
     arguments = parser.parse_args()
     sys.argv = ["thresher", "train", str(config_file(arguments.config_path, arguments.config_name))]
     sys.argv += arguments.overrides

@@ -1,14 +1,14 @@
-"""Check the pinned packages: how they are pinned, what is installed, and known vulnerabilities; nothing is downloaded.
+"""Check the pinned packages: pins, installed versions and known vulnerabilities. Nothing is downloaded.
 
 Rules that need no advisories:
-- every line of constraints.txt is `name==version`, once, in the canonical spelling of the version;
-- every requirement of pyproject.toml, and of what it brings, is pinned, and the pin is one that it allows;
-- nothing is pinned that no requirement brings;
-- what is installed has the pinned version.
+- every line of constraints.txt is `name==version`, once per package, with the canonical spelling of the version;
+- every requirement of pyproject.toml, direct or transitive, is pinned to a version that it allows;
+- every pinned package is required;
+- every installed package has the pinned version.
 
 Advisories are records of the OSV format (https://ossf.github.io/osv-schema/): files, directories or zip archives of
-them, each a record, a list of records, or `{"vulns": [...]}`. Withdrawn records and other ecosystems are left out.
-Ends with 1 where something is found, with 2 where an advisory cannot be read: nothing is passed over in silence.
+them, each a record, a list of records, or `{"vulns": [...]}`. Withdrawn records and other ecosystems are ignored.
+Exits with 1 if there are findings, and with 2 if an advisory cannot be read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OWN = "thresher"
 
 
 class UnreadableError(Exception):
-    """An advisory, or the constraints, cannot be understood."""
+    """An advisory cannot be read."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """The exact version of each package, and what is wrong with the lines that say so."""
+    """The pinned version of each package, and the faults of the lines."""
 
     versions: Mapping[str, Version]
     faults: Sequence[str]
@@ -55,19 +55,19 @@ def read_pins(text: str) -> Pins:
         try:
             key, version = canonicalize_name(name, validate=True), Version(spelled)
         except (InvalidName, InvalidVersion):
-            faults.append(f"line {number}: {line!r} pins no exact version; write name==version")
+            faults.append(f"line {number}: {line!r} does not pin an exact version; write name==version")
             continue
         if str(version) != spelled:
-            faults.append(f"line {number}: {spelled!r} is another spelling of {version}; write that")
+            faults.append(f"line {number}: {spelled!r} is not the canonical spelling; write {version}")
         elif key in versions:
-            faults.append(f"line {number}: {name} is pinned before; keep one")
+            faults.append(f"line {number}: {name} is pinned twice; keep one")
         else:
             versions[key] = version
     return Pins(versions, faults)
 
 
 def required(project: Mapping[str, Any]) -> Iterator[Requirement]:
-    """Yield what the project asks for, with the extra `dev` and those that it names."""
+    """Yield the requirements of the project with the extra `dev` and the extras that it names."""
     extras: Mapping[str, list[str]] = project["optional-dependencies"]
     waiting = [*project["dependencies"], *extras["dev"]]
     while waiting:
@@ -79,7 +79,7 @@ def required(project: Mapping[str, Any]) -> Iterator[Requirement]:
 
 
 def brought_along(requirements: Iterable[Requirement]) -> Iterator[tuple[str, Requirement]]:
-    """Yield every requirement with who asks for it, through the metadata of what is installed."""
+    """Yield every direct and transitive requirement with the package that requires it, from installed metadata."""
     waiting = [(OWN, each) for each in requirements]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
@@ -100,7 +100,7 @@ def brought_along(requirements: Iterable[Requirement]) -> Iterator[tuple[str, Re
 
 
 def check_requirements(pins: Pins, requirements: Iterable[Requirement], unpinned: Sequence[str] = ()) -> list[str]:
-    """Compare pins with what is asked for; unpinned are packages that every environment brings."""
+    """Compare pins with requirements; `unpinned` are packages that every environment contains."""
     found = []
     needed = set()
     for asker, requirement in brought_along(requirements):
@@ -108,24 +108,24 @@ def check_requirements(pins: Pins, requirements: Iterable[Requirement], unpinned
         needed.add(name)
         if name not in pins.versions:
             if name not in unpinned:
-                found.append(f"{name}, which {asker} asks for, is not pinned")
+                found.append(f"{name}, required by {asker}, is not pinned")
         elif not requirement.specifier.contains(pins.versions[name], prereleases=True):
-            found.append(f"{name} is pinned to {pins.versions[name]}, and {asker} asks for {requirement.specifier}")
-    found += [f"{name} is pinned, and nothing asks for it" for name in pins.versions if name not in needed]
+            found.append(f"{name} is pinned to {pins.versions[name]}, but {asker} requires {requirement.specifier}")
+    found += [f"{name} is pinned, but nothing requires it" for name in pins.versions if name not in needed]
     return list(dict.fromkeys(found))
 
 
 def check_installed(pins: Pins) -> list[str]:
-    """Compare what is installed with the pins; a local version, such as +cpu, is the same release."""
+    """Compare installed versions with the pins; a local version, such as +cpu, is the same release."""
     found = []
     for name, version in pins.versions.items():
         try:
             installed = Version(distribution(name).version)
         except PackageNotFoundError:
-            found.append(f"{name} is pinned to {version} and not installed")
+            found.append(f"{name} is pinned to {version}, but not installed")
             continue
         if installed.public != version.public:
-            found.append(f"{name} is pinned to {version}, and {installed} is installed")
+            found.append(f"{name} is pinned to {version}, but {installed} is installed")
     return found
 
 
@@ -146,17 +146,17 @@ def _records(content: bytes, where: str) -> list[dict[str, Any]]:
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise UnreadableError(f"{where} is no JSON: {error}") from None
+        raise UnreadableError(f"{where} is not JSON: {error}") from None
     if isinstance(value, dict) and "vulns" in value:
         value = value["vulns"]
     records = value if isinstance(value, list) else [value]
     if not all(isinstance(each, dict) and "id" in each for each in records):
-        raise UnreadableError(f"{where} holds no OSV records: each has an id")
+        raise UnreadableError(f"{where} does not contain OSV records, which have an id")
     return records
 
 
 def check_advisories(pins: Pins, records: Iterable[dict[str, Any]], ignored: Sequence[str] = ()) -> list[str]:
-    """Name every pinned version that a record says is affected."""
+    """List every pinned version that an advisory affects."""
     found = []
     for record in records:
         names = {record["id"], *record.get("aliases", ())}
@@ -172,14 +172,14 @@ def check_advisories(pins: Pins, records: Iterable[dict[str, Any]], ignored: Seq
             except (InvalidVersion, KeyError, TypeError, AttributeError) as error:
                 raise UnreadableError(f"{record['id']} on {name} cannot be read: {error!r}") from None
             if is_affected:
-                told = [f"{name} {pins.versions[name]}: {record['id']}", *sorted(names - {record["id"]})]
-                mend = _fixed_in(affected, pins.versions[name])
-                found.append(f"{', '.join(told)}: {record.get('summary', 'no summary')}; {mend}")
+                header = [f"{name} {pins.versions[name]}: {record['id']}", *sorted(names - {record["id"]})]
+                fix = _fixed_in(affected, pins.versions[name])
+                found.append(f"{', '.join(header)}: {record.get('summary', 'no summary')}; {fix}")
     return list(dict.fromkeys(found))
 
 
 def affects(affected: Mapping[str, Any], version: Version) -> bool:
-    """Follow the evaluation of the OSV schema: listed, or within a range of versions; commits are no versions."""
+    """Evaluate as the OSV schema does: listed, or within a range of versions; ranges of commits are ignored."""
     if any(_is_version(text, version) for text in affected.get("versions", ())):
         return True
     ranges = [each for each in affected.get("ranges", ()) if each["type"] in ("ECOSYSTEM", "SEMVER")]
@@ -189,7 +189,7 @@ def affects(affected: Mapping[str, Any], version: Version) -> bool:
 def _is_version(text: str, version: Version) -> bool:
     try:
         return Version(text) == version
-    except InvalidVersion:  # old releases have versions that are none; ours are not among them
+    except InvalidVersion:  # old releases may have invalid versions; pinned ones are valid
         return False
 
 
@@ -211,13 +211,13 @@ def _fixed_in(affected: Mapping[str, Any], version: Version) -> str:
     events = [event for each in affected.get("ranges", ()) if each["type"] != "GIT" for event in each["events"]]
     fixes = sorted(Version(event["fixed"]) for event in events if "fixed" in event)
     later = [fix for fix in fixes if fix > version]
-    return f"fixed in {later[0]}" if later else "no fixed version is named"
+    return f"fixed in {later[0]}" if later else "no fixed version is known"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("advisories", type=Path, nargs="*", help="OSV records: files, directories, zip archives")
-    parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="an advisory that is no concern")
+    parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="advisory to ignore")
     given = parser.parse_args(arguments)
     pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(found))
 
 
-# what every environment brings: pip's own tools
+# packages that every environment contains: pip and its tools
 UNPINNED = ("pip", "setuptools", "wheel")
 
 

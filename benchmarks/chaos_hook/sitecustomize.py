@@ -1,8 +1,8 @@
-"""Faults at a given moment inside a process. Python imports a module of this name by itself when it starts.
+"""Inject faults at a given call inside a process. Python imports a module of this name at start-up.
 
-CHAOS_ORDERS names a directory. An order in it, a JSON file, says at which call (`fsync`, `rename`) on which path what
-is to happen: `kill` ends the process that comes there first, which takes the order away; `sleep` slows down all of them
-while the order lies there.
+CHAOS_ORDERS names a directory. An order in it, a JSON file, gives the call (`fsync`, `rename`), the path and the
+action: `kill` kills the first process that reaches the call, and removes the order; `sleep` delays all processes for as
+long as the order exists.
 """
 
 from __future__ import annotations

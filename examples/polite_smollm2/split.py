@@ -1,4 +1,4 @@
-"""Split a JSON list of pairs into train.json and held_out.json: every tenth row is held out.
+"""Split a JSON list of pairs into train.json and validation.json: every tenth row is for validation.
 
 python split.py ROWS.json OUTPUT_DIR
 """
@@ -14,7 +14,7 @@ def main(source: str, output: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (
         ("train", [row for i, row in enumerate(rows) if i % 10 != 0]),
-        ("held_out", [row for i, row in enumerate(rows) if i % 10 == 0]),
+        ("validation", [row for i, row in enumerate(rows) if i % 10 == 0]),
     ):
         (directory / f"{name}.json").write_text(json.dumps(part, indent=1))
         print(f"{directory / f'{name}.json'}: {len(part)} rows")

@@ -32,4 +32,4 @@ def test_six_faults_leave_no_trace_in_the_numbers(base):
     )
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
     assert "| all | 6 | 6 |" in ended.stdout
-    assert "every run ended bitwise as the undisturbed one" in ended.stdout
+    assert "every run ended bitwise equal to the undisturbed one" in ended.stdout
