@@ -29,7 +29,10 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.config import parse_config
 
 QUICKSTART = ROOT / "docs" / "get-started" / "quickstart.md"
-PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")})]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")}),
+]
 REPOSITORY = "https://github.com/thresher-ai/thresher"
 ROW = {"prompt": "What is two plus two?", "chosen": "Two plus two is four.", "rejected": "I do not care."}
 RUN = {"bash", "python"}
