@@ -29,7 +29,10 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.config import parse_config
 
 QUICKSTART = ROOT / "docs" / "get-started" / "quickstart.md"
-PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")})]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")}),
+]
 REPOSITORY = "https://github.com/thresher-ai/thresher"
 ROW = {"prompt": "What is two plus two?", "chosen": "Two plus two is four.", "rejected": "I do not care."}
 RUN = {"bash", "python"}
@@ -64,7 +67,7 @@ class Session:
         # the text of a Python block is an argument, so that the shell does not read it
         script = 'python -c "$1"' if block.language == "python" else block.text
         ran = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", restore + keep + script, "bash", block.text],
+            ["bash", "-euo", "pipefail", "-c", restore + keep + script, "bash", block.text],  # noqa: S607
             cwd=self.directory,
             env=self.environment,
             capture_output=True,
@@ -167,7 +170,7 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
         # files, so the thresher that runs these tests is not found through them
         "PYTHONPATH": os.pathsep.join(packages),
         "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of "isolation": build with the hatchling that is there
+        "PIP_NO_BUILD_ISOLATION": "0",  # 0 turns isolation off: pip uses the hatchling that is there
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "GIT_CONFIG_COUNT": "1",

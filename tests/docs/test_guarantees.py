@@ -29,4 +29,6 @@ def test_every_guarantee_names_files_that_exist_and_test_something() -> None:
         for name in names:
             assert (ROOT / name).is_file(), f"{name}, which tests: {guarantee}"
             if name.startswith("tests/"):
-                assert re.search(r"^\s*(async )?def test_", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE), name
+                assert re.search(r"^\s*(async )?def test_", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE), (
+                    name
+                )
