@@ -34,7 +34,7 @@ API: dict[str, dict[str, list[str]]] = {
     },
     "Data": {
         "thresher.data.prepare.prepare": ["prepare"],
-        "thresher.data.store.reader": ["PairStore"],
+        "thresher.data.store": ["PairStore"],
         "thresher.data.pair": ["Pair"],
     },
     "Trackers": {

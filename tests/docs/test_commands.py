@@ -170,8 +170,7 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
         # files, so the thresher that runs these tests is not found through them
         "PYTHONPATH": os.pathsep.join(packages),
         "PIP_NO_INDEX": "1",
-        # pip reads this as the value of "isolation": build with the hatchling that is installed
-        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_NO_BUILD_ISOLATION": "0",  # 0 turns isolation off: pip uses the hatchling that is there
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "GIT_CONFIG_COUNT": "1",

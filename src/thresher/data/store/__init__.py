@@ -1,1 +1,5 @@
-"""The token store on disk: Arrow shards, written once, memory-mapped."""
+"""The token store on disk: Arrow shards, written once and memory-mapped."""
+
+from thresher.data.store.reader import PairStore
+
+__all__ = ["PairStore"]
