@@ -1,4 +1,7 @@
-"""The README's table of tested architectures, from the lists that the tests run on: python -m tests.support.model_table"""
+"""The README's table of tested architectures, made from the lists that the tests run on.
+
+Write it with: python -m tests.support.model_table
+"""
 
 from __future__ import annotations
 
