@@ -132,8 +132,8 @@ def test_a_missing_column(thresher, config, tmp_path):
     code, message = thresher("train", config(actor_train__data_args__file_name="odd.jsonl"))
     assert code == 2
     assert message.startswith(
-        "odd.jsonl, line 1: the columns prompt, chosen, rejectd are no shape we know (rejected not found). "
-        "Name your columns with rejected_key=rejectd, or write rows in one of these shapes:\n"
+        "odd.jsonl, line 1: unrecognized row format with columns prompt, chosen, rejectd: no rejected column. "
+        "Name your columns with rejected_key=rejectd, or use one of these formats:\n"
     )
 
 
@@ -141,7 +141,7 @@ def test_a_missing_column(thresher, config, tmp_path):
 def test_a_column_that_a_key_names_and_the_data_lacks(thresher, config):
     assert thresher("train", config(chosen_key="chosn")) == (
         2,
-        "pairs.jsonl, line 1: no column 'chosn', which chosen_key names; the columns are prompt, chosen, rejected; "
+        "pairs.jsonl, line 1: chosen_key='chosn' names no column; the columns are prompt, chosen, rejected; "
         "did you mean 'chosen'?",
     )
 
@@ -203,7 +203,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
     assert thresher("train", config(actor_train__data_args__template="auto")) == (
         2,
         "the tokenizer has no chat template; use data_args.template=raw for plain text, or "
-        "data_args.template=FILE.jinja for a template of your own",
+        "data_args.template=FILE.jinja for a custom template",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers and files that the tests of `data/` share; nothing here needs the network."""
+"""Fixtures of the data tests: tokenizers and source files; none needs the network."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WriteRows = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The real files beside the checkout."""
+    """Directory of the real data files."""
     return shared_path("data")
 
 
 @pytest.fixture(scope="session")
 def stories_tokenizer() -> PreTrainedTokenizerFast:
-    """512 tokens, `<s>` is both BOS and EOS, no chat template."""
+    """A tokenizer of 512 tokens without a chat template, in which `<s>` is both BOS and EOS."""
     return AutoTokenizer.from_pretrained(shared_path("models", "stories260K_hf"))
 
 
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Its template writes BOS, and a newline after each EOS."""
+    """A tokenizer whose template writes BOS, and a newline after each EOS."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -38,7 +38,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> WriteRows:
-    """Write rows as JSON lines and return the file's name."""
+    """A function that writes rows as JSON lines and returns the file name."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> str:
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""The real files: every one is read, and every row of it is accounted for."""
+"""Real data files: every row is kept, dropped for a counted reason, or bad."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thresher.data.store.reader import PairStore
 pytestmark = pytest.mark.real
 
 CHATML = str(Path(__file__).with_name("chatml.jinja"))
-# file: (shape, rows, pairs kept, what became of the others)
+# file: (row format, rows, pairs kept, count of other rows by reason)
 FILES: dict[str, tuple[str, int, int, dict[str, int]]] = {
     "anthropic-evals/agreeableness.jsonl": ("evals", 1000, 1000, {}),
     "anthropic-evals/conscientiousness.jsonl": ("evals", 1000, 1000, {}),
@@ -42,7 +42,7 @@ FILES: dict[str, tuple[str, int, int, dict[str, int]]] = {
     "ultrafeedback-subset/uf_eval_clean.jsonl": ("prompt", 200, 199, {"identical_sides": 1}),
     "ultrafeedback-subset/uf_train_clean.jsonl": ("prompt", 1000, 994, {"empty_response": 2, "identical_sides": 4}),
 }
-# one file of transcripts is enough to show what plain text does to them
+# one file of transcripts is enough for plain text
 RAW = [name for name in FILES if "hh-rlhf" not in name or "online" in name]
 
 
@@ -50,10 +50,10 @@ RAW = [name for name in FILES if "hh-rlhf" not in name or "online" in name]
 @pytest.mark.parametrize(
     ("name", "template"), [*((name, "chatml") for name in FILES), *((name, "raw") for name in RAW)]
 )
-def test_every_row_of_a_real_file_is_accounted_for(
+def test_every_row_of_a_real_file_is_counted(
     name: str, template: str, shared_data: Path, stories_tokenizer: Any, tmp_path: Path
 ) -> None:
-    shape, rows, kept, others = FILES[name]
+    row_format, rows, kept, others = FILES[name]
     settings = DataSettings(
         str(shared_data / name),
         CHATML if template == "chatml" else "raw",
@@ -61,41 +61,45 @@ def test_every_row_of_a_real_file_is_accounted_for(
         on_bad_row="skip",
     )
     report = prepare(settings, stories_tokenizer, tmp_path / "s")
-    assert [file.shape for file in report.files] == [shape]
+    assert [file.shape for file in report.files] == [row_format]
     assert (report.rows_read, report.pairs_kept) == (rows, kept)
     found = {**report.dropped, "bad": report.bad_rows, "joined": report.rows_joined}
     assert {cause: count for cause, count in found.items() if count} == others
-    assert_sound(PairStore.open(tmp_path / "s"), stories_tokenizer, template)
+    assert_valid(PairStore.open(tmp_path / "s"), stories_tokenizer, template)
 
 
-def assert_sound(store: PairStore, tokenizer: Any, template: str) -> None:
-    """Check what must hold for every pair, on a sample."""
+def assert_valid(store: PairStore, tokenizer: Any, template: str) -> None:
+    """Check the invariants of a pair on a sample."""
     header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False).input_ids[-8:]
     for number in range(0, len(store), max(1, len(store) // 20)):
         pair = store[number]
         for ids in (pair.chosen_ids, pair.rejected_ids):
-            whole = np.concatenate([pair.prompt_ids, ids])
-            assert whole[-1] == tokenizer.eos_token_id
-            # <s> is both BOS and EOS here: plain text has it at both ends, this ChatML at the end alone
-            assert np.count_nonzero(whole == tokenizer.eos_token_id) == (2 if template == "raw" else 1)
+            full = np.concatenate([pair.prompt_ids, ids])
+            assert full[-1] == tokenizer.eos_token_id
+            # <s> is both BOS and EOS: plain text has it at both ends, this ChatML template only at the end
+            assert np.count_nonzero(full == tokenizer.eos_token_id) == (2 if template == "raw" else 1)
         if template == "chatml":
             assert pair.prompt_ids[-len(header) :].tolist() == header
 
 
-def test_the_polite_file_becomes_the_text_it_should(shared_data: Path, stories_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_first_pair_of_the_rasbt_file_decodes_to_the_expected_text(
+    shared_data: Path, stories_tokenizer: Any, tmp_path: Path
+) -> None:
     file = shared_data / "rasbt-preference" / "instruction-data-with-preference.json"
     prepare(DataSettings(str(file), CHATML), stories_tokenizer, tmp_path / "s")
     pair = PairStore.open(tmp_path / "s")[0]
-    asked = "Evaluate the following phrase by transforming it into the spelling given.\n\nfreind --> friend"
+    instruction = "Evaluate the following phrase by transforming it into the spelling given.\n\nfreind --> friend"
     assert stories_tokenizer.decode(pair.prompt_ids) == (
-        f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        f"<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert stories_tokenizer.decode(pair.chosen_ids) == (
         'The spelling of the given phrase "freind" is incorrect, the correct spelling is "friend".<|im_end|>\n<s>'
     )
 
 
-def test_a_transcript_in_raw_is_the_text_of_the_file(shared_data: Path, stories_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_raw_transcript_equals_the_text_of_the_file(
+    shared_data: Path, stories_tokenizer: Any, tmp_path: Path
+) -> None:
     import gzip
     import json
 
@@ -109,9 +113,9 @@ def test_a_transcript_in_raw_is_the_text_of_the_file(shared_data: Path, stories_
         assert [*pair.prompt_ids.tolist(), *ids.tolist()] == expected
 
 
-def test_the_ultrafeedback_halves_share_no_pair(shared_data: Path, stories_tokenizer: Any, tmp_path: Path) -> None:
-    for half in ("train", "eval"):
-        file = shared_data / "ultrafeedback-subset" / f"uf_{half}_clean.jsonl"
-        prepare(DataSettings(str(file), "raw", sequence_length=None), stories_tokenizer, tmp_path / half)
+def test_the_ultrafeedback_splits_share_no_pair(shared_data: Path, stories_tokenizer: Any, tmp_path: Path) -> None:
+    for split in ("train", "eval"):
+        file = shared_data / "ultrafeedback-subset" / f"uf_{split}_clean.jsonl"
+        prepare(DataSettings(str(file), "raw", sequence_length=None), stories_tokenizer, tmp_path / split)
     pairs, _ = find_leaks(PairStore.open(tmp_path / "eval"), PairStore.open(tmp_path / "train"))
     assert pairs.count == 0

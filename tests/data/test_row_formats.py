@@ -1,4 +1,4 @@
-"""Every shape of row becomes the same kind of pair, and what is no shape says so."""
+"""Every row format gives the same kind of pair, and an unrecognized format is an error."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ def assistant(content: str) -> dict[str, str]:
 
 
 def read(row: dict[str, Any], **keys: str) -> PreferenceRow:
-    shape = detect_format(row, keys, "rows.jsonl, line 1")
-    return to_preference_row(row, shape, keys)
+    return to_preference_row(row, detect_format(row, keys, "rows.jsonl, line 1"), keys)
 
 
-ASKED = [user("Why?")]
+PROMPT = [user("Why?")]
 GOOD, BAD = [assistant("Because.")], [assistant("No.")]
 
 
 @pytest.mark.parametrize(
-    ("shape", "row"),
+    ("name", "row"),
     [
         ("prompt", {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}),
-        ("prompt", {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}),
-        ("prompt", {"prompt": ASKED, "chosen": "Because.", "rejected": "No."}),
-        ("prompt", {"prompt": "Why?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD}),
-        ("messages", {"messages": ASKED, "chosen": GOOD[0], "rejected": BAD[0]}),
+        ("prompt", {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}),
+        ("prompt", {"prompt": PROMPT, "chosen": "Because.", "rejected": "No."}),
+        ("prompt", {"prompt": "Why?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
+        ("messages", {"messages": PROMPT, "chosen": GOOD[0], "rejected": BAD[0]}),
         ("instruction", {"instruction": "Why?", "input": "", "output": "x", "chosen": "Because.", "rejected": "No."}),
         (
             "conversations",
@@ -47,25 +46,25 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
                 "rejected": {"from": "gpt", "value": "No."},
             },
         ),
-        ("whole_conversations", {"chosen": ASKED + GOOD, "rejected": ASKED + BAD}),
+        ("whole_conversations", {"chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
         (
             "transcripts",
             {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
         ),
-        ("openai", {"input": {"messages": ASKED}, "preferred_output": GOOD, "non_preferred_output": BAD}),
+        ("openai", {"input": {"messages": PROMPT}, "preferred_output": GOOD, "non_preferred_output": BAD}),
         (
             "evals",
             {"question": "Why?", "answer_matching_behavior": "Because.", "answer_not_matching_behavior": "No."},
         ),
     ],
 )
-def test_every_shape_becomes_the_same_pair(shape: str, row: dict[str, Any]) -> None:
-    assert detect_format(row, {}, "here").name == shape
+def test_every_format_gives_the_same_pair(name: str, row: dict[str, Any]) -> None:
+    assert detect_format(row, {}, "here").name == name
     pair = read(row)
-    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, BAD)
+    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, BAD)
 
 
-def test_input_joins_the_prompt() -> None:
+def test_input_is_appended_to_the_prompt() -> None:
     pair = read({"instruction": "Correct it.", "input": "freind", "output": "o", "chosen": "a", "rejected": "b"})
     assert pair.prompt == [user("Correct it.\n\nfreind")]
 
@@ -79,10 +78,10 @@ def test_system_tools_margin_and_weight_are_read() -> None:
     assert read({**row, "tools": '[{"type": "function"}]'}).tools == [{"type": "function"}]
 
 
-def test_renamed_columns_win_over_those_of_our_names() -> None:
+def test_columns_named_by_the_user_replace_standard_columns() -> None:
     row = {"question": "Why?", "prompt": "x", "better": "Because.", "worse": "No.", "chosen": "y", "rejected": "z"}
     pair = read(row, prompt="question", chosen="better", rejected="worse")
-    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, BAD)
+    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, BAD)
 
 
 def test_thinking_and_tool_calls_stay_in_their_messages() -> None:
@@ -92,14 +91,14 @@ def test_thinking_and_tool_calls_stay_in_their_messages() -> None:
     assert pair.rejected == [{**GOOD[0], "thinking": "hm"}]
 
 
-def test_text_parts_of_a_message_are_one_text() -> None:
+def test_text_parts_of_a_message_are_concatenated() -> None:
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
-    assert read({"prompt": ASKED, "chosen": [{"role": "assistant", "content": parts}], "rejected": BAD}).chosen == GOOD
+    assert read({"prompt": PROMPT, "chosen": [{"role": "assistant", "content": parts}], "rejected": BAD}).chosen == GOOD
 
 
-def test_history_comes_before_the_instruction() -> None:
+def test_history_precedes_the_instruction() -> None:
     pair = read({"instruction": "And?", "history": [["Why?", "Because."]], "chosen": "a", "rejected": "b"})
-    assert pair.prompt == [*ASKED, *GOOD, user("And?")]
+    assert pair.prompt == [*PROMPT, *GOOD, user("And?")]
 
 
 def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs() -> None:
@@ -118,15 +117,15 @@ def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs
     assert pair.rejected == [assistant("No."), user("oh"), assistant("Yes.")]
 
 
-def test_neighbouring_turns_of_one_speaker_are_one_message() -> None:
+def test_consecutive_turns_of_one_speaker_become_one_message() -> None:
     start = "\n\nHuman: Why?\n\nAssistant:"
     pair = read({"chosen": f"{start} Because.\n\nAssistant: Really.", "rejected": f"{start} No."})
     assert pair.chosen == [assistant("Because.\n\nReally.")]
 
 
 def test_equal_conversations_still_have_a_response() -> None:
-    pair = read({"chosen": ASKED + GOOD, "rejected": ASKED + GOOD})
-    assert (pair.prompt, pair.chosen, pair.rejected) == (ASKED, GOOD, GOOD)
+    pair = read({"chosen": PROMPT + GOOD, "rejected": PROMPT + GOOD})
+    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +136,8 @@ def test_equal_conversations_still_have_a_response() -> None:
         ({"prompt": "p", "chosen": [{"role": "judge", "content": "a"}], "rejected": BAD}, "unknown role 'judge'"),
         ({"prompt": "p", "chosen": [{"content": "a"}], "rejected": BAD}, "has no role; its keys are content"),
         ({"prompt": "p", "chosen": GOOD, "rejected": [assistant("a"), user("b")]}, "got assistant, user"),
-        ({"prompt": "p", "chosen": GOOD, "rejected": []}, "`rejected` holds no message"),
-        ({"prompt": [], "chosen": GOOD, "rejected": BAD}, "the prompt holds no message"),
+        ({"prompt": "p", "chosen": GOOD, "rejected": []}, "`rejected` has no messages"),
+        ({"prompt": [], "chosen": GOOD, "rejected": BAD}, "the prompt has no messages"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "`weight` must not be negative"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number, got 'much'"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "`margin` must be a finite number"),
@@ -149,10 +148,10 @@ def test_equal_conversations_still_have_a_response() -> None:
         ),
     ],
 )
-def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], reason: str) -> None:
-    shape = detect_format({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "here")
+def test_a_bad_row_states_the_reason(row: dict[str, Any], reason: str) -> None:
+    row_format = detect_format({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "here")
     with pytest.raises(BadRowError, match=reason):
-        to_preference_row(row, shape, {})
+        to_preference_row(row, row_format, {})
 
 
 def test_conversations_without_a_shared_prompt_are_bad_rows() -> None:
@@ -160,29 +159,29 @@ def test_conversations_without_a_shared_prompt_are_bad_rows() -> None:
         read({"chosen": [user("a"), *GOOD], "rejected": [user("b"), *BAD]})
 
 
-def test_an_unknown_shape_lists_columns_shapes_and_the_nearest_key() -> None:
+def test_an_unrecognized_format_lists_columns_formats_and_the_nearest_key() -> None:
     with pytest.raises(UserError) as error:
         detect_format({"prompt": "p", "choosen": "a", "reject": "b"}, {}, "rows.jsonl, line 1")
-    told = str(error.value)
-    assert told.startswith("rows.jsonl, line 1: the columns prompt, choosen, reject are no shape we know")
-    assert "chosen_key=choosen rejected_key=reject" in told
-    assert "  instruction: instruction, chosen, rejected" in told
+    message = str(error.value)
+    assert message.startswith("rows.jsonl, line 1: unrecognized row format with columns prompt, choosen, reject: ")
+    assert "no chosen or rejected column. Name your columns with chosen_key=choosen rejected_key=reject" in message
+    assert "  instruction: instruction, chosen, rejected" in message
 
 
-def test_a_prompt_that_is_missing_is_named() -> None:
-    with pytest.raises(UserError, match=r"the prompt not found\). Name your columns with prompt_key=COLUMN"):
+def test_a_missing_prompt_column_is_named() -> None:
+    with pytest.raises(UserError, match=r"no prompt column. Name your columns with prompt_key=COLUMN"):
         detect_format({"chosen": "a", "rejected": "b", "id": 1}, {}, "here")
 
 
-def test_a_key_that_names_no_column_is_told() -> None:
+def test_a_key_that_names_no_column_is_an_error() -> None:
     row = {"prompt": "p", "better": "a", "worse": "b"}
-    with pytest.raises(UserError, match=r"no column 'beter', which chosen_key names; .* did you mean 'better'"):
+    with pytest.raises(UserError, match=r"chosen_key='beter' names no column; .* did you mean 'better'"):
         detect_format(row, {"chosen": "beter", "rejected": "worse"}, "here")
 
 
-def test_rows_with_labels_are_joined_in_order_by_their_prompt() -> None:
-    partners = UnpairedJoiner()
-    shape = detect_format({"prompt": "p", "completion": "c", "label": True}, {}, "here")
+def test_labelled_rows_of_one_prompt_are_joined_in_order() -> None:
+    joiner = UnpairedJoiner()
+    row_format = detect_format({"prompt": "p", "completion": "c", "label": True}, {}, "here")
     answers = [
         ("p", "good 1", True),
         ("q", "bad", False),
@@ -190,18 +189,18 @@ def test_rows_with_labels_are_joined_in_order_by_their_prompt() -> None:
         ("p", "bad 1", 0),
         ("p", "bad 2", 0),
     ]
-    rows = [partners.join({"prompt": p, "completion": c, "label": label}, shape) for p, c, label in answers]
+    rows = [joiner.join({"prompt": p, "completion": c, "label": label}, row_format) for p, c, label in answers]
     assert rows[:3] == [None, None, None]
     assert rows[3] == {"prompt": "p", "chosen": "good 1", "rejected": "bad 1"}
     assert rows[4] == {"prompt": "p", "chosen": "good 2", "rejected": "bad 2"}
-    assert partners.num_waiting == 1
+    assert joiner.num_waiting == 1
 
 
 def test_labelled_messages_split_before_the_last_answer() -> None:
-    partners = UnpairedJoiner()
-    shape = detect_format({"messages": ASKED + GOOD, "label": True}, {}, "here")
-    assert partners.join({"messages": ASKED + GOOD, "label": True}, shape) is None
-    joined = partners.join({"messages": ASKED + BAD, "label": False}, shape)
-    assert joined == {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+    joiner = UnpairedJoiner()
+    row_format = detect_format({"messages": PROMPT + GOOD, "label": True}, {}, "here")
+    assert joiner.join({"messages": PROMPT + GOOD, "label": True}, row_format) is None
+    joined = joiner.join({"messages": PROMPT + BAD, "label": False}, row_format)
+    assert joined == {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}
     with pytest.raises(BadRowError, match="`label` must be true or false, got 'perhaps'"):
-        partners.join({"messages": ASKED + BAD, "label": "perhaps"}, shape)
+        joiner.join({"messages": PROMPT + BAD, "label": "perhaps"}, row_format)

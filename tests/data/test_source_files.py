@@ -1,4 +1,4 @@
-"""Which files are read, in which order, and what is said when there is nothing to read."""
+"""Which files are read and in which order, and the errors when there is nothing to read."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write(path: Path) -> None:
         pyarrow.csv.write_csv(TABLE, path)
     else:
         content = lines(ROWS) if ".jsonl" in name else json.dumps(ROWS).encode()
-        pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}.get(path.suffix, bytes)
-        path.write_bytes(pack(content))
+        compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}.get(path.suffix, bytes)
+        path.write_bytes(compress(content))
 
 
 def read(name: str | Path) -> list[dict[str, str]]:
@@ -74,43 +74,43 @@ def test_every_format_yields_the_same_rows(tmp_path: Path, name: str) -> None:
     assert read(tmp_path / name) == ROWS
 
 
-def test_a_saved_data_set_yields_the_same_rows(tmp_path: Path) -> None:
+def test_a_saved_dataset_yields_the_same_rows(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     assert read(tmp_path / "saved") == ROWS
 
 
-def test_a_saved_data_set_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+def test_a_saved_dataset_of_several_splits_requires_one_split(tmp_path: Path) -> None:
     import datasets
 
-    part = datasets.Dataset.from_list(ROWS[:2])
-    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(tmp_path / "saved")
+    split = datasets.Dataset.from_list(ROWS[:2])
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match=r"several splits \(test, train\); name one"):
         resolve_sources([str(tmp_path / "saved")])
     assert read(tmp_path / "saved" / "test") == ROWS[:2]
 
 
-def test_a_gzip_file_of_several_members_is_read_to_its_end(tmp_path: Path) -> None:
+def test_all_members_of_a_gzip_file_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[:600])) + gzip.compress(lines(ROWS[600:])))
     assert read(tmp_path / "a.jsonl.gz") == ROWS
 
 
-def test_line_numbers_count_blank_lines_but_blank_lines_are_no_rows(tmp_path: Path) -> None:
+def test_blank_lines_are_counted_but_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\n  \n{"a": 2}')
     (block,) = read_blocks(resolve_sources([str(tmp_path / "a.jsonl")])[0])
     assert block.numbers == (1, 4)
     assert block.where(1) == f"{tmp_path / 'a.jsonl'}, line 4"
 
 
-def test_a_block_holds_at_most_so_many_rows(tmp_path: Path) -> None:
+def test_a_block_has_at_most_rows_per_block_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     blocks = list(read_blocks(resolve_sources([str(tmp_path / "a.parquet")])[0]))
     assert [len(block) for block in blocks] == [ROWS_PER_BLOCK, ROWS_PER_BLOCK, 1200 - 2 * ROWS_PER_BLOCK]
     assert blocks[-1].numbers[-1] == 1200
 
 
-def test_a_file_name_string_is_one_file_and_not_characters() -> None:
+def test_a_file_name_string_is_one_file() -> None:
     assert DataSettings("abc.jsonl").file_names == ("abc.jsonl",)
     assert DataSettings(["a.jsonl", "b.jsonl"]).file_names == ("a.jsonl", "b.jsonl")
 
@@ -122,7 +122,7 @@ def test_listed_files_keep_their_order_and_globs_are_sorted(tmp_path: Path) -> N
     assert [Path(source.name).name for source in listed] == ["c.jsonl", "a.jsonl", "b.jsonl"]
 
 
-def test_a_relative_glob_names_relative_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_glob_gives_relative_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     monkeypatch.chdir(tmp_path)
     assert [source.name for source in resolve_sources(["*.jsonl"])] == ["a.jsonl"]
@@ -139,20 +139,20 @@ def test_object_store_urls_are_read_through_fsspec() -> None:
     assert len(list(read_blocks(source))) == 1
 
 
-def test_a_digest_tells_content_and_not_name(tmp_path: Path) -> None:
+def test_a_digest_depends_on_content_and_not_on_the_name(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", "1"), ("b.jsonl", "1"), ("c.jsonl", "2")):
         (tmp_path / name).write_text(text)
     same, also, other = (source_digest(each) for each in resolve_sources([str(tmp_path / "*.jsonl")]))
     assert same == also != other
 
 
-def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+def test_a_missing_file_suggests_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"trian.jsonl' does not exist; did you mean .*train.jsonl\?"):
         resolve_sources([str(tmp_path / "trian.jsonl")])
 
 
-def test_a_missing_directory_is_said() -> None:
+def test_a_missing_directory_is_named() -> None:
     with pytest.raises(UserError, match="its directory 'nowhere' does not exist either"):
         resolve_sources(["nowhere/a.jsonl"])
 
@@ -166,7 +166,7 @@ def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "prompt,chosen\n")])
 def test_a_file_without_rows_is_an_error(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"holds no rows; remove it from data_args.file_name"):
+    with pytest.raises(UserError, match=r"has no rows; remove it from data_args.file_name"):
         read(tmp_path / name)
 
 
@@ -178,32 +178,32 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"cannot tell the format from .txt; known: .json .jsonl"):
+    with pytest.raises(UserError, match=r"unknown suffix .txt; use one of .json .jsonl"):
         resolve_sources([str(tmp_path / "a.txt")])
 
 
-def test_json_lines_under_the_name_of_json_are_told(tmp_path: Path) -> None:
+def test_json_lines_named_json_suggest_the_right_suffix(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(lines(ROWS[:2]))
-    with pytest.raises(UserError, match=r"not valid JSON: .*; if it holds one object a line, name it .jsonl"):
+    with pytest.raises(UserError, match=r"not valid JSON: .*; if it has one object per line, name it .jsonl"):
         read(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow"])
-def test_a_torn_file_is_an_error_and_not_fewer_rows(tmp_path: Path, name: str) -> None:
-    whole = tmp_path / ("file.arrow" if name == "a.arrow" else f"whole.{name}")
-    write(whole)
-    (tmp_path / name).write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"cannot be read as .*check that the file is whole"):
+def test_a_truncated_file_is_an_error_and_not_fewer_rows(tmp_path: Path, name: str) -> None:
+    full = tmp_path / ("file.arrow" if name == "a.arrow" else f"full.{name}")
+    write(full)
+    (tmp_path / name).write_bytes(full.read_bytes()[: full.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"cannot be read as .*check that the file is complete"):
         read(tmp_path / name)
 
 
-def test_a_plain_directory_asks_for_its_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no saved data set; name its files, such as '.*/\*.jsonl'"):
+def test_a_plain_directory_is_an_error_that_suggests_a_glob(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a saved dataset; name its files, such as '.*/\*.jsonl'"):
         resolve_sources([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"file_name": []}, "names no file"),
         ({"file_name": "a", "truncation": "cut"}, "truncation is 'cut'; use one of drop, prompt_start, response_end"),
@@ -212,6 +212,6 @@ def test_a_plain_directory_asks_for_its_files(tmp_path: Path) -> None:
         ({"file_name": "a", "num_processes": 0}, "num_processes must be at least 1, got 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_invalid_settings_are_rejected(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         DataSettings(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where the prompt ends, what is scored, and how many BOS and EOS there are."""
+"""Where the prompt ends, which tokens are scored, and how many BOS and EOS a pair has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenize(columns: dict[str, Any], tokenizer: Any, template: str = "auto", **
     control = ControlTokens(tokenizer, loaded)
     row = row_of(columns)
     rendered = render(row, loaded, tokenizer) if control.find(row) is None else control.render_as_text(row)
-    (result,) = PairTokenizer(tokenizer, loaded, control.stand_ins)([rendered])
+    (result,) = PairTokenizer(tokenizer, loaded, control.placeholders)([rendered])
     return result
 
 
@@ -45,30 +45,28 @@ def test_the_assistant_header_is_not_scored(chat_tokenizer: PreTrainedTokenizerF
     assert pair.chosen_mask is None
 
 
-def test_there_is_one_bos_though_template_and_tokenizer_both_write_it(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bos_is_not_repeated_when_template_and_tokenizer_both_write_it(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     bos = chat_tokenizer.bos_token_id
     assert chat_tokenizer("a").input_ids[0] == bos
     for template in ("auto", "raw"):
         ids = tokenize(texts("Why?"), chat_tokenizer, template).pair.prompt_ids.tolist()
         assert ids[0] == bos
         assert ids.count(bos) == 1
-    written_twice = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").pair.prompt_ids.tolist()
-    assert written_twice.count(bos) == 1
+    repeated = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").pair.prompt_ids.tolist()
+    assert repeated.count(bos) == 1
 
 
-def test_the_prompt_is_what_the_chat_template_gives_a_model_that_generates(
+def test_the_prompt_equals_the_generation_prompt_of_the_chat_template(
     chat_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     pair = tokenize(texts("Why?"), chat_tokenizer).pair
-    generating = chat_tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
-    assert pair.prompt_ids.tolist() == generating["input_ids"]
+    expected = chat_tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
+    assert pair.prompt_ids.tolist() == expected["input_ids"]
 
 
 @pytest.mark.parametrize("template", ["auto", "raw"])
 @pytest.mark.parametrize("ending", ["", "<|im_end|>", "<|im_end|>\n", "<|im_end|><|im_end|> "])
-def test_a_finished_response_ends_with_one_eos(
-    chat_tokenizer: PreTrainedTokenizerFast, template: str, ending: str
-) -> None:
+def test_a_response_ends_with_one_eos(chat_tokenizer: PreTrainedTokenizerFast, template: str, ending: str) -> None:
     pair = tokenize(texts("Why?", f"yes{ending}"), chat_tokenizer, template).pair
     eos = chat_tokenizer.eos_token_id
     assert pair.rejected_ids.tolist().count(eos) == 1
@@ -90,7 +88,7 @@ def test_bos_that_is_also_eos_is_kept_at_both_ends() -> None:
     assert tokenizer.decode(pair.chosen_ids) == " yes<s>"
 
 
-def test_raw_texts_are_joined_as_they_are(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_raw_texts_are_joined_without_a_separator(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     pair = tokenize(texts("Once upon", " a time", " a mat"), chat_tokenizer, "raw").pair
     assert chat_tokenizer.decode([*pair.prompt_ids, *pair.chosen_ids]) == "<s>Once upon a time<|im_end|>"
 
@@ -101,14 +99,14 @@ def test_raw_messages_are_joined_by_blank_lines(chat_tokenizer: PreTrainedTokeni
     assert chat_tokenizer.decode(pair.prompt_ids) == "<s>Be kind.\n\nCorrect it.\n\nfreind\n\n"
 
 
-def test_a_raw_transcript_is_its_own_text(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_raw_transcript_keeps_its_text(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     start = "\n\nHuman: hi\n\nAssistant:"
     pair = tokenize({"chosen": f"{start} yes", "rejected": f"{start} no"}, chat_tokenizer, "raw").pair
     assert chat_tokenizer.decode(pair.prompt_ids) == f"<s>{start}"
     assert chat_tokenizer.decode(pair.chosen_ids) == " yes<|im_end|>"
 
 
-def test_a_split_inside_a_merged_token_moves_back_and_is_told() -> None:
+def test_a_split_inside_a_merged_token_moves_back_and_is_reported() -> None:
     backend = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "bc": 3, "</s>": 4}, [("b", "c")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     moved = tokenize(texts("ab", "ca", "aa"), tokenizer, "raw")
@@ -134,7 +132,7 @@ def test_only_assistant_turns_of_a_long_response_are_scored(chat_tokenizer: PreT
         assert pair.rejected_mask is None
 
 
-def test_later_turns_of_a_transcript_are_scored_only_where_the_assistant_speaks(
+def test_only_assistant_turns_of_a_raw_transcript_are_scored(
     chat_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     start = "\n\nHuman: hi\n\nAssistant:"
@@ -159,7 +157,7 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     assert tokenizer.decode(pair.prompt_ids) == "goodWhy?"
 
 
-def test_a_thought_opened_by_the_generation_prompt_alone_is_no_part_of_the_prompt(tmp_path: Path) -> None:
+def test_a_think_block_only_in_the_generation_prompt_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"
     file.write_text(
@@ -172,51 +170,51 @@ def test_a_thought_opened_by_the_generation_prompt_alone_is_no_part_of_the_promp
     assert rendered.prompt == "<|im_start|>user: Why?<|im_end|><|im_start|>assistant: "
 
 
-def test_a_template_that_rewrites_the_prompt_makes_a_bad_row(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_the_prompt_gives_a_bad_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}")
     template = load_template(tokenizer, str(file), {})
-    with pytest.raises(BadRowError, match="writes the prompt differently when an answer follows"):
+    with pytest.raises(BadRowError, match="renders the prompt differently when an answer follows"):
         render(row_of(texts("Why?")), template, tokenizer)
 
 
-def test_a_template_that_refuses_a_row_makes_a_bad_row(tmp_path: Path) -> None:
+def test_a_template_that_rejects_a_row_gives_a_bad_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"
     file.write_text("{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}x")
-    with pytest.raises(BadRowError, match="the chat template refuses the row: one turn only"):
+    with pytest.raises(BadRowError, match="the chat template rejects the row: one turn only"):
         render(row_of(texts("Why?")), load_template(tokenizer, str(file), {}), tokenizer)
 
 
-def test_raw_text_refuses_tools(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(BadRowError, match=r"`tools`, which data_args.template=raw cannot show"):
+def test_raw_text_rejects_tools(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadRowError, match=r"`tools`, which data_args.template=raw cannot render"):
         tokenize({**texts("Why?"), "tools": [{"name": "now"}]}, chat_tokenizer, "raw")
 
 
-def test_responses_that_become_no_token_are_empty() -> None:
+def test_a_response_without_tokens_is_empty() -> None:
     backend = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     assert tokenize(texts("a", "?", "a"), tokenizer, "raw").has_empty_response
 
 
-def test_a_missing_chat_template_names_both_mends() -> None:
+def test_a_missing_chat_template_suggests_both_alternatives() -> None:
     with pytest.raises(UserError, match=r"data_args.template=raw .*data_args.template=FILE.jinja"):
         load_template(make_tokenizer(), "auto", {})
 
 
-def test_a_missing_template_file_is_told() -> None:
+def test_a_missing_template_file_is_an_error() -> None:
     with pytest.raises(UserError, match=r"'chat.jinja': no such file; use auto, raw or the path"):
         load_template(make_tokenizer(), "chat.jinja", {})
 
 
-def test_a_template_that_is_not_jinja_is_told_at_once(tmp_path: Path) -> None:
+def test_a_template_with_a_syntax_error_fails_on_loading(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in %}")
     with pytest.raises(UserError, match="is not valid Jinja"):
         load_template(make_tokenizer(), str(tmp_path / "t.jinja"), {})
 
 
-def test_a_tokenizer_without_eos_is_refused() -> None:
+def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = make_tokenizer(eos_token=None)
     with pytest.raises(UserError, match=r'no EOS token.*set "eos_token" in its tokenizer_config.json'):
         PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}), PlaceholderTokenizer(tokenizer, []))

@@ -1,4 +1,4 @@
-"""Overlong pairs are dropped unless the user asked for a cut, and a cut keeps what it promises."""
+"""Overlong pairs are dropped by default, and truncated pairs keep a prompt and two responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOS, EOS = 1, 2
 
 
 def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, masked: bool = False) -> Pair:
-    """Tokens count up from 10, so that each says where it stood; a response ends with EOS."""
+    """Make a pair whose token ids count up, so that each shows its original position; a response ends with EOS."""
     prompt_ids = np.arange(10, 10 + prompt, dtype=np.int32)
     if bos:
         prompt_ids[0] = BOS
@@ -21,7 +21,7 @@ def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, mask
     return Pair(prompt_ids, *sides, chosen_mask=np.arange(chosen) % 2 == 0 if masked else None)
 
 
-def test_a_pair_that_fits_is_left_alone() -> None:
+def test_a_pair_that_fits_is_unchanged() -> None:
     pair = make_pair(4, 3, 6)
     assert pair_length(pair) == 10
     for how in ("drop", "prompt_start", "response_end"):
@@ -29,7 +29,7 @@ def test_a_pair_that_fits_is_left_alone() -> None:
     assert truncate(make_pair(4, 3, 600), None, "drop", BOS) is not None
 
 
-def test_drop_drops() -> None:
+def test_drop_drops_an_overlong_pair() -> None:
     assert truncate(make_pair(4, 3, 6), 9, "drop", BOS) is None
 
 
@@ -46,16 +46,16 @@ def test_prompt_start_without_bos_keeps_the_newest_tokens() -> None:
     assert cut.prompt_ids.tolist() == [12, 13, 14]
 
 
-def test_prompt_start_drops_a_pair_whose_prompt_would_vanish() -> None:
+def test_prompt_start_drops_a_pair_whose_prompt_would_be_empty() -> None:
     assert truncate(make_pair(5, 3, 6), 8, "prompt_start", BOS) is not None
     assert truncate(make_pair(5, 3, 6), 7, "prompt_start", BOS) is None
 
 
-def test_a_truncated_response_carries_no_eos() -> None:
+def test_a_truncated_response_has_no_eos() -> None:
     cut = truncate(make_pair(4, 3, 6, masked=True), 8, "response_end", BOS)
     assert cut is not None
     assert cut.rejected_ids.tolist() == [100, 101, 102, 103]
-    assert cut.chosen_ids.tolist() == [100, 101, EOS]  # it fits, so it is finished
+    assert cut.chosen_ids.tolist() == [100, 101, EOS]  # it fits, so it keeps its EOS
     cut = truncate(make_pair(4, 3, 6, masked=True), 6, "response_end", BOS)
     assert cut is not None
     assert cut.chosen_ids.tolist() == [100, 101]
@@ -71,7 +71,7 @@ lengths = st.integers(1, 20)
 
 
 @given(lengths, lengths, lengths, st.integers(2, 45), st.sampled_from(["prompt_start", "response_end"]), st.booleans())
-def test_whatever_is_cut_fits_and_keeps_a_prompt_and_responses(
+def test_every_truncated_pair_fits_and_keeps_a_prompt_and_responses(
     prompt: int, chosen: int, rejected: int, limit: int, how: str, masked: bool
 ) -> None:
     cut = truncate(make_pair(prompt, chosen, rejected, masked=masked), limit, how, BOS)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How many cases hypothesis tries: 200 of each property, or as many as THRESHER_FUZZ_EXAMPLES says."""
+"""Hypothesis profile: 200 examples per test, or THRESHER_FUZZ_EXAMPLES."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ settings.register_profile(
     "fuzz",
     max_examples=int(os.environ.get("THRESHER_FUZZ_EXAMPLES", "200")),
     deadline=None,
-    derandomize="THRESHER_FUZZ_EXAMPLES" not in os.environ,  # the same cases in every run of the tests
+    derandomize="THRESHER_FUZZ_EXAMPLES" not in os.environ,  # the same cases in every test run
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )

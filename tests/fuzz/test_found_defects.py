@@ -1,4 +1,4 @@
-"""What fuzzing found, each as the input that it found: an answer or a documented error, where a traceback was."""
+"""Regression tests: inputs found by fuzzing that raised a traceback are now read or give a documented error."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from thresher.errors import CheckpointError, UserError
 @pytest.mark.parametrize(
     "content",
     [b'{"$float": []}', b'[{"$float": null}]', b'{"$float": 1%s}' % (b"0" * 400), b"[" * 100_000],
-    ids=["a list for a number", "null for a number", "a number beyond floats", "nested without an end"],
+    ids=["a list as number", "null as number", "a number beyond float64", "unclosed nesting"],
 )
-def test_json_that_spells_no_number_is_a_damaged_file(tmp_path: Path, content: bytes) -> None:
+def test_invalid_encoded_numbers_are_damaged_files(tmp_path: Path, content: bytes) -> None:
     assert not ExactJsonCheck(tmp_path)(content)
 
 
-def test_a_directory_in_place_of_json_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_instead_of_json_is_a_damaged_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_json(tmp_path)
 
 
-def test_a_manifest_with_the_word_for_numbers_among_other_keys_is_damaged(tmp_path: Path) -> None:
+def test_a_manifest_with_a_float_key_among_others_is_damaged(tmp_path: Path) -> None:
     check = ManifestCheck(tmp_path)
     assert not check(check.content.replace(b'"metrics": {', b'"metrics": {"$float": "1", '))
 
@@ -45,9 +45,9 @@ def test_a_manifest_with_the_word_for_numbers_among_other_keys_is_damaged(tmp_pa
     ("key", "value"),
     [("files", None), ("files", {"a": "b"}), ("files", {"a": {"size": [], "sha256": "x"}}), ("step", "7")],
 )
-def test_a_signed_manifest_of_other_parts_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_signed_manifest_with_invalid_fields_is_rejected(tmp_path: Path, key: str, value: Any) -> None:
     check = ManifestCheck(tmp_path)
-    body = {name: each for name, each in loads(check.content.decode()).items() if name != "sha256"}
+    body = {name: field for name, field in loads(check.content.decode()).items() if name != "sha256"}
     assert check.signed(body)
     assert not check.signed({**body, key: value})
     del body[key]
@@ -63,7 +63,7 @@ def test_a_signed_manifest_of_other_parts_is_refused(tmp_path: Path, key: str, v
     ],
     ids=["an integer too long to print", "a sum of 1,000 lists", "a sum of 20,000 lists"],
 )
-def test_a_config_value_without_measure_is_a_told_mistake(values: dict[str, Any]) -> None:
+def test_an_oversized_config_value_is_a_user_error(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="invalid configuration"):
         parse_config({**CONFIG, **values})
 
@@ -86,27 +86,27 @@ def test_a_config_value_without_measure_is_a_told_mistake(values: dict[str, Any]
         *(b"defaults: [{a: {b: c}}]", b"hydra: {searchpath: 5}", b"hydra: {searchpath: [5]}", b"defaults: [5, null]"),
     ],
 )
-def test_yaml_that_is_no_config_is_a_told_mistake(tmp_path: Path, yaml: bytes) -> None:
+def test_yaml_that_is_not_a_config_is_a_user_error(tmp_path: Path, yaml: bytes) -> None:
     assert not ComposeCheck(tmp_path)(yaml, [])
 
 
-def test_hints_of_the_cache_that_are_no_mapping_are_told(tmp_path: Path) -> None:
+def test_a_cache_description_that_is_not_a_mapping_is_reported_as_unknown(tmp_path: Path) -> None:
     check = CacheCheck(tmp_path)
     assert not check.identity(b"[1, 2]")
     assert check.identity(b'{"model": 5}')
 
 
 @pytest.mark.parametrize("mask", [0x78, 0x80, 0xFF])
-def test_no_byte_of_a_shard_can_end_the_process(tmp_path: Path, mask: int) -> None:
-    """Lengths in the file that reached beyond it were followed: a segmentation fault in two places."""
+def test_no_changed_byte_of_a_shard_crashes_the_process(tmp_path: Path, mask: int) -> None:
+    """Lengths beyond the end of the file used to cause segmentation faults."""
     for check in (CacheCheck(tmp_path), StoreCheck(tmp_path)):
-        sound = 0
+        num_read = 0
         for at in range(len(check.content)):
             content = bytearray(check.content)
             content[at] ^= mask
-            sound += check(bytes(content))
+            num_read += check(bytes(content))
         if isinstance(check, CacheCheck):
-            assert sound == 0  # every byte counts in the digest
+            assert num_read == 0  # the digest covers every byte
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,21 @@ def test_no_byte_of_a_shard_can_end_the_process(tmp_path: Path, mask: int) -> No
         *(("indexes", [5]), ("report", {}), ("longest_pair", "7"), ("columns_in_use", [[]]), ("content_digest", 5)),
     ],
 )
-def test_a_manifest_of_a_store_with_other_parts_is_told(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_store_manifest_with_invalid_fields_is_rejected(tmp_path: Path, key: str, value: Any) -> None:
     check = StoreManifestCheck(tmp_path)
     assert check(check.content)
-    told = json.loads(check.content)
-    assert not check(json.dumps({**told, key: value}).encode())
-    del told[key]
-    assert not check(json.dumps(told).encode())
+    manifest = json.loads(check.content)
+    assert not check(json.dumps({**manifest, key: value}).encode())
+    del manifest[key]
+    assert not check(json.dumps(manifest).encode())
 
 
-def test_a_shard_with_fewer_pairs_than_the_manifest_says_is_told(tmp_path: Path) -> None:
+def test_a_shard_with_fewer_pairs_than_the_manifest_states_is_rejected(tmp_path: Path) -> None:
     check = StoreManifestCheck(tmp_path)
-    told = json.loads(check.content)
-    told["shards"][0]["num_pairs"] += 1
-    for each in told["indexes"]:
-        each["size"] += 12
-        with (tmp_path / "store" / each["name"]).open("ab") as file:
+    manifest = json.loads(check.content)
+    manifest["shards"][0]["num_pairs"] += 1
+    for index in manifest["indexes"]:
+        index["size"] += 12
+        with (tmp_path / "store" / index["name"]).open("ab") as file:
             file.write(bytes(12))
-    assert not check(json.dumps(told).encode())
+    assert not check(json.dumps(manifest).encode())

@@ -1,6 +1,6 @@
-"""Any input of a reader gives an answer or a documented error; hypothesis looks for one that does not, and shrinks it.
+"""Any input of a reader is read or gives a documented error; hypothesis searches for and shrinks counterexamples.
 
-`scripts/fuzz` runs the same checks on millions of cases that are made faster.
+`scripts/fuzz` runs the same checks on millions of cases, which it generates faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.fuzz.cases import (
     KEYS,
     OVERRIDES,
     ROLES,
-    SOUND_ROWS,
+    VALID_ROWS,
     WORDS,
     YAML_WORDS,
 )
@@ -49,11 +49,11 @@ COLUMNS = st.one_of(TEXTS, MESSAGES, VALUES)
 
 
 @st.composite
-def changed(draw: st.DrawFn, sound: Any, new: st.SearchStrategy[Any]) -> Any:
-    """A sound mapping with some of its values changed, at any depth."""
-    made = json.loads(json.dumps(sound))
+def changed(draw: st.DrawFn, valid: Any, new: st.SearchStrategy[Any]) -> Any:
+    """A valid mapping with some of its values changed, at any depth."""
+    result = json.loads(json.dumps(valid))
     for _ in range(draw(st.integers(0, 3))):
-        parent: Any = made
+        parent: Any = result
         while True:
             key = draw(st.sampled_from(sorted(parent)) if isinstance(parent, dict) else st.integers(0, len(parent) - 1))
             if isinstance(parent[key], dict | list) and parent[key] and draw(st.booleans()):
@@ -61,28 +61,28 @@ def changed(draw: st.DrawFn, sound: Any, new: st.SearchStrategy[Any]) -> Any:
                 continue
             parent[key] = draw(new)
             break
-    return made
+    return result
 
 
 @st.composite
 def mutated(draw: st.DrawFn, content: bytes, words: tuple[bytes, ...] = (b"\x00",)) -> bytes:
-    """Bytes with a few stretches replaced."""
-    made = content
+    """Bytes with a few ranges replaced."""
+    result = content
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(made)))
+        at = draw(st.integers(0, len(result)))
         new = draw(st.one_of(st.binary(max_size=4), st.sampled_from(words)))
-        made = made[:at] + new + made[at + draw(st.integers(0, 8)) :]
-    return made
+        result = result[:at] + new + result[at + draw(st.integers(0, 8)) :]
+    return result
 
 
-@given(st.one_of(VALUES, st.sampled_from(SOUND_ROWS).flatmap(lambda row: changed(row, COLUMNS))))
+@given(st.one_of(VALUES, st.sampled_from(VALID_ROWS).flatmap(lambda row: changed(row, COLUMNS))))
 def test_any_value_is_a_row_or_a_bad_row(value: Any) -> None:
     check_row(value)
 
 
 @given(
     st.one_of(
-        st.binary(), st.sampled_from(SOUND_ROWS).flatmap(lambda row: mutated(json.dumps(row).encode(), JSON_WORDS))
+        st.binary(), st.sampled_from(VALID_ROWS).flatmap(lambda row: mutated(json.dumps(row).encode(), JSON_WORDS))
     )
 )
 def test_any_line_is_a_row_or_a_bad_row(line: bytes) -> None:
@@ -118,16 +118,16 @@ def test_only_the_template_writes_control_tokens(template: TemplateCheck, column
 
 
 @given(st.one_of(VALUES, changed(CONFIG, st.one_of(VALUES, st.sampled_from(CONFIG_WORDS)))))
-def test_any_values_are_a_config_or_a_told_mistake(values: Any) -> None:
+def test_any_values_are_a_config_or_a_user_error(values: Any) -> None:
     check_config(values)
 
 
-@settings(max_examples=25)  # Hydra takes some 30 ms for each
+@settings(max_examples=25)  # Hydra takes about 30 ms per example
 @given(
     mutated(json.dumps(CONFIG, indent=1).encode(), YAML_WORDS),
     st.lists(st.one_of(st.sampled_from(OVERRIDES), TEXTS), max_size=2),
 )
-def test_any_yaml_and_overrides_are_a_config_or_a_told_mistake(
+def test_any_yaml_and_overrides_are_a_config_or_a_user_error(
     tmp_path_factory: Any, yaml: bytes, overrides: list[str]
 ) -> None:
     ComposeCheck(tmp_path_factory.getbasetemp())(yaml, overrides)
@@ -139,12 +139,12 @@ def manifest(tmp_path_factory: Any) -> ManifestCheck:
 
 
 @given(st.data())
-def test_any_bytes_are_the_manifest_or_a_told_fault(manifest: ManifestCheck, data: st.DataObject) -> None:
+def test_any_bytes_are_the_manifest_or_a_checkpoint_error(manifest: ManifestCheck, data: st.DataObject) -> None:
     manifest(data.draw(st.one_of(st.binary(), mutated(manifest.content, JSON_WORDS))))
 
 
 @given(st.data())
-def test_any_bytes_are_exact_json_or_a_told_fault(manifest: ManifestCheck, data: st.DataObject) -> None:
+def test_any_bytes_are_exact_json_or_a_checkpoint_error(manifest: ManifestCheck, data: st.DataObject) -> None:
     ExactJsonCheck(manifest.directory.parent)(data.draw(st.one_of(st.binary(), mutated(manifest.content, JSON_WORDS))))
 
 
@@ -154,7 +154,7 @@ def cache(tmp_path_factory: Any) -> CacheCheck:
 
 
 @given(st.data())
-def test_a_damaged_shard_of_the_cache_gives_the_same_logps_or_none(cache: CacheCheck, data: st.DataObject) -> None:
+def test_a_damaged_cache_shard_gives_the_same_logps_or_none(cache: CacheCheck, data: st.DataObject) -> None:
     cache(data.draw(mutated(cache.content)), signed=data.draw(st.booleans()))
 
 
@@ -164,5 +164,5 @@ def store(tmp_path_factory: Any) -> StoreCheck:
 
 
 @given(st.data())
-def test_a_damaged_shard_of_a_store_is_told(store: StoreCheck, data: st.DataObject) -> None:
+def test_a_damaged_store_shard_is_read_or_a_user_error(store: StoreCheck, data: st.DataObject) -> None:
     store(data.draw(mutated(store.content)))

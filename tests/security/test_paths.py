@@ -208,7 +208,7 @@ def test_a_saved_data_set_that_names_files_elsewhere_is_refused(
     options = ("--template", "raw", "--model", attacked.model, "--output", tmp_path / "store")
     ended = thresher("prepare", saved, *options)
     assert ended.code == 2
-    assert "which is no file of it" in ended.text
+    assert "which is outside its directory" in ended.text
 
 
 def test_bad_rows_are_not_written_through_a_link(

@@ -1,9 +1,9 @@
-"""Prepare a store in child processes, each killed with SIGKILL after a number of blocks, the last one to its end.
+"""Prepare a store in child processes, each killed with SIGKILL after a number of blocks; the last one completes.
 
-    python -m tests.support.prepare_and_kill OUTPUT LOG SHARD_ROWS RUNNER FILES KILL_AT ...
+    python -m tests.support.prepare_and_kill OUTPUT LOG SHARD_ROWS EXECUTOR FILES KILL_AT ...
 
-RUNNER is `local:N` or `ray:N`; FILES are joined by commas. Every block is logged, as its span and last row, when its
-result arrives. Children are new processes, as Ray does not survive a fork.
+EXECUTOR is `local:N` or `ray:N`; FILES are separated by commas. Each block is logged as its span and last row when its
+result arrives. Children are new processes, because Ray does not survive a fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thresher.data.prepare.prepare import DataSettings, prepare
 from thresher.data.prepare.tasks import SpanTask, TaskReader
 
 
-def make_runner(name: str) -> Executor:
+def make_executor(name: str) -> Executor:
     kind, _, number = name.partition(":")
     if kind == "local":
         return local_executor(int(number))
@@ -31,9 +31,9 @@ def make_runner(name: str) -> Executor:
     return run_on_ray(int(number))
 
 
-def dying(runner: Executor, log: Path, kill_at: int | None) -> Executor:
+def killing(executor: Executor, log: Path, kill_at: int | None) -> Executor:
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
-        for number, result in enumerate(runner(worker, reader, spans), start=1):
+        for number, result in enumerate(executor(worker, reader, spans), start=1):
             with log.open("a") as stream:
                 stream.write(f"{result.span} {result.last_number}\n")
             if number == kill_at:
@@ -43,11 +43,11 @@ def dying(runner: Executor, log: Path, kill_at: int | None) -> Executor:
     return run
 
 
-def prepare_and_die(output: str, log: str, shard_rows: str, runner: str, files: str, kill_at: str) -> None:
+def prepare_and_kill(output: str, log: str, shard_rows: str, executor: str, files: str, kill_at: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     settings = DataSettings(files.split(","), on_bad_row="quarantine", shard_rows=int(shard_rows))
-    prepare(settings, tokenizer, output, runner=dying(make_runner(runner), Path(log), int(kill_at) or None))
+    prepare(settings, tokenizer, output, runner=killing(make_executor(executor), Path(log), int(kill_at) or None))
 
 
 def main(*arguments: str) -> None:
@@ -57,11 +57,11 @@ def main(*arguments: str) -> None:
             [sys.executable, "-m", __spec__.name, "--child", *common, kill_at], check=False
         ).returncode
         if code != (0 if kill_at == "0" else -signal.SIGKILL):
-            sys.exit(f"the process that was to die at block {kill_at} ended with {code}")
+            sys.exit(f"the process to be killed at block {kill_at} exited with {code}")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--child":
-        prepare_and_die(*sys.argv[2:])
+        prepare_and_kill(*sys.argv[2:])
     else:
         main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Real pairs as token ids and the pieces that train on them, for tests that compare numbers."""
+"""Tokenized real pairs, models and objectives for tests that compare numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TokenPair = tuple[list[int], list[int], list[int]]
 
 
 def minimal_dpo() -> ModuleType:
-    """The oracle: examples/minimal_dpo.py as a module."""
+    """Import examples/minimal_dpo.py, the independent oracle."""
     spec = importlib.util.spec_from_file_location("minimal_dpo", ROOT / "examples" / "minimal_dpo.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -77,5 +77,5 @@ def micro_batches(pairs: Sequence[TokenPair], reference: NativeInfer | None, siz
     return [MicroBatch(batch, None if reference is None else reference.score(batch)) for batch in batches]
 
 
-def objective_of(name: str, **knobs: float) -> Objective:
-    return Objective(terms=((make_losses([name], knobs)[0], 1.0),))
+def objective_of(name: str, **parameters: float) -> Objective:
+    return Objective(terms=((make_losses([name], parameters)[0], 1.0),))

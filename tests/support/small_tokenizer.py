@@ -1,4 +1,4 @@
-"""A small tokenizer with the traits that go wrong: it adds BOS, its template writes BOS too, EOS ends a turn."""
+"""A small tokenizer with error-prone traits: tokenizer and template both write BOS, and EOS also ends turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(**special: Any) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that adds BOS by itself, as Llama's does, and knows ChatML's marks."""
+    """Train a byte-level BPE tokenizer that adds BOS, as Llama's does, and has the ChatML tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevel()

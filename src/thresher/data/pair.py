@@ -1,7 +1,4 @@
-"""A micro-batch of pairs as ragged tokens: what the data side hands to a layout.
-
-Nothing here is padded or interleaved; arranging tokens for a model is a layout's decision.
-"""
+"""Tokenized pairs and micro-batches of them, unpadded; layouts collate them into model inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt with two responses, as token ids.
+    """Token ids of one prompt and two responses.
 
-    chosen_mask / rejected_mask: bool, one per response token, False where a token is not scored; None scores all.
+    chosen_mask, rejected_mask: one bool per response token, False where it is not scored; None scores all tokens.
     """
 
     prompt_ids: TokenIds
@@ -30,13 +27,13 @@ class Pair:
 
 
 def scored_positions(response: TokenIds, mask: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-    """Number the scored tokens of a response, from 0; without a mask all are."""
+    """Return the positions of the scored tokens of a response, from 0."""
     return np.arange(len(response)) if mask is None else np.flatnonzero(mask)
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Pairs of one micro-batch and their row numbers in the store."""
+    """The pairs of one micro-batch and their row numbers in the store."""
 
     pair_ids: npt.NDArray[np.int64]
     pairs: tuple[Pair, ...]

@@ -1,4 +1,4 @@
-"""Random inputs: JSON-like values around the words that readers know, sound inputs with one thing changed, bytes."""
+"""Random inputs: JSON-like values of known keys and words, valid inputs with a few changes, and bytes."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ WORDS = (
 )
 NUMBERS = (0, 1, -1, 2**31, 2**63, 10**40, 10**400, 0.5, -0.0, 1e38, 1e39, 1e308, float("nan"), float("inf"))
 SIDE = [{"role": "assistant", "content": "yes"}]
-ASKED = [{"role": "user", "content": "Why?"}]
-SOUND_ROWS: tuple[dict[str, Any], ...] = (
+PROMPT = [{"role": "user", "content": "Why?"}]
+VALID_ROWS: tuple[dict[str, Any], ...] = (
     {"prompt": "Why?", "chosen": "yes", "rejected": "no"},
-    {"prompt": ASKED, "chosen": SIDE, "rejected": [*SIDE, *ASKED, *SIDE]},
+    {"prompt": PROMPT, "chosen": SIDE, "rejected": [*SIDE, *PROMPT, *SIDE]},
     {"instruction": "Why?", "input": "now", "history": [["a", "b"]], "chosen": "yes", "rejected": "no"},
-    {"messages": ASKED, "chosen": SIDE[0], "rejected": SIDE[0], "tools": [{"name": "x"}], "system": "Be kind."},
+    {"messages": PROMPT, "chosen": SIDE[0], "rejected": SIDE[0], "tools": [{"name": "x"}], "system": "Be kind."},
     {"conversations": [{"from": "human", "value": "a"}], "chosen": "b", "rejected": "c", "margin": 1, "weight": "2"},
-    {"chosen": [*ASKED, *SIDE], "rejected": [*ASKED, *SIDE, *ASKED, *SIDE]},
+    {"chosen": [*PROMPT, *SIDE], "rejected": [*PROMPT, *SIDE, *PROMPT, *SIDE]},
     {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c\n\nHuman: d\n\nAssistant: e"},
-    {"input": {"messages": ASKED, "tools": []}, "preferred_output": SIDE, "non_preferred_output": SIDE},
+    {"input": {"messages": PROMPT, "tools": []}, "preferred_output": SIDE, "non_preferred_output": SIDE},
     {"question": "a", "answer_matching_behavior": " (A)", "answer_not_matching_behavior": " (B)"},
     {"prompt": "a", "completion": "b", "label": True},
-    {"messages": [*ASKED, *SIDE], "label": "false"},
-    {"conversations": [*ASKED, *SIDE], "label": 0},
+    {"messages": [*PROMPT, *SIDE], "label": "false"},
+    {"conversations": [*PROMPT, *SIDE], "label": 0},
 )
 
 
@@ -62,7 +62,7 @@ def text(draw: random.Random) -> str:
 
 
 def value(draw: random.Random, depth: int = 0) -> Any:
-    """A value as JSON or YAML may hold it."""
+    """A value that JSON or YAML can represent."""
     kind = draw.randrange(5 if depth > 3 else 9)
     if kind == 0:
         return draw.choice((None, True, False))
@@ -88,26 +88,26 @@ def nested(draw: random.Random) -> Any:
 
 
 def message(draw: random.Random) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": draw.choice(ROLES), "content": text(draw)}
+    result: dict[str, Any] = {"role": draw.choice(ROLES), "content": text(draw)}
     if draw.random() < 0.1:
-        made[draw.choice(("thinking", "tool_calls", "name"))] = value(draw, 3)
-    return made
+        result[draw.choice(("thinking", "tool_calls", "name"))] = value(draw, 3)
+    return result
 
 
 def row(draw: random.Random) -> Any:
-    """A row: anything, or a sound one with a few places changed."""
+    """Any value, or a valid row with a few changes."""
     if draw.random() < 0.1:
         return value(draw)
-    return mutate_value(draw, json.loads(json.dumps(draw.choice(SOUND_ROWS))), lambda: value(draw, 1))
+    return mutate_value(draw, json.loads(json.dumps(draw.choice(VALID_ROWS))), lambda: value(draw, 1))
 
 
-def mutate_value(draw: random.Random, made: Any, new: Callable[[], Any]) -> Any:
-    """Change up to three places of a nested value: replace, remove, add, repeat."""
+def mutate_value(draw: random.Random, root: Any, new: Callable[[], Any]) -> Any:
+    """Change up to three items of a nested value in place: replace, remove, add, repeat."""
     for _ in range(draw.randrange(4)):
-        places = list(_places(made))
-        if not places:
-            return made
-        parent, key = draw.choice(places)
+        items = list(_items(root))
+        if not items:
+            return root
+        parent, key = draw.choice(items)
         kind = draw.random()
         if kind < 0.5:
             parent[key] = new()
@@ -119,41 +119,41 @@ def mutate_value(draw: random.Random, made: Any, new: Callable[[], Any]) -> Any:
             parent.insert(key, draw.choice(parent))
         else:
             parent[draw.choice(KEYS)] = new()
-    return made
+    return root
 
 
-def _places(made: Any) -> Any:
-    waiting = [made]
-    while waiting:
-        each = waiting.pop()
-        keys = list(each) if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
+def _items(root: Any) -> Any:
+    stack = [root]
+    while stack:
+        parent = stack.pop()
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent)) if isinstance(parent, list) else ()
         for key in keys:
-            yield each, key
-            waiting.append(each[key])
+            yield parent, key
+            stack.append(parent[key])
 
 
 def chat_row(draw: random.Random) -> dict[str, Any]:
-    """A row of messages that is sound but for its texts, so that most are rendered."""
+    """A row of messages with valid roles and random texts, so that most are rendered."""
 
     def turns(first: str, count: int) -> list[dict[str, Any]]:
         roles = ("assistant", "user") if first == "assistant" else ("user", "assistant")
-        made = [{"role": roles[n % 2], "content": _plain(draw)} for n in range(count)]
-        for each in made:
+        messages = [{"role": roles[n % 2], "content": _plain(draw)} for n in range(count)]
+        for each in messages:
             if draw.random() < 0.1:
                 each["thinking"] = _plain(draw)
-        return made
+        return messages
 
     prompt = turns("user", draw.choice((1, 1, 3)))
     if draw.random() < 0.3:
         prompt.insert(0, {"role": "system", "content": _plain(draw)})
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "prompt": prompt,
         "chosen": turns("assistant", draw.choice((1, 1, 3))),
         "rejected": turns("assistant", draw.choice((1, 1, 3))),
     }
     if draw.random() < 0.2:
-        made["tools"] = [{"name": _plain(draw), _plain(draw): _plain(draw)}]
-    return made
+        result["tools"] = [{"name": _plain(draw), _plain(draw): _plain(draw)}]
+    return result
 
 
 def _plain(draw: random.Random) -> str:
@@ -191,9 +191,9 @@ CONFIG_WORDS = (
 def config_value(draw: random.Random) -> Any:
     if draw.random() < 0.5:
         return draw.choice(CONFIG_WORDS)
-    # hexadecimal in YAML may be longer than what Python writes in decimals
-    made = value(draw, 2) if draw.random() < 0.95 else 16**5000
-    return {1: made} if draw.random() < 0.05 else made
+    # YAML accepts hexadecimal integers that are too long for Python to print in decimal
+    result = value(draw, 2) if draw.random() < 0.95 else 16**5000
+    return {1: result} if draw.random() < 0.05 else result
 
 
 def config(draw: random.Random) -> Any:
@@ -206,8 +206,8 @@ OVERRIDES = ("seed=1", "actor_train.model_args.dtype=fp32", "+a.b=[1,2]", "~beta
 
 
 def override(draw: random.Random) -> str:
-    whole = draw.choice(OVERRIDES)
-    return mutate_bytes(draw, whole.encode()).decode("utf-8", "replace") if draw.random() < 0.7 else whole
+    valid = draw.choice(OVERRIDES)
+    return mutate_bytes(draw, valid.encode()).decode("utf-8", "replace") if draw.random() < 0.7 else valid
 
 
 YAML_WORDS = (
@@ -242,24 +242,24 @@ JSON_WORDS = (
 
 
 def mutate_bytes(draw: random.Random, content: bytes, words: tuple[bytes, ...] = (b"\x00", b"\xff")) -> bytes:
-    """Change a few places: flip a bit, set, remove, insert, repeat, cut."""
-    made = bytearray(content)
+    """Change a few ranges: flip a bit, set, remove, insert, repeat, truncate."""
+    result = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
-        at = draw.randrange(len(made) + 1)
+        at = draw.randrange(len(result) + 1)
         size = draw.choice((1, 1, 2, 8, 64))
         kind = draw.randrange(7)
-        if kind == 0 and at < len(made):
-            made[at] ^= 1 << draw.randrange(8)
-        elif kind == 1 and at < len(made):
-            made[at] = draw.randrange(256)
+        if kind == 0 and at < len(result):
+            result[at] ^= 1 << draw.randrange(8)
+        elif kind == 1 and at < len(result):
+            result[at] = draw.randrange(256)
         elif kind == 2:
-            del made[at : at + size]
+            del result[at : at + size]
         elif kind == 3:
-            made[at:at] = draw.choice(words)
+            result[at:at] = draw.choice(words)
         elif kind == 4:
-            made[at:at] = draw.randbytes(size)
+            result[at:at] = draw.randbytes(size)
         elif kind == 5:
-            made[at:at] = made[at : at + size]
+            result[at:at] = result[at : at + size]
         elif draw.random() < 0.2:
-            del made[at:]
-    return bytes(made)
+            del result[at:]
+    return bytes(result)

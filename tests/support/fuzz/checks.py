@@ -1,7 +1,7 @@
-"""What must hold for any input of a reader: it answers, or ends in a documented error; nothing else, and nothing wrong.
+"""Invariants of every reader: any input is read correctly or gives a documented error.
 
-Each check takes one input and returns True where it was read, False where it ended in a documented error. Everything
-else that it raises is a defect.
+Each check takes one input and returns True if it was read, False after a documented error. Any other exception is a
+defect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thresher.data.pair import Pair
 from thresher.data.prepare.block_worker import BadRow, BlockTask, BlockWorker
 from thresher.data.prepare.prepare import prepare
 from thresher.data.prepare.report import report_of
-from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, detect_format, to_preference_row
+from thresher.data.rows.formats import FORMAT_BY_NAME, PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError, parse_row
 from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
@@ -40,20 +40,20 @@ from thresher.reference.shards import ShardLimits, write_shard
 
 
 def check_row(content: Any) -> bool:
-    """A line or value is a `PreferenceRow` of sound parts, a bad row that can be written down, or of no shape."""
+    """A line or value is a valid `PreferenceRow`, a bad row that can be written to the quarantine, or unrecognized."""
     block = Block("f.jsonl", "line", (1,), (content,), 1)
     try:
         row = parse_row(content)
-        shape = detect_format(row, {}, block.where(0))
-        if shape.is_unpaired:
-            partners = UnpairedJoiner()
+        row_format = detect_format(row, {}, block.where(0))
+        if row_format.is_unpaired:
+            joiner = UnpairedJoiner()
             opposite = {**row, "label": str(row["label"]).strip().lower() not in ("true", "1")}
-            partners.join(row, shape)
-            joined = partners.join(opposite, shape)
+            joiner.join(row, row_format)
+            joined = joiner.join(opposite, row_format)
             if joined is None:
-                raise AssertionError("opposite labels of one prompt did not meet")
-            row, shape = joined, SHAPE_OF_NAME["prompt"]
-        read = to_preference_row(row, shape, {})
+                raise AssertionError("opposite labels of one prompt were not joined")
+            row, row_format = joined, FORMAT_BY_NAME["prompt"]
+        read = to_preference_row(row, row_format, {})
     except BadRowError as error:
         bad = BadRow.of(block, 0, error)
         json.loads(json.dumps(asdict(bad), ensure_ascii=False, default=str).encode("utf-8", "backslashreplace"))
@@ -77,7 +77,7 @@ def _check_message(message: str) -> None:
 
 
 class TemplateCheck:
-    """A row goes through a block's worker: every row is accounted for, and the control tokens are the template's."""
+    """Process a row with a `BlockWorker`: the row is counted once, and only the template writes control tokens."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = make_tokenizer()
@@ -92,7 +92,7 @@ class TemplateCheck:
         if len(pairs) + len(result.bad) + result.dropped.total() != 1:
             raise AssertionError(f"one row became {len(pairs)} pairs, {result.bad}, {result.dropped}")
         for pair in pairs:
-            self._check_tokens(to_preference_row(parse_row(columns), SHAPE_OF_NAME["prompt"], {}), pair)
+            self._check_tokens(to_preference_row(parse_row(columns), FORMAT_BY_NAME["prompt"], {}), pair)
         return bool(pairs)
 
     def _check_tokens(self, row: PreferenceRow, pair: dict[str, Any]) -> None:
@@ -102,19 +102,19 @@ class TemplateCheck:
             found = (ids.count(self._bos), ids.count(self._start), ids.count(self._end))
             if found != (1, turns, turns):
                 raise AssertionError(
-                    f"{turns} turns have {found} of BOS, start and end: {self._tokenizer.decode(ids)!r}"
+                    f"{turns} turns have {found} BOS, start and end tokens: {self._tokenizer.decode(ids)!r}"
                 )
             conversation = row.prompt + messages
             text = self._tokenizer.apply_chat_template(conversation, tools=row.tools, tokenize=False)
             if self._tokenizer.decode(ids) != text[: text.rindex("<|im_end|>")] + "<|im_end|>":
-                raise AssertionError(f"other text: {self._tokenizer.decode(ids)!r} for {text!r}")
+                raise AssertionError(f"different text: {self._tokenizer.decode(ids)!r} for {text!r}")
             mask = pair[f"{side}_mask"]
             if (mask is None) != (len(messages) == 1) or (mask is not None and len(mask) != len(pair[f"{side}_ids"])):
-                raise AssertionError("a mask that does not fit")
+                raise AssertionError("a mask of the wrong length")
 
 
 def check_config(values: Any) -> bool:
-    """Plain values are a config all of whose properties can be asked for, or a `UserError`."""
+    """Any values are a config whose properties can all be computed, or a `UserError`."""
     try:
         config = parse_config(values)
     except UserError as error:
@@ -152,7 +152,7 @@ class ComposeCheck:
 
 
 class ExactJsonCheck:
-    """Any bytes are a value that can be spelled again, or a `CheckpointError`."""
+    """Any bytes are a value or a `CheckpointError`."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "state.json"
@@ -167,7 +167,7 @@ class ExactJsonCheck:
 
 
 class ManifestCheck:
-    """Any bytes are the manifest that was written, or a `CheckpointError`: nobody gets another one past the digest."""
+    """Any bytes are the manifest that was written, or a `CheckpointError`: the digest rejects any other."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "step"
@@ -184,11 +184,11 @@ class ManifestCheck:
         except CheckpointError:
             return False
         if read != self.written:
-            raise AssertionError(f"another manifest: {read}")
+            raise AssertionError(f"a different manifest: {read}")
         return True
 
     def signed(self, body: dict[str, Any]) -> bool:
-        """Check a manifest of any content whose digest is right, as a hostile writer would make it."""
+        """Check a manifest of any content with a correct digest, as an attacker would write it."""
         from thresher.checkpoint.manifest import _digest_of
 
         content = dumps({**body, "sha256": _digest_of(body)}).encode("utf-8", errors="surrogatepass")
@@ -198,12 +198,12 @@ class ManifestCheck:
         except CheckpointError:
             return False
         if not all(type(record.size) is int and type(record.sha256) is str for record in read.files.values()):
-            raise AssertionError(f"a manifest of other types: {read}")
+            raise AssertionError(f"a manifest with wrong types: {read}")
         return True
 
 
 class StoreCheck:
-    """A shard of any bytes gives pairs or a `UserError`; which pairs, `verify` tells."""
+    """A shard of any bytes gives pairs or a `UserError`; changed pairs are found by `verify`."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "shard.arrow"
@@ -214,7 +214,7 @@ class StoreCheck:
         self.content = self._path.read_bytes()
 
     def __call__(self, content: bytes) -> bool:
-        # a new file each time: the old one is still mapped
+        # a new file each time, because the old one is still memory-mapped
         self._path.unlink()
         self._path.write_bytes(content)
         try:
@@ -228,7 +228,7 @@ class StoreCheck:
 
 
 class StoreManifestCheck:
-    """A manifest of any bytes gives a store whose parts can all be asked for, or a `UserError`."""
+    """A manifest of any bytes gives a store that can be read completely, or a `UserError`."""
 
     def __init__(self, directory: Path) -> None:
         rows = directory / "rows.jsonl"
@@ -254,18 +254,18 @@ class StoreManifestCheck:
 
 
 class CacheCheck:
-    """A shard of any bytes gives the logps that were written, or none; never others, whatever its keys say."""
+    """A shard of any bytes gives the logps that were written, or none; never different ones."""
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "cache"
-        self._cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "made up")
+        self._cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "test")
         self._cache.writer(ShardLimits())
         draw = np.random.default_rng(0)
         self._keys = [draw.bytes(16) for _ in range(6)]
         self._logps = [[-draw.random(n + 1).astype(np.float32) for n in range(6)] for _ in range(2)]
         shard = write_shard(self._cache.directory, self._keys, *self._logps)
         self._name, self.content = shard.path.name, shard.path.read_bytes()
-        self._wanted = np.frombuffer(b"".join(self._keys), dtype="V16")
+        self._requested = np.frombuffer(b"".join(self._keys), dtype="V16")
 
     def __call__(self, content: bytes, *, signed: bool = False) -> bool:
         for path in self._cache.directory.glob("*arrow*"):
@@ -276,23 +276,23 @@ class CacheCheck:
 
             name = f"{name.rsplit('-', 1)[0]}-{hashlib.sha256(content).hexdigest()}.arrow"
         (self._cache.directory / name).write_bytes(content)
-        cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "made up")
+        cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "test")
         list(verify_cache(self._root))
         list_references(self._root)
-        found = cache.find(self._wanted)
+        found = cache.find(self._requested)
         missing = found.is_missing()
         for position in np.flatnonzero(~missing).tolist():
             try:
                 sides = found.logps(position)
             except UserError:
                 return False
-            for side, told in enumerate(sides):
-                if not signed and not np.array_equal(told, self._logps[side][position]):
-                    raise AssertionError(f"other logps at {position}: {told}")
+            for side, logps in enumerate(sides):
+                if not signed and not np.array_equal(logps, self._logps[side][position]):
+                    raise AssertionError(f"different logps at {position}: {logps}")
         return not missing.any()
 
     def identity(self, content: bytes) -> bool:
-        """Check the hints that a person is shown."""
+        """Check the description that `cache ls` prints."""
         (self._cache.directory / "identity.json").write_bytes(content)
         (described,) = list_references(self._root)
         return not described.model.startswith("unknown")

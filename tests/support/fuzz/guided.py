@@ -1,8 +1,8 @@
-"""Coverage-guided cases by atheris, on five readers of what comes from elsewhere: `scripts/fuzz --guided TARGET RUNS`.
+"""Coverage-guided fuzzing with atheris of five readers of untrusted input: `scripts/fuzz --guided TARGET RUNS`.
 
-atheris mutates bytes and keeps those that reach new code of ours; where a reader takes values, the bytes are the
-choices of `cases`. It is no requirement: `pip install thresher[fuzz]`, or a directory with it on PYTHONPATH. It ends
-the process by itself, so the counts are printed with the last run.
+atheris mutates bytes and keeps those that reach new code in thresher; for readers of values, the bytes are the random
+choices of `cases`. It is optional: `pip install thresher[fuzz]`, or a directory with it on PYTHONPATH. It exits the
+process itself, so the counts are printed in the last run.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from pathlib import Path
 
 import atheris
 
-# what is imported in this block is watched: our readers, not the libraries below them
+# instruments thresher only, not the libraries that it uses
 with atheris.instrument_imports(include=["thresher"], enable_loader_override=False):
-    from tests.support.fuzz.cases import CONFIG, SOUND_ROWS
+    from tests.support.fuzz.cases import CONFIG, VALID_ROWS
     from tests.support.fuzz.checks import CacheCheck, ComposeCheck, ManifestCheck, check_row, new_directory
     from tests.support.fuzz.run import make_targets
 
 Check = Callable[[bytes], bool]
 
 
-class Chosen(random.Random):
-    """A source of choices that are bytes of an input: what a guide changes there, changes a case."""
+class InputRandom(random.Random):
+    """Random numbers taken from the bytes of an input, so that mutating the bytes mutates the case."""
 
     def __init__(self, content: bytes):
         super().__init__(0)
-        self._given = atheris.FuzzedDataProvider(content)
+        self._provider = atheris.FuzzedDataProvider(content)
 
     def random(self) -> float:
-        return float(self._given.ConsumeProbability())
+        return float(self._provider.ConsumeProbability())
 
     def getrandbits(self, count: int, /) -> int:
-        return int(self._given.ConsumeUInt((count + 7) // 8)) & ((1 << count) - 1)
+        return int(self._provider.ConsumeUInt((count + 7) // 8)) & ((1 << count) - 1)
 
     def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:  # noqa: ARG002
-        # Python draws again until a number fits, which an input that has ended would do for ever
+        # Python draws until a number is in range, which never ends once the input is used up
         low, high = (0, start) if stop is None else (start, stop)
-        return int(self._given.ConsumeIntInRange(low, high - 1))
+        return int(self._provider.ConsumeIntInRange(low, high - 1))
 
     def choice(self, among):  # type: ignore[no-untyped-def]
         return among[self.randrange(len(among))]
 
     def randbytes(self, count: int) -> bytes:
-        return bytes(self._given.ConsumeBytes(count))
+        return bytes(self._provider.ConsumeBytes(count))
 
 
 def make_checks(directory: Path) -> dict[str, tuple[Check, list[bytes]]]:
-    """Each reader with inputs to begin from; where the first byte is small, the rest is a file as it stands."""
-    drawn, compose = make_targets(directory), ComposeCheck(directory)
+    """Return each reader with its seed inputs; after a first byte below 0x80, the rest is the content of a file."""
+    targets, compose = make_targets(directory), ComposeCheck(directory)
     manifest, cache = ManifestCheck(directory), CacheCheck(directory)
     noise = [b"\xe0" + random.Random(seed).randbytes(512) for seed in range(20)]
 
-    def either(whole: Check, target: str) -> Check:
-        return lambda given: whole(given[1:]) if given[:1] < b"\x80" else drawn[target](Chosen(given[1:]))
+    def either(check_file: Check, target: str) -> Check:
+        return lambda given: check_file(given[1:]) if given[:1] < b"\x80" else targets[target](InputRandom(given[1:]))
 
     def config(given: bytes) -> bool:
-        # one in sixteen as YAML: Hydra takes some 30 ms
-        return compose(given[1:], []) if given[:1] >= b"\xf0" else drawn["config values"](Chosen(given[1:]))
+        # one in sixteen as YAML, because Hydra takes about 30 ms
+        return compose(given[1:], []) if given[:1] >= b"\xf0" else targets["config values"](InputRandom(given[1:]))
 
     return {
-        "rows": (either(check_row, "row values"), [b"\0" + json.dumps(each).encode() for each in SOUND_ROWS] + noise),
-        "templates": (lambda given: drawn["templates"](Chosen(given)), noise),
+        "rows": (either(check_row, "row values"), [b"\0" + json.dumps(each).encode() for each in VALID_ROWS] + noise),
+        "templates": (lambda given: targets["templates"](InputRandom(given)), noise),
         "configs": (config, [b"\xff" + json.dumps(CONFIG).encode(), *noise]),
         "manifests": (either(manifest, "signed manifests"), [b"\0" + manifest.content, *noise]),
         "cache": (lambda given: cache(given[1:], signed=given[:1] < b"\x80"), [b"\0" + cache.content]),
@@ -81,28 +81,28 @@ def main(target: str, runs: int) -> None:
     checks = make_checks(directory)
     if target not in checks:
         shutil.rmtree(directory)
-        sys.exit(f"there is no target {target!r}; the targets are {', '.join(checks)}")
+        sys.exit(f"unknown target {target!r}; use one of {', '.join(checks)}")
     check, seeds = checks[target]
     corpus = directory / "corpus"
     corpus.mkdir()
     for number, seed in enumerate(seeds):
         (corpus / str(number)).write_bytes(seed)
-    found = {"cases": 0, "read": 0, "told": 0}
+    counts = {"cases": 0, "read": 0, "rejected": 0}
     begin = time.perf_counter()
 
     def one(content: bytes) -> None:
-        found["cases"] += 1
-        if found["cases"] > runs:
+        counts["cases"] += 1
+        if counts["cases"] > runs:
             print(
-                f"| {target}, guided | {runs:,} | {time.perf_counter() - begin:.0f} | {found['read']:,} "
-                f"| {found['told']:,} | 0 |",
+                f"| {target}, guided | {runs:,} | {time.perf_counter() - begin:.0f} | {counts['read']:,} "
+                f"| {counts['rejected']:,} | 0 |",
                 flush=True,
             )
             shutil.rmtree(directory)
             os._exit(0)
-        found["read" if check(content) else "told"] += 1
+        counts["read" if check(content) else "rejected"] += 1
 
-    # what it finds new lies in the corpus, below the directory that goes; a crash is left in the current one
+    # new inputs are written to the corpus, which is deleted; a crash file is left in the current directory
     atheris.Setup([sys.argv[0], "-max_len=4096", "-rss_limit_mb=0", "-verbosity=0", str(corpus)], one)
     atheris.Fuzz()
 

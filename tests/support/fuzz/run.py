@@ -1,7 +1,7 @@
-"""Many random cases over every reader: `scripts/fuzz [CASES] [--seed N] [--target NAME]`.
+"""Run many random cases on every reader: `scripts/fuzz [CASES] [--seed N] [--target NAME]`.
 
-Prints a table: target, cases, seconds, how many were read, how many ended in a documented error, and crashes. A crash
-is printed with its seed: `scripts/fuzz 1 --target NAME --seed SEED` gives the same case again. Ends with 1 on a crash.
+Prints a table: target, cases, seconds, cases read, documented errors, and crashes. A crash is printed with its seed;
+`scripts/fuzz 1 --target NAME --seed SEED` reproduces it. Exits with code 1 after a crash.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tests.support.fuzz.checks import (
 from thresher.checkpoint.json_io import loads
 
 Target = Callable[[random.Random], bool]
-# parts of all cases; those that touch files or Hydra are dear
-SHARES = {
+# relative number of cases; those that use files or Hydra are slow
+WEIGHTS = {
     "row values": 18,
     "row lines": 26,
     "exact JSON": 10,
@@ -50,18 +50,18 @@ SHARES = {
     "store manifests": 1.7,
     "YAML and overrides": 0.3,
 }
-MOST_CRASHES_SHOWN = 5
+MAX_CRASHES_SHOWN = 5
 
 
 def make_targets(directory: Path) -> dict[str, Target]:
     template, exact, manifest = TemplateCheck(), ExactJsonCheck(directory), ManifestCheck(directory)
     cache, compose, store = CacheCheck(directory), ComposeCheck(directory), StoreCheck(directory)
     store_manifest = StoreManifestCheck(directory)
-    told = json.loads(store_manifest.content)
-    lines = [json.dumps(row).encode() for row in cases.SOUND_ROWS]
+    valid_manifest = json.loads(store_manifest.content)
+    lines = [json.dumps(row).encode() for row in cases.VALID_ROWS]
     yaml = json.dumps(cases.CONFIG, indent=1).encode()
     body = {key: value for key, value in loads(manifest.content.decode()).items() if key != "sha256"}
-    hints = (cache._cache.directory / "identity.json").read_bytes()
+    description = (cache._cache.directory / "identity.json").read_bytes()
 
     def signed(draw: random.Random) -> bool:
         changed = cases.mutate_value(draw, copy.deepcopy(body), lambda: cases.value(draw, 2))
@@ -69,13 +69,13 @@ def make_targets(directory: Path) -> dict[str, Target]:
             return manifest.signed(changed)
         except (TypeError, ValueError, RecursionError) as error:
             if "_digest_of" in (frame.name for frame in traceback.extract_tb(error.__traceback__)[:3]):
-                return False  # what cannot be spelled cannot be signed either
+                return False  # a value that cannot be encoded cannot be signed
             raise
 
-    def store_told(draw: random.Random) -> bool:
+    def changed_store_manifest(draw: random.Random) -> bool:
         if draw.random() < 0.3:
             return store_manifest(any_bytes(draw, store_manifest.content, cases.JSON_WORDS))
-        changed = cases.mutate_value(draw, copy.deepcopy(told), lambda: cases.value(draw, 2))
+        changed = cases.mutate_value(draw, copy.deepcopy(valid_manifest), lambda: cases.value(draw, 2))
         return store_manifest(json.dumps(changed).encode())
 
     def overridden(draw: random.Random) -> bool:
@@ -95,29 +95,29 @@ def make_targets(directory: Path) -> dict[str, Target]:
         "templates": lambda draw: template(cases.chat_row(draw)),
         "cache shards": lambda draw: cache(cases.mutate_bytes(draw, cache.content)),
         "signed cache shards": lambda draw: cache(cases.mutate_bytes(draw, cache.content), signed=True),
-        "cache identity": lambda draw: cache.identity(any_bytes(draw, hints, cases.JSON_WORDS)),
+        "cache identity": lambda draw: cache.identity(any_bytes(draw, description, cases.JSON_WORDS)),
         "store shards": lambda draw: store(cases.mutate_bytes(draw, store.content)),
-        "store manifests": store_told,
+        "store manifests": changed_store_manifest,
         "YAML and overrides": overridden,
     }
 
 
 def run(name: str, target: Target, count: int, first_seed: int) -> int:
-    read = told = crashes = 0
+    read = rejected = crashes = 0
     begin = time.perf_counter()
     for number in range(count):
         try:
             if target(random.Random(first_seed + number)):
                 read += 1
             else:
-                told += 1
+                rejected += 1
         except Exception:
             crashes += 1
-            if crashes <= MOST_CRASHES_SHOWN:
+            if crashes <= MAX_CRASHES_SHOWN:
                 print(f"{name}, seed {first_seed + number}:", file=sys.stderr)
                 traceback.print_exc(limit=-4)
     seconds = time.perf_counter() - begin
-    print(f"| {name} | {count:,} | {seconds:.0f} | {read:,} | {told:,} | {crashes} |", flush=True)
+    print(f"| {name} | {count:,} | {seconds:.0f} | {read:,} | {rejected:,} | {crashes} |", flush=True)
     return crashes
 
 
@@ -125,16 +125,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", choices=SHARES)
+    parser.add_argument("--target", choices=WEIGHTS)
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     directory = new_directory()
     try:
         targets = make_targets(directory)
-        names = [given.target] if given.target else list(SHARES)
-        whole = sum(SHARES[name] for name in names)
+        names = [given.target] if given.target else list(WEIGHTS)
+        total = sum(WEIGHTS[name] for name in names)
         print("| target | cases | seconds | read | documented errors | crashes |\n|---|---|---|---|---|---|")
-        crashes = [run(name, targets[name], round(given.cases * SHARES[name] / whole), given.seed) for name in names]
+        crashes = [run(name, targets[name], round(given.cases * WEIGHTS[name] / total), given.seed) for name in names]
     finally:
         shutil.rmtree(directory)
     return int(any(crashes))

@@ -11,7 +11,7 @@ import numpy as np
 
 from thresher.data.pair import Pair
 from thresher.data.prepare.findings import Keys, to_keys
-from thresher.data.rows.formats import SHAPE_OF_NAME, PreferenceRow, to_preference_row
+from thresher.data.rows.formats import FORMAT_BY_NAME, PreferenceRow, to_preference_row
 from thresher.data.rows.messages import has_content
 from thresher.data.rows.parsing import BadRowError, Unreadable, find_invalid, parse_row
 from thresher.data.settings import DataSettings
@@ -85,7 +85,7 @@ class BlockWorker:
         self._tokenizer = tokenizer
         self._template = template
         self._control_tokens = ControlTokens(tokenizer, template)
-        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.stand_ins)
+        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.placeholders)
 
     def __call__(self, task: BlockTask) -> BlockResult:
         block = task.block
@@ -110,7 +110,7 @@ class BlockWorker:
         return result
 
     def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
-        shape = SHAPE_OF_NAME[task.shape]
+        shape = FORMAT_BY_NAME[task.shape]
         rows: list[PreferenceRow] = []
         texts: list[RenderedRow] = []
         for index, content in enumerate(task.block.contents):

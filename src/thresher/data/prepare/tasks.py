@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thresher.data.prepare.block_worker import BadRow, BlockTask
-from thresher.data.rows.formats import SHAPE_OF_NAME, RowFormat, detect_format, rename
+from thresher.data.rows.formats import FORMAT_BY_NAME, RowFormat, detect_format, rename
 from thresher.data.rows.parsing import BadRowError, parse_row
 from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
@@ -45,7 +45,7 @@ class SpanTask:
 
     @property
     def is_unpaired(self) -> bool:
-        return SHAPE_OF_NAME[self.shape].is_unpaired
+        return FORMAT_BY_NAME[self.shape].is_unpaired
 
 
 def read_task(task: SpanTask) -> Iterator[BlockTask]:
@@ -94,7 +94,7 @@ class TaskReader:
         num_waiting = self._partners.num_waiting
         for index, content in enumerate(block.contents):
             try:
-                row = self._partners.join(rename(parse_row(content), task.column_names), SHAPE_OF_NAME[task.shape])
+                row = self._partners.join(rename(parse_row(content), task.column_names), FORMAT_BY_NAME[task.shape])
             except BadRowError as error:
                 bad.append(BadRow.of(block, index, error))
                 continue

@@ -1,1 +1,1 @@
-"""Row formats: from a row of any known format to a pair of messages."""
+"""Row parsing: read rows of any known format as pairs of messages."""

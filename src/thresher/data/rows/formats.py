@@ -1,6 +1,6 @@
-"""Rows of any known shape become `PreferenceRow`s. A file's first row decides its shape; no other row changes it.
+"""Row formats: detect the format of a file from its first row, and read rows of it as `PreferenceRow`s.
 
-Rendering and tokenising are left to `template` and `tokenize`; rows that need a partner are joined by `unpaired`.
+Rendering and tokenization are left to `tokenization`; rows with a label are joined into pairs by `unpaired`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from thresher.data.rows.messages import (
 from thresher.data.rows.parsing import BadRowError, Row, quoted
 from thresher.errors import UserError
 
-# each answer of a response is rendered with all that came before it
+# rendering is quadratic: each assistant message is rendered with all messages before it
 MAX_MESSAGES = 1000
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
+_OPTIONAL = ("system", "tools", "margin", "weight")
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """A row's own text for `template=raw`, where it says more than its messages: prompt + segments, nothing between."""
+    """The exact text of a row for `template=raw`, where messages lose some of it; the text is prompt + segments."""
 
     prompt: str
     chosen: tuple[TextSegment, ...]
@@ -42,7 +43,10 @@ class PlainText:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One pair before tokenising. `chosen` and `rejected` hold the messages after the prompt, an assistant's first."""
+    """One pair before tokenization.
+
+    chosen, rejected: the messages after the prompt; the first and the last are from the assistant.
+    """
 
     prompt: list[Message]
     chosen: list[Message]
@@ -55,18 +59,18 @@ class PreferenceRow:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A way to write a pair: the columns it needs, those it may have, and how to read them."""
+    """The columns of a row and how to read them."""
 
     name: str
     required: tuple[str, ...]
-    optional: tuple[str, ...]
     read: Callable[[Row], PreferenceRow]
+    optional: tuple[str, ...] = _OPTIONAL
     is_unpaired: bool = False
 
 
 def _read_instruction(row: Row) -> PreferenceRow:
     prompt = _history(row.get("history"))
-    prompt.append({"role": "user", "content": _join(_text(row, "instruction"), row.get("input"))})
+    prompt.append({"role": "user", "content": _with_input(row, _text(row, "instruction"))})
     return _pair(row, prompt, _side(row, "chosen"), _side(row, "rejected"))
 
 
@@ -76,27 +80,27 @@ def _history(value: Any) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
         raise BadRowError("`history` must be a list of [question, answer]")
     if not all(isinstance(text, str) for turn in value for text in turn):
-        raise BadRowError("`history` must hold texts")
-    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in value]
-    return [message for turn in turns for message in turn]
+        raise BadRowError("`history` must contain only text")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in value for role, text in zip(roles, turn, strict=True)]
 
 
 def _read_prompt(row: Row) -> PreferenceRow:
     column = next(name for name in ("prompt", "messages", "conversations") if row.get(name) is not None)
     value, chosen, rejected = row[column], row.get("chosen"), row.get("rejected")
     if isinstance(value, str):
-        value = _join(value, row.get("input"))
+        value = _with_input(row, value)
         if isinstance(chosen, str) and isinstance(rejected, str):
             return _read_texts(row, value, chosen, rejected)
     prompt = to_messages(value, "user", column)
     sides = _side(row, "chosen"), _side(row, "rejected")
     if sides[0] and sides[0][0]["role"] != "assistant":
-        # whole conversations beside a prompt: the prompt is said again in them, or comes before them
+        # full conversations next to a prompt: either they repeat the prompt, or they follow it
         shared = split_shared_prefix(*sides)
-        said = sides[0][:shared]
-        spoken = {message["content"] for message in said}
-        before = [] if all(message["content"] in spoken for message in prompt) else prompt
-        return _pair(row, before + said, sides[0][shared:], sides[1][shared:])
+        prefix = sides[0][:shared]
+        repeated = {message["content"] for message in prefix}
+        before = [] if all(message["content"] in repeated for message in prompt) else prompt
+        return _pair(row, before + prefix, sides[0][shared:], sides[1][shared:])
     return _pair(row, prompt, *sides)
 
 
@@ -105,9 +109,8 @@ def _read_texts(row: Row, prompt: str, chosen: str, rejected: str) -> Preference
         messages = parse_transcript(prompt, "prompt").messages[:-1]
     else:
         messages = [{"role": "user", "content": prompt}]
-    system = row.get("system")
-    before = f"{system}\n\n" if isinstance(system, str) and system else ""
-    plain = PlainText(before + prompt, (TextSegment(chosen),), (TextSegment(rejected),))
+    system = _text(row, "system", "")
+    plain = PlainText(f"{system}\n\n{prompt}" if system else prompt, (TextSegment(chosen),), (TextSegment(rejected),))
     return _pair(row, messages, _side(row, "chosen"), _side(row, "rejected"), plain)
 
 
@@ -145,75 +148,65 @@ def _read_evals(row: Row) -> PreferenceRow:
 
 
 def _read_unpaired(row: Row) -> PreferenceRow:
-    raise AssertionError(f"{sorted(row)}: rows with a label are joined by `unpaired` before they are read")
+    raise AssertionError(f"row with columns {sorted(row)}: `unpaired` must join rows with a label before they are read")
 
 
-_OPTIONAL = ("system", "tools", "margin", "weight")
-# in order of preference: the first shape whose columns are all there is taken
-FORMATS: tuple[RowFormat, ...] = (
-    RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _OPTIONAL, _read_openai),
+# in order of priority: the first format whose required columns are all present is used
+FORMATS = (
+    RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
+    RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
     RowFormat(
-        "evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _OPTIONAL, _read_evals
+        "instruction", ("instruction", "chosen", "rejected"), _read_instruction, ("input", "history", *_OPTIONAL)
     ),
-    RowFormat(
-        "instruction", ("instruction", "chosen", "rejected"), ("input", "history", *_OPTIONAL), _read_instruction
-    ),
-    RowFormat("prompt", ("prompt", "chosen", "rejected"), ("input", *_OPTIONAL), _read_prompt),
-    RowFormat("messages", ("messages", "chosen", "rejected"), _OPTIONAL, _read_prompt),
-    RowFormat("conversations", ("conversations", "chosen", "rejected"), _OPTIONAL, _read_prompt),
-    RowFormat("transcripts", ("chosen", "rejected"), _OPTIONAL, _read_transcripts),
-    RowFormat("whole_conversations", ("chosen", "rejected"), _OPTIONAL, _read_conversations),
-    RowFormat("labelled_completions", ("prompt", "completion", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_messages", ("messages", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_conversations", ("conversations", "label"), _OPTIONAL, _read_unpaired, is_unpaired=True),
+    RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
+    RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
+    RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
+    RowFormat("transcripts", ("chosen", "rejected"), _read_transcripts),
+    RowFormat("whole_conversations", ("chosen", "rejected"), _read_conversations),
+    RowFormat("labelled_completions", ("prompt", "completion", "label"), _read_unpaired, is_unpaired=True),
+    RowFormat("labelled_messages", ("messages", "label"), _read_unpaired, is_unpaired=True),
+    RowFormat("labelled_conversations", ("conversations", "label"), _read_unpaired, is_unpaired=True),
 )
-SHAPE_OF_NAME = {shape.name: shape for shape in FORMATS}
+FORMAT_BY_NAME = {row_format.name: row_format for row_format in FORMATS}
 
 
 def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowFormat:
-    """Name the shape of a file from its first row."""
-    for ours, theirs in column_names.items():
-        if theirs not in row:
-            nearest = difflib.get_close_matches(theirs, list(row)[:_MAX_NAMES], n=1)
+    """Detect the format of a file from its first row; `where` is its file and line."""
+    for name, column in column_names.items():
+        if column not in row:
+            nearest = difflib.get_close_matches(column, list(row)[:_MAX_NAMES], n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise UserError(
-                f"{where}: no column {theirs!r}, which {ours}_key names; the columns are {_names(row)}{hint}"
-            )
+            raise UserError(f"{where}: {name}_key={column!r} names no column; the columns are {_names(row)}{hint}")
     row = rename(row, column_names)
     present = {name for name, value in row.items() if value is not None}
-    for shape in FORMATS:
-        # a column that the user named must be one that the shape reads
-        if (
-            present.issuperset(shape.required)
-            and set(column_names).issubset(shape.required)
-            and _fits_values(shape, row)
-        ):
-            return shape
-    raise UserError(_unknown_shape(row, where))
+    for row_format in FORMATS:
+        required = set(row_format.required)
+        # a format that ignores a column named by the user cannot be the intended one
+        if set(column_names) <= required <= present and _matches_values(row_format, row):
+            return row_format
+    raise UserError(_unrecognized(row, where))
 
 
-def _fits_values(shape: RowFormat, row: Row) -> bool:
-    if shape.name == "transcripts":
+def _matches_values(row_format: RowFormat, row: Row) -> bool:
+    if row_format.name == "transcripts":
         return is_transcript(row["chosen"])
-    if shape.name == "whole_conversations":
+    if row_format.name == "whole_conversations":
         return isinstance(row["chosen"], list | dict)
     return True
 
 
-def _unknown_shape(row: Row, where: str) -> str:
+def _unrecognized(row: Row, where: str) -> str:
+    missing = [name for name in ("chosen", "rejected", "prompt") if name not in row]
     if {"chosen", "rejected"} <= set(row):
-        keys, missing = ["prompt"], "the prompt"
-    else:
-        keys = [name for name in ("chosen", "rejected", "prompt") if name not in row]
-        missing = " and ".join(keys)
-    mends = []
-    for key in keys:
-        nearest = difflib.get_close_matches(key, [str(name) for name in row][:_MAX_NAMES], n=1, cutoff=0.5)
-        mends.append(f"{key}_key={nearest[0] if nearest else 'COLUMN'}")
-    known = "\n".join(f"  {shape.name}: {', '.join(shape.required)}" for shape in FORMATS)
+        missing = ["prompt"]
+    hints = []
+    for name in missing:
+        nearest = difflib.get_close_matches(name, [str(column) for column in row][:_MAX_NAMES], n=1, cutoff=0.5)
+        hints.append(f"{name}_key={nearest[0] if nearest else 'COLUMN'}")
+    known = "\n".join(f"  {row_format.name}: {', '.join(row_format.required)}" for row_format in FORMATS)
     return (
-        f"{where}: the columns {_names(row)} are no shape we know ({missing} not found). "
-        f"Name your columns with {' '.join(mends)}, or write rows in one of these shapes:\n{known}"
+        f"{where}: unrecognized row format with columns {_names(row)}: no {' or '.join(missing)} column. "
+        f"Name your columns with {' '.join(hints)}, or use one of these formats:\n{known}"
     )
 
 
@@ -223,46 +216,41 @@ def _names(row: Row) -> str:
 
 
 def rename(row: Row, column_names: Mapping[str, str]) -> Row:
-    """Give the columns that the user named our names."""
+    """Rename columns to their standard names; `column_names` maps standard names to the user's."""
     if not column_names:
         return row
-    # a column that already has our name gives way to the one that the user named
+    # a column that already has the standard name is replaced by the one that the user named
     kept = {name: value for name, value in row.items() if name not in column_names}
-    return {**kept, **{ours: row[theirs] for ours, theirs in column_names.items() if theirs in row}}
+    return {**kept, **{name: row[column] for name, column in column_names.items() if column in row}}
 
 
-def to_preference_row(row: Row, shape: RowFormat, column_names: Mapping[str, str]) -> PreferenceRow:
-    """Read a row by its file's shape, or raise `BadRowError`."""
+def to_preference_row(row: Row, row_format: RowFormat, column_names: Mapping[str, str]) -> PreferenceRow:
+    """Read a row in the format of its file, or raise `BadRowError`."""
     row = rename(row, column_names)
-    missing = [column_names.get(name, name) for name in shape.required if row.get(name) is None]
+    missing = [column_names.get(name, name) for name in row_format.required if row.get(name) is None]
     if missing:
         raise BadRowError(f"no value for {', '.join(missing)}; its columns are {_names(row)}")
-    read = shape.read(row)
+    read = row_format.read(row)
     for name, side in (("chosen", read.chosen), ("rejected", read.rejected)):
         if not side:
-            raise BadRowError(f"`{name}` holds no message")
+            raise BadRowError(f"`{name}` has no messages")
         if len(side) > MAX_MESSAGES:
-            raise BadRowError(f"`{name}` holds {len(side)} messages; at most {MAX_MESSAGES} are read")
-        if side[0]["role"] != "assistant" or side[-1]["role"] != "assistant":
-            raise BadRowError(f"`{name}` must begin and end with an assistant's turn, got {_roles(side)}")
+            raise BadRowError(f"`{name}` has {len(side)} messages; the limit is {MAX_MESSAGES}")
+        roles = [message["role"] for message in side]
+        if roles[0] != "assistant" or roles[-1] != "assistant":
+            raise BadRowError(f"`{name}` must begin and end with an assistant turn, got {', '.join(roles)}")
     if not read.prompt:
-        raise BadRowError("the prompt holds no message")
+        raise BadRowError("the prompt has no messages")
     return read
-
-
-def _roles(messages: list[Message]) -> str:
-    return ", ".join(message["role"] for message in messages)
 
 
 def _pair(
     row: Row, prompt: list[Message], chosen: list[Message], rejected: list[Message], plain: PlainText | None = None
 ) -> PreferenceRow:
-    system = row.get("system")
-    if system is not None and not isinstance(system, str):
-        raise BadRowError(f"`system` must be text, got {type(system).__name__}")
+    system = _text(row, "system", "")
     if system and prompt and prompt[0]["role"] == "system":
         if prompt[0]["content"] != system:
-            raise BadRowError("`system` says other things than the system message of the prompt; keep one")
+            raise BadRowError("`system` conflicts with the prompt's system message; keep one")
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     weight, margin = _number(row, "weight", 1.0), _number(row, "margin", 0.0)
@@ -275,19 +263,15 @@ def _side(row: Row, name: str) -> list[Message]:
     return to_messages(row[name], "assistant", name)
 
 
-def _text(row: Row, name: str) -> str:
-    value = row[name]
+def _text(row: Row, name: str, default: str | None = None) -> str:
+    value = default if row.get(name) is None else row[name]
     if not isinstance(value, str):
         raise BadRowError(f"`{name}` must be text, got {type(value).__name__}")
     return value
 
 
-def _join(text: str, more: Any) -> str:
-    if more is None or more == "":
-        return text
-    if not isinstance(more, str):
-        raise BadRowError(f"`input` must be text, got {type(more).__name__}")
-    return f"{text}\n\n{more}" if text else more
+def _with_input(row: Row, text: str) -> str:
+    return "\n\n".join(filter(None, (text, _text(row, "input", ""))))
 
 
 def _number(row: Row, name: str, default: float) -> float:
@@ -300,7 +284,7 @@ def _number(row: Row, name: str, default: float) -> float:
         raise BadRowError(f"`{name}` must be a number, got {quoted(value)}") from error
     except OverflowError:
         number = math.inf
-    # a store holds 32 bits: what is more would become infinite there
+    # stored as float32, where a larger number would become infinite
     if isinstance(value, bool) or not abs(number) <= _LARGEST_NUMBER:
         raise BadRowError(f"`{name}` must be a finite number, got {quoted(value)}")
     return number

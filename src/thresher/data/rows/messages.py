@@ -1,6 +1,6 @@
-"""Conversations in one form: lists of messages with `role` and `content`, whatever spelling they came in.
+"""Normalize conversations to lists of messages with `role` and `content`.
 
-Decides how ShareGPT, OpenAI and transcript spellings map to roles, and where a conversation splits into prompt
+Decides how ShareGPT, OpenAI and transcript conventions map to roles, and where a conversation splits into prompt
 and response.
 """
 
@@ -9,29 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from thresher.data.rows.parsing import BadRowError, decode_json, find_invalid, quoted
 
 Message = dict[str, Any]
 
-_ROLE_OF: dict[str, str] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
     "system": "system",
     "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
 }
+_STANDARD_KEYS = frozenset({"role", "from", "content", "value"})
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -45,26 +37,23 @@ def to_messages(value: Any, role: str, column: str) -> list[Message]:
         return [_to_message(value, column)]
     if isinstance(value, list):
         return [_to_message(item, column) for item in value]
-    raise BadRowError(f"`{column}` must be text or messages, got {_kind(value)}")
+    raise BadRowError(f"`{column}` must be text or messages, got {_type_name(value)}")
 
 
 def _to_message(item: Any, column: str) -> Message:
     if not isinstance(item, dict):
-        raise BadRowError(f"`{column}` must hold messages, got {_kind(item)}")
-    theirs = item.get("role", item.get("from"))
-    if not isinstance(theirs, str):
+        raise BadRowError(f"`{column}` must be a list of messages, got {_type_name(item)}")
+    role = item.get("role", item.get("from"))
+    if not isinstance(role, str):
         raise BadRowError(f"a message of `{column}` has no role; its keys are {_keys(item)}")
-    if theirs.lower() not in _ROLE_OF:
-        raise BadRowError(f"a message of `{column}` has the unknown role {quoted(theirs)}")
+    if role.lower() not in _ROLES:
+        raise BadRowError(f"a message of `{column}` has the unknown role {quoted(role)}")
     content = item["content"] if "content" in item else item.get("value")
-    # columns of Arrow files hold every key of every row; those without a value were never written
-    extra = {key: value for key, value in item.items() if key not in _SPELLINGS and value is not None}
+    # Arrow structs have every key in every row; a null value means that the row did not set it
+    extra = {key: value for key, value in item.items() if key not in _STANDARD_KEYS and value is not None}
     if content is None and not extra:
         raise BadRowError(f"a message of `{column}` has no content; its keys are {_keys(item)}")
-    return {"role": _ROLE_OF[theirs.lower()], "content": _to_text(content, column), **extra}
-
-
-_SPELLINGS = frozenset({"role", "from", "content", "value"})
+    return {"role": _ROLES[role.lower()], "content": _to_text(content, column), **extra}
 
 
 def _to_text(content: Any, column: str) -> str:
@@ -73,12 +62,10 @@ def _to_text(content: Any, column: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        texts = [
-            part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None for part in content
-        ]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(text for text in texts if text)
-    raise BadRowError(f"a message of `{column}` has content that is not text: {_kind(content)}")
+    raise BadRowError(f"a message of `{column}` has content that is not text: {_type_name(content)}")
 
 
 def to_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -90,15 +77,15 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
             value = decode_json(value)
         except ValueError as error:
             raise BadRowError(f"`tools` is text but not JSON: {error}") from error
-        if (wrong := find_invalid(value)) is not None:
-            raise BadRowError(f"`tools` cannot be read: {wrong}")
+        if (reason := find_invalid(value)) is not None:
+            raise BadRowError(f"`tools` cannot be read: {reason}")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRowError(f"`tools` must be a list of objects, got {_kind(value)}")
+        raise BadRowError(f"`tools` must be a list of objects, got {_type_name(value)}")
     return value or None
 
 
 def has_content(messages: Sequence[Message]) -> bool:
-    """Tell whether an assistant says anything in these messages."""
+    """Return whether any assistant message has text or another field, such as tool calls."""
     return any(
         message["role"] == "assistant" and (message["content"].strip() or set(message) - {"role", "content"})
         for message in messages
@@ -106,26 +93,27 @@ def has_content(messages: Sequence[Message]) -> bool:
 
 
 def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
-    """Return how many messages are the prompt that two whole conversations share; both keep a response after it."""
+    """Return the number of messages in the prompt shared by two conversations; each keeps a response after it."""
     shared = 0
     for left, right in zip(chosen, rejected, strict=False):
         if left != right:
             break
         shared += 1
-    # sides that are equal, or one the beginning of the other, differ at the last assistant turn at the latest
+    # both responses start with an assistant turn, also where one conversation is a prefix of the other
     while shared > 0 and (shared >= min(len(chosen), len(rejected)) or chosen[shared]["role"] != "assistant"):
         shared -= 1
     if shared == 0:
-        raise BadRowError("`chosen` and `rejected` share no prompt; give the prompt in a column of its own")
+        raise BadRowError("`chosen` and `rejected` share no prompt; put the prompt in a separate column")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[shared]["role"] != "assistant":
-            raise BadRowError(f"`{name}` goes on with a {side[shared]['role']} turn where the other side is answered")
+            role = side[shared]["role"]
+            raise BadRowError(f"`{name}` has a {role} turn after the shared prompt; expected an assistant turn")
     return shared
 
 
 @dataclass(frozen=True)
 class TextSegment:
-    """A piece of a response in plain text; only what the assistant says is scored."""
+    """A piece of a plain-text response; scored if the assistant wrote it."""
 
     text: str
     scored: bool = True
@@ -133,7 +121,10 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A text of `Human:` and `Assistant:` turns; `starts[i]` is where the text of turn i begins, after its label."""
+    """A text of `Human:` and `Assistant:` turns.
+
+    starts, label_starts: for each turn, the offset of its text after the label and the offset of the label.
+    """
 
     text: str
     messages: list[Message]
@@ -141,7 +132,7 @@ class Transcript:
     label_starts: list[int]
 
     def segments_from(self, turn: int) -> tuple[TextSegment, ...]:
-        """Cut the text after the label of `turn` into scored and unscored pieces."""
+        """Split the text after the label of `turn` into scored and unscored segments."""
         segments: list[TextSegment] = []
         for index in range(turn, len(self.messages)):
             end = self.label_starts[index + 1] if index + 1 < len(self.messages) else len(self.text)
@@ -154,40 +145,29 @@ class Transcript:
 
 
 def is_transcript(value: Any) -> bool:
-    """Tell whether a text is an HH-RLHF transcript, which begins with a human's turn."""
+    """Return whether a value is an HH-RLHF transcript, which begins with a human turn."""
     return isinstance(value, str) and value.lstrip().startswith("Human:") and "\n\nAssistant:" in value
 
 
 def parse_transcript(text: str, column: str) -> Transcript:
-    """Read an HH-RLHF transcript; neighbouring turns of one speaker are one message."""
+    """Read an HH-RLHF transcript; consecutive turns of one speaker become one message."""
     if not is_transcript(text):
-        raise BadRowError(
-            f"`{column}` is no transcript of 'Human:' and 'Assistant:' turns, as the file's first row was"
-        )
+        raise BadRowError(f"`{column}` is not a transcript of 'Human:' and 'Assistant:' turns like the first row")
     labels = list(_TURN.finditer(text))
-    messages: list[Message] = []
-    said: list[list[str]] = []
-    starts: list[int] = []
-    label_starts: list[int] = []
-    for index, label in enumerate(labels):
-        end = labels[index + 1].start() if index + 1 < len(labels) else len(text)
-        role = "user" if label[1] == "Human" else "assistant"
-        content = text[label.end() : end].strip()
-        if messages and messages[-1]["role"] == role:
-            said[-1].append(content)
-            continue
-        messages.append({"role": role, "content": ""})
-        said.append([content])
-        starts.append(label.end())
-        label_starts.append(label.start())
-    for message, parts in zip(messages, said, strict=True):
-        message["content"] = "\n\n".join(parts)
-    return Transcript(text, messages, starts, label_starts)
+    ends = [*(label.start() for label in labels[1:]), len(text)]
+    transcript = Transcript(text, [], [], [])
+    for speaker, group in groupby(zip(labels, ends, strict=True), key=lambda turn: turn[0][1]):
+        turns = list(group)
+        content = "\n\n".join(text[label.end() : end].strip() for label, end in turns)
+        transcript.messages.append({"role": _ROLES[speaker.lower()], "content": content})
+        transcript.starts.append(turns[0][0].end())
+        transcript.label_starts.append(turns[0][0].start())
+    return transcript
 
 
 def _keys(item: Message) -> str:
     return ", ".join(str(key)[:40] for key in list(item)[:40])
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "nothing" if value is None else type(value).__name__

@@ -1,8 +1,8 @@
-"""What a file says about a row, as a row of columns: parsed, and checked for what no later step should have to fear.
+"""Parse the content of a row into columns and validate it, so that later steps need no such checks.
 
-Refused as bad rows: what is not UTF-8, not JSON or no object; keys that stand twice, of which one would be lost; lone
-halves of surrogates, which are no text; nesting so deep that code that walks it would run out of stack; lines of CSV
-with more fields than the header; lines longer than `MAX_ROW_BYTES`.
+Bad rows: not UTF-8, not JSON or not an object; repeated keys, of which one would be lost; lone surrogates; nesting so
+deep that recursive code would overflow the stack; CSV lines with more fields than the header; lines longer than
+`MAX_ROW_BYTES`. Which columns a row needs is decided by `formats`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-# a pair of a million tokens is some ten megabytes; a longer line is a file without line ends, or a bomb
+# a pair of a million tokens is about 10 MB; a longer line is a file without line ends or a decompression bomb
 MAX_ROW_BYTES = 32 << 20
 MAX_DEPTH = 64
-_SHOWN_CHARACTERS = 80
+_MAX_QUOTED_CHARACTERS = 80
 Row = dict[str, Any]
 
 
 class BadRowError(Exception):
-    """A row that cannot become a pair; its text is the reason."""
+    """A row cannot become a pair; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of a row that could not be held or sent to another process as it is: why, and what can be shown."""
+    """Replaces a row that cannot be kept in memory or pickled: the reason, and a printable excerpt."""
 
     reason: str
     content: str
@@ -34,11 +34,11 @@ class Unreadable:
         try:
             return cls(reason, ascii(value))
         except (RecursionError, ValueError):
-            return cls(reason, "(cannot be written)")
+            return cls(reason, "(cannot be printed)")
 
 
 class _RepeatedKey(dict[str, Any]):
-    """An object in which a key stands twice."""
+    """A JSON object with a repeated key."""
 
     key: str = ""
 
@@ -57,7 +57,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def decode_json(text: str) -> Any:
-    """Parse JSON; an object with a repeated key is found by `parse_row`. Too deep is a `ValueError`, as not JSON is."""
+    """Parse JSON, or raise `ValueError`; repeated keys are left for `find_invalid`."""
     try:
         return _DECODER.decode(text)
     except RecursionError as error:
@@ -65,7 +65,7 @@ def decode_json(text: str) -> Any:
 
 
 def parse_row(content: Any) -> Row:
-    """Turn a block's content into a row of columns, or raise `BadRowError`."""
+    """Parse one content of a block into columns, or raise `BadRowError`."""
     if isinstance(content, Unreadable):
         raise BadRowError(content.reason)
     if isinstance(content, bytes):
@@ -74,8 +74,8 @@ def parse_row(content: Any) -> Row:
         raise BadRowError(f"expected an object with columns, got {type(content).__name__}")
     if None in content:
         raise BadRowError("the line has more fields than the header")
-    if (wrong := find_invalid(content)) is not None:
-        raise BadRowError(wrong)
+    if (reason := find_invalid(content)) is not None:
+        raise BadRowError(reason)
     return content
 
 
@@ -90,32 +90,33 @@ def _parse_line(line: bytes) -> Any:
 
 def _hint(line: bytes) -> str:
     if line.startswith((b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"PAR1", b"PK\x03\x04")):
-        return "; the file looks packed or binary: give it the suffix of its format"
+        return "; the file looks compressed or binary: give it the suffix of its format"
     if b"\x00" in line:
         return "; the file looks like UTF-16 or binary: write it as UTF-8"
     return ""
 
 
 def find_invalid(value: Any) -> str | None:
-    """Say what is wrong within a value, without recursion: text that is none, repeated keys, too many levels."""
-    waiting = [(value, 1)]
-    while waiting:
-        value, depth = waiting.pop()
+    """Return why a value is invalid at any depth, or None: invalid Unicode, repeated keys, too many levels."""
+    # a stack instead of recursion, which deep values would overflow
+    stack = [(value, 1)]
+    while stack:
+        value, depth = stack.pop()
         if isinstance(value, str):
             if not is_text(value):
-                return f"bytes that are not UTF-8, or half of a surrogate, in {quoted(value)}"
+                return f"invalid UTF-8 or a lone surrogate in {quoted(value)}"
         elif isinstance(value, dict | list | tuple):
             if depth > MAX_DEPTH:
                 return f"nested more than {MAX_DEPTH} levels deep"
             if isinstance(value, _RepeatedKey):
-                return f"the key {quoted(value.key)} stands twice in one object"
-            parts = [each for item in value.items() for each in item] if isinstance(value, dict) else value
-            waiting += [(each, depth + 1) for each in parts]
+                return f"the key {quoted(value.key)} is repeated in one object"
+            children = [child for item in value.items() for child in item] if isinstance(value, dict) else value
+            stack += [(child, depth + 1) for child in children]
     return None
 
 
 def is_text(value: str) -> bool:
-    """Tell whether a string is text; halves of surrogates, which also stand for undecodable bytes, are none."""
+    """Return whether a string is valid Unicode: no lone surrogates, which `surrogateescape` uses for invalid bytes."""
     if value.isascii():
         return True
     try:
@@ -126,11 +127,11 @@ def is_text(value: str) -> bool:
 
 
 def quoted(value: Any) -> str:
-    """Quote a value in a message, shortened: a value may be megabytes long."""
+    """Quote a value in a message, shortened because it may be megabytes long."""
     if not isinstance(value, str | int | float | bool | None):
         return f"a {type(value).__name__}"
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integers of many thousand digits
+    except ValueError:  # Python limits the digits of an integer that it converts to text
         return "a huge integer"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}..."

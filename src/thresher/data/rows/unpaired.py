@@ -1,6 +1,6 @@
-"""Rows that hold one answer and a label: those with the same prompt and opposite labels become one pair.
+"""Join rows of one answer and a label (KTO style): same prompt and opposite labels become one pair.
 
-The n-th good answer of a prompt meets its n-th bad one, in the order of the files, whatever the number of processes.
+The n-th good answer of a prompt is paired with its n-th bad one in file order, for any number of processes.
 """
 
 from __future__ import annotations
@@ -15,48 +15,47 @@ from thresher.data.rows.messages import to_messages
 from thresher.data.rows.parsing import BadRowError, Row, quoted
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
-_KEPT_COLUMNS = ("system", "tools", "margin", "weight")
 
 
 class UnpairedJoiner:
-    """Answers that still wait for one with the opposite label."""
+    """Answers without a partner so far, by prompt and label."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, dict[bool, deque[Row]]] = defaultdict(lambda: {True: deque(), False: deque()})
         self.num_waiting = 0
 
-    def join(self, row: Row, shape: RowFormat) -> Row | None:
-        """Return a prompt/chosen/rejected row if this row has a partner, else let it wait."""
-        missing = [name for name in shape.required if row.get(name) is None]
+    def join(self, row: Row, row_format: RowFormat) -> Row | None:
+        """Return a prompt/chosen/rejected row if an earlier row is a partner; else keep this row and return None."""
+        missing = [name for name in row_format.required if row.get(name) is None]
         if missing:
             raise BadRowError(f"no value for {', '.join(missing)}; its columns are {', '.join(map(str, row))}")
-        prompt, answer = _split_answer(row, shape)
+        prompt, answer = _split_answer(row, row_format)
         label = _read_label(row["label"])
         key = json.dumps([prompt, row.get("system"), row.get("tools")], sort_keys=True, default=str)
         waiting = self._waiting[hashlib.blake2b(key.encode(), digest_size=16).digest()]
-        kept = {name: row[name] for name in _KEPT_COLUMNS if row.get(name) is not None}
-        mine: Row = {**kept, "prompt": prompt, "answer": answer}
+        kept = {name: row[name] for name in row_format.optional if row.get(name) is not None}
+        current: Row = {**kept, "prompt": prompt, "answer": answer}
         if not waiting[not label]:
-            waiting[label].append(mine)
+            waiting[label].append(current)
             self.num_waiting += 1
             return None
         self.num_waiting -= 1
-        other = waiting[not label].popleft()
-        good, bad = (mine, other) if label else (other, mine)
-        rest = {name: value for name, value in good.items() if name != "answer"}
-        return {**rest, "chosen": good["answer"], "rejected": bad["answer"]}
+        partner = waiting[not label].popleft()
+        good, bad = (current, partner) if label else (partner, current)
+        good["chosen"], good["rejected"] = good.pop("answer"), bad["answer"]
+        return good
 
 
-def _split_answer(row: Row, shape: RowFormat) -> tuple[Any, Any]:
-    if shape.name == "labelled_completions":
+def _split_answer(row: Row, row_format: RowFormat) -> tuple[Any, Any]:
+    if row_format.name == "labelled_completions":
         return row["prompt"], row["completion"]
-    column = shape.required[0]
+    column = row_format.required[0]
     messages = to_messages(row[column], "user", column)
     end = len(messages)
     while end > 0 and messages[end - 1]["role"] == "assistant":
         end -= 1
     if end in (0, len(messages)):
-        raise BadRowError(f"`{column}` must hold a prompt and end with an assistant's turn")
+        raise BadRowError(f"`{column}` must have a prompt and end with an assistant turn")
     return messages[:end], messages[end:]
 
 

@@ -1,1 +1,1 @@
-"""Source files: resolving names, reading rows in spans."""
+"""Source files: resolve names to files, and read their rows in spans."""

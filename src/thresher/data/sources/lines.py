@@ -1,6 +1,6 @@
-"""Lines of a stream, none longer than a bound in memory: a file without line ends, or one that unpacks to gigabytes.
+"""Read lines with bounded memory, even from a file without line ends or one that decompresses to gigabytes.
 
-A longer line is read past and stands as `Unreadable`, so that it is counted and those after it are read.
+A line longer than `MAX_ROW_BYTES` is skipped and returned as `Unreadable`, so that it is counted and reading continues.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Any
 
 from thresher.data.rows.parsing import MAX_ROW_BYTES, Unreadable
 
-_SHOWN_BYTES = 1000
-_SKIPPED_AT_ONCE = 1 << 20
+_EXCERPT_BYTES = 1000
+_SKIP_BYTES = 1 << 20
 _TOO_LONG = f"a line of more than {MAX_ROW_BYTES >> 20} MiB; is a line end missing?"
 
 
 def read_lines(stream: Any, max_lines: int, max_bytes: int) -> list[bytes | Unreadable]:
-    """Read the next lines, at least one if there is one, until there are so many or they have so many bytes."""
+    """Read the next lines, at least one unless the stream has ended; stop at `max_lines` or after `max_bytes`."""
     lines: list[bytes | Unreadable] = []
     num_bytes = 0
     while len(lines) < max_lines and num_bytes < max_bytes and (line := stream.readline(MAX_ROW_BYTES)):
         num_bytes += len(line)
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             _skip_line(stream)
-            line = Unreadable(_TOO_LONG, line[:_SHOWN_BYTES].decode("utf-8", errors="replace"))
+            line = Unreadable(_TOO_LONG, line[:_EXCERPT_BYTES].decode("utf-8", errors="replace"))
         lines.append(line)
     return lines
 
 
 def read_span_lines(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
-    """Return whole lines, but for one that is too long, and where the first begins."""
+    """Return the lines that begin in [start, stop) and the offset of the first; a too long last line is cut off."""
     if start > 0:
-        # the line that holds the byte before `start` belongs to the span before
+        # the line that contains the byte before `start` belongs to the previous span
         stored.seek(start - 1)
         _skip_line(stored, stop)
     begin = stored.tell()
@@ -43,14 +43,14 @@ def read_span_lines(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _skip_line(stream: Any, stop: int | None = None) -> None:
-    """Read past the end of a line, or until `stop`: a long line must not be read again for each span that it covers."""
-    while (piece := stream.readline(_SKIPPED_AT_ONCE)) and not piece.endswith(b"\n"):
+    """Skip the rest of a line, or up to `stop`, so that a line over many spans is not read again for each of them."""
+    while (piece := stream.readline(_SKIP_BYTES)) and not piece.endswith(b"\n"):
         if stop is not None and stream.tell() >= stop:
             return
 
 
 def text_lines(text: Any) -> Iterator[str]:
-    """Yield lines of text for the CSV reader."""
+    """Yield lines for the CSV reader; a too long one is a `csv.Error`."""
     while line := text.readline(MAX_ROW_BYTES):
         if len(line) == MAX_ROW_BYTES:
             raise csv.Error(_TOO_LONG)

@@ -1,4 +1,4 @@
-"""Which files a run reads, in which order, and what their bytes are; `readers` turns them into rows.
+"""Resolve paths, globs and URLs to source files, open them, and digest their content; `readers` reads their rows.
 
 Order: names as listed, files of a glob sorted. A digest depends on content only, never on a file's name or time.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ _HUB = "hf://"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, directory or hub data set; `size` is in bytes, 0 where unknown."""
+    """One file, saved dataset directory or Hub dataset; `size` is in bytes, 0 if unknown."""
 
     name: str
     format: Format
@@ -45,7 +45,7 @@ class SourceFile:
 
     @property
     def shown(self) -> str:
-        """The name for messages and reports: a URL may carry a login or a signature."""
+        """The name for messages and reports, with secrets masked: a URL may contain a login or a signature."""
         return redact_text(self.name)
 
     @property
@@ -54,7 +54,7 @@ class SourceFile:
 
 
 def resolve_sources(file_names: Sequence[str]) -> list[SourceFile]:
-    """List the files behind names, globs and URLs; a name that leads to no rows is a `UserError`."""
+    """List the files of names, globs and URLs; a name without a readable file is a `UserError`."""
     return [source for name in file_names for source in _resolve(name)]
 
 
@@ -62,41 +62,42 @@ def _resolve(name: str) -> list[SourceFile]:
     if name.startswith(_HUB) and not _suffixes(name)[0]:
         return [SourceFile(name, "hub_dataset")]
     try:
-        return _look_up(name)
+        return _find_files(name)
     except UserError:
         raise
-    except Exception as error:  # what a library for a remote place raises may be anything
+    except Exception as error:  # remote filesystem libraries may raise anything
         if "://" not in name:
             raise
         raise UserError(f"{name!r} cannot be reached: {error}; check the URL, the network and your login") from error
 
 
-def _look_up(name: str) -> list[SourceFile]:
+def _find_files(name: str) -> list[SourceFile]:
     filesystem, path = _filesystem(name)
-    if any(mark in path for mark in "*?[") and not filesystem.exists(path):
+    if any(character in path for character in "*?[") and not filesystem.exists(path):
         found = sorted(match for match in filesystem.glob(path) if not filesystem.isdir(match))
         if not found:
-            raise UserError(f"no file matches {name!r}; {_nearest_mend(filesystem, path)}")
-        return [_file(filesystem, match, _written_name(filesystem, name, match)) for match in found]
+            raise UserError(f"no file matches {name!r}; {_suggestion(filesystem, path)}")
+        return [_file(filesystem, match, _name_like_glob(filesystem, name, match)) for match in found]
     if filesystem.isdir(path):
         return _resolve_directory(filesystem, path, name)
     if not filesystem.exists(path):
-        _refuse_broken_link(filesystem, path, name)
-        raise UserError(f"{name!r} does not exist; {_nearest_mend(filesystem, path)}")
+        _reject_broken_link(filesystem, path, name)
+        raise UserError(f"{name!r} does not exist; {_suggestion(filesystem, path)}")
     return [_file(filesystem, path, name)]
 
 
 def _resolve_directory(filesystem: Any, path: str, name: str) -> list[SourceFile]:
-    join = name.rstrip("/")
+    directory = name.rstrip("/")
     if filesystem.exists(f"{path}/state.json") or filesystem.exists(f"{path}/dataset_info.json"):
         size = sum(entry["size"] or 0 for entry in filesystem.ls(path, detail=True) if entry["type"] == "file")
-        return [SourceFile(join, "saved_dataset", size=size)]
+        return [SourceFile(directory, "saved_dataset", size=size)]
     if filesystem.exists(f"{path}/dataset_dict.json"):
         splits = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False) if filesystem.isdir(entry))
         raise UserError(
-            f"{name!r} holds several splits ({', '.join(splits)}); name one, such as {join}/{(splits or ['train'])[0]}"
+            f"{name!r} has several splits ({', '.join(splits)}); name one, such as "
+            f"{directory}/{(splits or ['train'])[0]}"
         )
-    raise UserError(f"{name!r} is a directory that is no saved data set; name its files, such as '{join}/*.jsonl'")
+    raise UserError(f"{name!r} is a directory but not a saved dataset; name its files, such as '{directory}/*.jsonl'")
 
 
 def _file(filesystem: Any, path: str, name: str) -> SourceFile:
@@ -104,27 +105,27 @@ def _file(filesystem: Any, path: str, name: str) -> SourceFile:
     if suffix not in FORMAT_OF_SUFFIX:
         known = " ".join(FORMAT_OF_SUFFIX)
         raise UserError(
-            f"{name!r}: cannot tell the format from {suffix or 'no suffix'}; known: {known} (+ .gz .bz2 .zst)"
+            f"{name!r}: unknown suffix {suffix or '(none)'}; use one of {known}, optionally with .gz .bz2 .zst"
         )
-    _refuse_broken_link(filesystem, path, name)
+    _reject_broken_link(filesystem, path, name)
     info = filesystem.info(path)
     if info["type"] not in ("file", "link"):
-        # a pipe would keep its reader waiting, and could be read only once
-        raise UserError(f"{name!r} is no file but a pipe, a socket or a device; write its rows to a file")
+        # reading a pipe may block, and works only once
+        raise UserError(f"{name!r} is a pipe, a socket or a device; write its rows to a regular file")
     size = int(info["size"] or 0)
     if size == 0:
         raise UserError(f"{name!r} is empty; remove it from data_args.file_name or write it again")
     return SourceFile(name, FORMAT_OF_SUFFIX[suffix], compression, size)
 
 
-def _refuse_broken_link(filesystem: Any, path: str, name: str) -> None:
+def _reject_broken_link(filesystem: Any, path: str, name: str) -> None:
     link = Path(path)
     if "file" in filesystem.protocol and link.is_symlink() and not link.exists():
-        raise UserError(f"{name!r} is a link to {str(link.readlink())!r}, where there is no file; mend the link")
+        raise UserError(f"{name!r} is a broken symlink to {str(link.readlink())!r}; fix or remove it")
 
 
 def _suffixes(path: str) -> tuple[str, str | None]:
-    # a signed URL goes on behind the name
+    # a signed URL has a query string after the name
     path = path.partition("?")[0] if "://" in path else path
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compression = COMPRESSION_OF_SUFFIX.get(suffixes[-1]) if suffixes else None
@@ -143,14 +144,14 @@ def _filesystem(name: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _written_name(filesystem: Any, glob: str, match: str) -> str:
-    # a file of a glob is named the way the user wrote the glob: URL, absolute or relative
+def _name_like_glob(filesystem: Any, glob: str, match: str) -> str:
+    # a URL, absolute or relative like the glob
     if "://" in glob:
         return str(filesystem.unstrip_protocol(match))
     return match if Path(glob).expanduser().is_absolute() else match.removeprefix(f"{Path.cwd()}/")
 
 
-def _nearest_mend(filesystem: Any, path: str) -> str:
+def _suggestion(filesystem: Any, path: str) -> str:
     parent = path.rsplit("/", 1)[0] if "/" in path else "."
     if not filesystem.isdir(parent):
         return f"its directory {parent!r} does not exist either"
@@ -158,11 +159,11 @@ def _nearest_mend(filesystem: Any, path: str) -> str:
     nearest = difflib.get_close_matches(path.rsplit("/", 1)[-1], names, n=1, cutoff=0.4)
     if nearest:
         return f"did you mean {parent}/{nearest[0]}?"
-    return f"{parent!r} holds {', '.join(names[:8]) or 'nothing'}"
+    return f"{parent!r} contains {', '.join(names[:8]) or 'no files'}"
 
 
 def open_binary(source: SourceFile) -> Any:
-    """Open a source's stored bytes, not decompressed, for reading."""
+    """Open a source for reading its stored bytes, without decompression."""
     filesystem, path = _filesystem(source.name)
     try:
         return filesystem.open(path, "rb")
@@ -171,34 +172,29 @@ def open_binary(source: SourceFile) -> Any:
 
 
 def source_digest(source: SourceFile) -> str:
-    """Digest a source's content; for a hub data set, the fingerprint that `datasets` keeps."""
+    """Digest the content of a source; for a Hub dataset, return the fingerprint from `datasets`."""
     if source.format == "hub_dataset":
         return f"fingerprint:{load_hub_dataset(source.name)._fingerprint}"
-    digest = hashlib.sha256()
+    names = [source.name]
     if source.format == "saved_dataset":
         filesystem, path = _filesystem(source.name)
-        for file in sorted(filesystem.glob(f"{path}/*.arrow")):
-            with filesystem.open(file, "rb") as stream:
-                _feed(digest, stream)
-    else:
-        with open_binary(source) as stream:
-            _feed(digest, stream)
+        names = [f"{source.name}/{Path(file).name}" for file in sorted(filesystem.glob(f"{path}/*.arrow"))]
+    digest = hashlib.sha256()
+    for name in names:
+        with open_binary(replace(source, name=name)) as stream:
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
     return f"sha256:{digest.hexdigest()}"
 
 
-def _feed(digest: Any, stream: Any) -> None:
-    while piece := stream.read(1 << 20):
-        digest.update(piece)
-
-
 def load_hub_dataset(name: str) -> Any:
-    """Load `hf://OWNER/NAME[:SPLIT[:CONFIG]]`; the split is `train` if not named."""
+    """Load `hf://OWNER/NAME[:SPLIT[:CONFIG]]`; the default split is `train`."""
     import datasets
 
     repo, _, rest = name.removeprefix("hf://").removeprefix("datasets/").partition(":")
     split, _, config = rest.partition(":")
     try:
         return datasets.load_dataset(repo, config or None, split=split or "train")
-    # RuntimeError: a data set that is a script, which is never run
+    # RuntimeError: a dataset with a loading script, which `datasets` refuses to run
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot load {name!r} from the hub: {error}; write hf://OWNER/NAME:SPLIT") from error
+        raise UserError(f"cannot load {name!r} from the Hub: {error}; write hf://OWNER/NAME:SPLIT") from error

@@ -1,6 +1,6 @@
-"""A row as text: the prompt with the header of the answer, and each side's whole text.
+"""Render rows as text: the prompt with the assistant header, and the full text of each side.
 
-Decides which template renders a row and which stretch of a side an assistant says; token ids are `tokenize`'s.
+Decides which template renders a row and which character spans the assistant wrote; `tokenizer` makes token ids of them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ CharSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class SideText:
-    """Prompt and response of one side as one text; scored_spans is None when all of the response is scored."""
+    """Prompt and response of one side as one text; scored_spans is None if the full response is scored."""
 
     text: str
     scored_spans: tuple[CharSpan, ...] | None = None
@@ -34,9 +35,10 @@ class SideText:
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """Texts of a row. `prompt` begins both sides; header_shortened tells that it is less than the generation prompt.
+    """The texts of a row; both sides begin with `prompt`.
 
-    has_stand_ins: control tokens are written as stand-ins; what spells one is text (`control_tokens`).
+    header_shortened: `prompt` is only a prefix of the generation prompt.
+    has_placeholders: placeholders replace the template's control tokens, and any spelled-out token is text.
     """
 
     prompt: str
@@ -48,7 +50,7 @@ class RenderedRow:
 
 @dataclass(frozen=True)
 class Template:
-    """Where the text of a row comes from; `source` is None for the tokenizer's own template and for raw text."""
+    """A chat template or raw text; `source` is None for raw text and for the tokenizer's built-in template."""
 
     is_raw: bool
     source: str | None
@@ -57,22 +59,22 @@ class Template:
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapping[str, Any]) -> Template:
-    """Find the template that the setting names and check that it can be parsed."""
+    """Load the template of `data_args.template` and check its syntax."""
     if name == "raw":
         return Template(True, None, "raw", {})
     if name == "auto":
         if not tokenizer.chat_template:
             raise UserError(
                 "the tokenizer has no chat template; use data_args.template=raw for plain text, "
-                "or data_args.template=FILE.jinja for a template of your own"
+                "or data_args.template=FILE.jinja for a custom template"
             )
-        source, own = None, tokenizer.chat_template
+        source, text = None, tokenizer.chat_template
     else:
         path = Path(os.path.expandvars(name)).expanduser()
         if not path.is_file():
             raise UserError(f"data_args.template={name!r}: no such file; use auto, raw or the path of a Jinja file")
-        source = own = path.read_text(encoding="utf-8")
-    content = json.dumps([own, dict(arguments)], sort_keys=True)
+        source = text = path.read_text(encoding="utf-8")
+    content = json.dumps([text, dict(arguments)], sort_keys=True)
     template = Template(False, source, hashlib.sha256(content.encode()).hexdigest(), arguments)
     _check_syntax(tokenizer, template, name)
     return template
@@ -82,19 +84,19 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, name: 
     try:
         apply_template(tokenizer, template, [{"role": "user", "content": "?"}], None, header=True)
     except BadRowError as error:
-        # a template may refuse this one conversation; only one that can't be parsed refuses all
+        # a template may reject this conversation and accept others, unless it has a syntax error
         if type(error.__cause__).__name__ == "TemplateSyntaxError":
             raise UserError(f"data_args.template={name!r} is not valid Jinja: {error.__cause__}") from error
 
 
 def render(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenizerBase) -> RenderedRow:
-    """Render a row; both sides begin with `prompt`."""
+    """Render a row with its template, or raise `BadRowError`."""
     return _render_raw(row) if template.is_raw else _render_chat(row, template, tokenizer)
 
 
 def _render_raw(row: PreferenceRow) -> RenderedRow:
     if row.tools:
-        raise BadRowError("the row has `tools`, which data_args.template=raw cannot show; use a chat template")
+        raise BadRowError("the row has `tools`, which data_args.template=raw cannot render; use a chat template")
     if row.plain is not None:
         prompt, chosen, rejected = row.plain.prompt, row.plain.chosen, row.plain.rejected
     else:
@@ -104,9 +106,9 @@ def _render_raw(row: PreferenceRow) -> RenderedRow:
 
 
 def _segments(messages: Sequence[Message]) -> tuple[TextSegment, ...]:
-    pieces = [TextSegment(message["content"], message["role"] == "assistant") for message in messages]
     blank_line = TextSegment("\n\n", scored=False)
-    return tuple(piece for each in pieces for piece in (blank_line, each))[1:]
+    texts = [TextSegment(message["content"], message["role"] == "assistant") for message in messages]
+    return tuple(segment for text in texts for segment in (blank_line, text))[1:]
 
 
 def _join_segments(prompt: str, segments: Sequence[TextSegment]) -> SideText:
@@ -119,79 +121,64 @@ def _join_segments(prompt: str, segments: Sequence[TextSegment]) -> SideText:
 
 
 def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenizerBase) -> RenderedRow:
-    header = apply_template(tokenizer, template, row.prompt, row.tools, header=True)
-    texts = [
-        apply_template(tokenizer, template, row.prompt + side, row.tools, header=False)
-        for side in (row.chosen, row.rejected)
-    ]
-    # some templates open a thought in the generation prompt that a finished answer doesn't have
-    start = min(common_prefix_length(header, text) for text in texts)
-    if start < len(header):
-        bare = apply_template(tokenizer, template, row.prompt, row.tools, header=False)
-        if start < len(bare.rstrip()):
-            raise BadRowError("the chat template writes the prompt differently when an answer follows")
-    sides = []
-    for text, messages in zip(texts, (row.chosen, row.rejected), strict=True):
-        spans = _scored_spans(row, messages, template, tokenizer, text, start) if len(messages) > 1 else None
-        sides.append(SideText(text, spans))
-    return RenderedRow(texts[0][:start], sides[0], sides[1], header_shortened=start < len(header))
+    apply = partial(apply_template, tokenizer, template, tools=row.tools)
+    header = apply(row.prompt, header=True)
+    texts = [apply(row.prompt + side, header=False) for side in (row.chosen, row.rejected)]
+    # some templates open a <think> block in the generation prompt that a finished answer does not have
+    start = min(_common_prefix_length(header, text) for text in texts)
+    if start < len(header) and start < len(apply(row.prompt, header=False).rstrip()):
+        raise BadRowError("the chat template renders the prompt differently when an answer follows")
+    chosen, rejected = (
+        SideText(text, _scored_spans(row.prompt, side, text, start, apply, eos_token(tokenizer)))
+        for text, side in zip(texts, (row.chosen, row.rejected), strict=True)
+    )
+    return RenderedRow(texts[0][:start], chosen, rejected, header_shortened=start < len(header))
 
 
 def _scored_spans(
-    row: PreferenceRow,
-    messages: list[Message],
-    template: Template,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    start: int,
-) -> tuple[CharSpan, ...]:
+    prompt: list[Message], messages: list[Message], text: str, start: int, apply: Callable[..., str], eos: str
+) -> tuple[CharSpan, ...] | None:
+    if len(messages) == 1:
+        return None
     spans: list[CharSpan] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = row.prompt + messages[:index]
-        header = apply_template(tokenizer, template, before, row.tools, header=True)
-        bare = apply_template(tokenizer, template, before, row.tools, header=False)
-        through = apply_template(tokenizer, template, [*before, message], row.tools, header=False)
-        begin = common_prefix_length(header, text) if index else start
-        if begin < len(bare.rstrip()) or not text.startswith(through):
-            raise BadRowError("the chat template writes a turn differently when more turns follow")
-        spans.append((begin, len(cut_after_eos(through, eos_token(tokenizer)))))
+        before = prompt + messages[:index]
+        begin = _common_prefix_length(apply(before, header=True), text) if index else start
+        through = apply([*before, message], header=False)
+        if begin < len(apply(before, header=False).rstrip()) or not text.startswith(through):
+            raise BadRowError("the chat template renders a turn differently when more turns follow")
+        spans.append((begin, len(cut_after_eos(through, eos))))
     return tuple(spans)
 
 
-def common_prefix_length(left: str, right: str) -> int:
-    """Count the characters that two texts begin with in common."""
+def _common_prefix_length(left: str, right: str) -> int:
     if right.startswith(left):
         return len(left)
     return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def cut_after_eos(text: str, eos: str) -> str:
-    """Cut the whitespace that templates write after a final EOS."""
+    """Remove the whitespace that some templates write after the last EOS."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(eos) else text
 
 
 def eos_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of the token that ends an answer."""
+    """Return the text of the EOS token, or raise `UserError` if the tokenizer has none."""
     if tokenizer.eos_token is None:
         raise UserError(
-            "the tokenizer has no EOS token, so a model could not learn where an answer ends; "
+            "the tokenizer has no EOS token, so a model cannot learn where an answer ends; "
             'set "eos_token" in its tokenizer_config.json'
         )
     return str(tokenizer.eos_token)
 
 
 def apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    template: Template,
-    messages: list[Message],
-    tools: Any,
-    *,
-    header: bool,
+    tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message], tools: Any, *, header: bool
 ) -> str:
-    """Render messages as text, or raise `BadRowError`."""
+    """Render messages as text, with the generation prompt if `header` is set, or raise `BadRowError`."""
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -201,6 +188,6 @@ def apply_template(
             tokenize=False,
             **template.arguments,
         )
-    except Exception as error:  # a template is the user's program: it may raise anything
-        raise BadRowError(f"the chat template refuses the row: {error}") from error
+    except Exception as error:  # a template is user code that may raise anything
+        raise BadRowError(f"the chat template rejects the row: {error}") from error
     return str(text)

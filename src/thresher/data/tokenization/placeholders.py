@@ -1,8 +1,8 @@
-"""Text in which some spellings of a control token are the token and others are text: stand-ins mark the former.
+"""Tokenize text in which placeholders are control tokens, and the same tokens spelled out are plain text.
 
-A stand-in is a run of one private-use character, as long as the token's text, so that places in a text stay where they
-are. A copy of the tokenizer knows the stand-ins in place of the tokens, with the same ids and rules, and makes no
-control token of any other text: whole texts are tokenised at once, as by the tokenizer itself.
+A placeholder repeats one private-use character as often as the token has characters, so that offsets stay the same. A
+copy of the tokenizer has the placeholders in place of the control tokens, with the same ids and rules, and makes no
+control token from any other text. A full text is tokenized in one call, as by the original tokenizer.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from thresher.data.rows.parsing import BadRowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# planes 15 and 16 of Unicode are private use; no tokenizer we know has a word for them
+# Unicode planes 15 and 16 are private use and do not occur in known vocabularies
 _FIRST_CHARACTER = 0xF0000
 
 
 class PlaceholderTokenizer:
-    """The stand-ins of a tokenizer's control tokens; the copy of the tokenizer is made when it is first needed."""
+    """Placeholders of a tokenizer's control tokens, and a copy of the tokenizer, made at first use, that reads them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
         self._tokenizer: Any = tokenizer
-        self.of_token: Mapping[str, str] = {
+        self.by_token: Mapping[str, str] = {
             token: chr(_FIRST_CHARACTER + number) * len(token) for number, token in enumerate(sorted(tokens))
         }
 
     def check(self, text: str) -> None:
-        """Refuse text that could be taken for a stand-in, or a tokenizer that has no copy."""
+        """Raise `BadRowError` for text that contains a placeholder, and for a slow tokenizer."""
         if not self._tokenizer.is_fast:
-            raise BadRowError("only a fast tokenizer can keep the text of a control token as text")
-        if max(text, default="") >= chr(_FIRST_CHARACTER) and any(name in text for name in self.of_token.values()):
-            raise BadRowError("the text spells a control token and holds private-use characters that mark them here")
+            raise BadRowError("the text spells a control token, which only a fast tokenizer can keep as text")
+        if max(text, default="") >= chr(_FIRST_CHARACTER) and any(name in text for name in self.by_token.values()):
+            raise BadRowError("the text spells a control token and contains private-use characters reserved for them")
 
     def encode(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Tokenise texts; return the ids of each, and where each token starts."""
-        copy, ids_of = self._copy
+        """Tokenize texts; return for each its ids and the start offset of each token."""
+        copy, original_ids = self._copy
         return [
-            ([ids_of.get(each, each) for each in encoding.ids], [start for start, _ in encoding.offsets])
+            ([original_ids.get(id_, id_) for id_ in encoding.ids], [start for start, _ in encoding.offsets])
             for encoding in copy.encode_batch(list(texts), add_special_tokens=False)
         ]
 
@@ -51,20 +51,20 @@ class PlaceholderTokenizer:
 
         state: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state["padding"] = state["truncation"] = None
-        true_ids = {}
+        ids = {}
         for token in state["added_tokens"]:
-            name = self.of_token.get(token["content"])
+            name = self.by_token.get(token["content"])
             if name is not None:
-                # stand-ins are no text, so no normaliser may touch them
+                # a normalizer must not change placeholders
                 token.update(content=name, normalized=False)
-            true_ids[token["content"]] = token["id"]
-        _rename(state["model"], self.of_token, true_ids)
+            ids[token["content"]] = token["id"]
+        _rename(state["model"], self.by_token, ids)
         copy: Any = Tokenizer.from_str(json.dumps(state))
-        return copy, {copy.token_to_id(name): number for name, number in true_ids.items()}
+        return copy, {copy.token_to_id(name): number for name, number in ids.items()}
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str], ids: Mapping[str, int]) -> None:
-    """Let the model know control tokens by their stand-ins alone, so that it can make none of them from other text."""
+    """Rename control tokens to placeholders in a model's vocabulary, so that it makes none from other text."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         kept = {content: number for content, number in vocabulary.items() if content not in names}
@@ -74,5 +74,5 @@ def _rename(model: dict[str, Any], names: Mapping[str, str], ids: Mapping[str, i
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
-        pairs = [each.split(" ", 1) if isinstance(each, str) else each for each in model["merges"]]
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
         model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]

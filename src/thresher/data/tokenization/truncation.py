@@ -1,4 +1,4 @@
-"""What happens to a pair that is longer than `sequence_length`: nothing is cut unless the user asked for it."""
+"""Truncate or drop pairs longer than `sequence_length`; the default, `drop`, truncates nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from thresher.data.settings import Truncation
 
 
 def pair_length(pair: Pair) -> int:
-    """Return the tokens of the longer of the pair's two sequences."""
+    """Return the number of tokens of the longer of a pair's two sequences."""
     return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
 
 
 def truncate(pair: Pair, limit: int | None, how: Truncation, bos_id: int | None) -> Pair | None:
-    """Return a pair within the limit, the same object if it fits; None where it must be dropped.
+    """Return a pair within the limit, the same object if it fits, or None to drop it.
 
-    A response that is cut loses its EOS with its end. A prompt keeps its BOS and at least one other token.
+    A truncated response has no EOS. A truncated prompt keeps its BOS and at least one other token.
     """
     if limit is None or pair_length(pair) <= limit:
         return pair
