@@ -1,4 +1,4 @@
-"""Load a checkpoint's weights into a model's parameters: every name, shape and dtype must match, or nothing is copied."""
+"""Load a checkpoint's weights into parameters: every name, shape and dtype must match, or nothing is copied."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
