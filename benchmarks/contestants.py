@@ -30,7 +30,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.logps import PairModel
 from thresher.reference.cache import ReferenceCache
-from thresher.reference.fingerprint import ReferenceIdentity
+from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
@@ -99,7 +99,7 @@ def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
 def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
     """Score every pair with the reference; all contestants that precompute use these logps."""
     scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
-    cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceIdentity("", "", "", ""), "random weights")
+    cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceFingerprint("", "", "", ""), "random weights")
     reference = PrecomputedReference(
         cache,
         store,

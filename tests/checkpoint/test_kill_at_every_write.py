@@ -30,7 +30,7 @@ def save(root: Path, step: int, value: float) -> None:
 
 
 def run_and_die(action: Callable[[], object], deadly_operation: int) -> bool:
-    """Run `action` in a forked child that kills itself before its n-th disk operation; say whether it died so."""
+    """Run `action` in a forked child that kills itself before its n-th disk operation; return whether it was killed."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -67,7 +67,7 @@ def content(path: Path) -> str:
 
 
 def die_everywhere(tmp_path: Path, prepare: Callable[[Path], object], action: Callable[[Path], object]) -> list[Path]:
-    """Make one root per disk operation of `action`, each left as a kill before that operation leaves it."""
+    """Make one root per disk operation of `action`, in the state after a kill before that operation."""
     roots = []
     for operation in range(1, 500):
         root = tmp_path / str(operation)
@@ -75,10 +75,10 @@ def die_everywhere(tmp_path: Path, prepare: Callable[[Path], object], action: Ca
         roots.append(root)
         if not run_and_die(lambda root=root: action(root), operation):
             return roots
-    raise AssertionError("the action never came to its end")
+    raise AssertionError("the action never finished")
 
 
-def test_a_kill_at_any_operation_of_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path: Path) -> None:
     roots = die_everywhere(tmp_path, lambda root: save(root, 1, 1.0), lambda root: save(root, 2, 2.0))
     assert len(roots) > 15
     survivors = []
@@ -92,12 +92,12 @@ def test_a_kill_at_any_operation_of_a_save_leaves_the_previous_or_the_new_one(tm
         assert {path.name for path in root.iterdir()} <= {"step-00000001", "step-00000002"}
         save(root, 2, 2.0)
         assert content(root / "step-00000002") == "value 2.0"
-    # Once it is published it stays published: the survivors change exactly once.
+    # once published, it stays published: the survivors change exactly once
     assert survivors == sorted(survivors)
     assert set(survivors) == {"value 1.0", "value 2.0"}
 
 
-def test_a_kill_at_any_operation_of_a_replacement_keeps_that_step(tmp_path: Path) -> None:
+def test_a_kill_during_a_replacement_keeps_that_step(tmp_path: Path) -> None:
     def prepare(root: Path) -> None:
         save(root, 1, 1.0)
         save(root, 2, 2.0)
@@ -109,7 +109,7 @@ def test_a_kill_at_any_operation_of_a_replacement_keeps_that_step(tmp_path: Path
         assert {path.name for path in root.iterdir()} == {"step-00000001", "step-00000002"}
 
 
-def test_a_kill_at_any_operation_of_pruning_leaves_no_torn_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_during_pruning_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     def prepare(root: Path) -> None:
         for step in range(1, 5):
             save(root, step, float(step))
@@ -138,13 +138,13 @@ def test_a_kill_during_recovery_can_be_recovered_from(tmp_path: Path) -> None:
         assert content(root / "step-00000001") == "value 1.0"
 
 
-def test_a_write_that_the_system_refuses_is_a_readable_error(tmp_path: Path) -> None:
+def test_a_write_that_the_system_rejects_is_a_clear_error(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
 
     def save_with_a_small_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with (
-            pytest.raises(CheckpointError, match=r"step 2.*File too large.*unharmed"),
+            pytest.raises(CheckpointError, match=r"step 2.*File too large.*intact"),
             staging(tmp_path, 2) as directory,
         ):
             save_tensors(directory, "model", {"weight": torch.zeros(100_000)})

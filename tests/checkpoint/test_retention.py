@@ -1,4 +1,4 @@
-"""Which checkpoint is resumed from, which ones are kept."""
+"""Which checkpoint a run resumes from, and which ones are kept."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ def save(root: Path, step: int, **metrics: float) -> Path:
     return root / f"step-{step:08d}"
 
 
-def tear(path: Path) -> None:
+def damage(path: Path) -> None:
     (path / "model.bin").write_bytes(b"?")
 
 
@@ -30,16 +30,16 @@ def test_order_is_by_step_not_by_text(tmp_path: Path) -> None:
     assert steps(tmp_path) == [5, 100_000_000, 999_999_999]
 
 
-def test_auto_finds_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_finds_the_newest_valid_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     good = save(tmp_path, 2)
-    tear(save(tmp_path, 3))
+    damage(save(tmp_path, 3))
     assert resolve_resume("auto", tmp_path) == good
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("value", ["auto", False])
-def test_a_root_that_does_not_exist_yet_starts_afresh(tmp_path: Path, value: str | bool) -> None:
+def test_a_root_that_does_not_exist_yet_has_no_checkpoint(tmp_path: Path, value: str | bool) -> None:
     assert resolve_resume(value, tmp_path / "later") is None
     assert latest(tmp_path / "later") is None
 
@@ -52,12 +52,12 @@ def test_false_ignores_checkpoints(tmp_path: Path) -> None:
 def test_a_path_is_verified(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert resolve_resume(str(path), tmp_path / "other") == path
-    tear(path)
-    with pytest.raises(CheckpointError, match=r"model\.bin has other content"):
+    damage(path)
+    with pytest.raises(CheckpointError, match=r"model\.bin does not match its digest"):
         resolve_resume(str(path), tmp_path)
 
 
-def test_a_path_that_is_missing_or_one_level_too_high_names_the_mend(tmp_path: Path) -> None:
+def test_a_path_that_is_missing_or_one_level_too_high_is_reported_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*check the path"):
         resolve_resume(str(tmp_path / "step-00000009"), tmp_path)
     save(tmp_path, 3)
@@ -65,7 +65,7 @@ def test_a_path_that_is_missing_or_one_level_too_high_names_the_mend(tmp_path: P
         resolve_resume(str(tmp_path), tmp_path)
 
 
-def test_best_is_known_from_the_disk(tmp_path: Path) -> None:
+def test_best_is_found_from_the_manifests(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, 0.3), (3, 0.3), (4, math.nan), (5, 0.4)):
         save(tmp_path, step, loss=loss)
     save(tmp_path, 6)
@@ -84,28 +84,28 @@ def test_prune_keeps_the_last_ones_and_the_best(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_prune_never_deletes_the_only_one_that_verifies(tmp_path: Path) -> None:
+def test_prune_never_deletes_the_only_valid_checkpoint(tmp_path: Path) -> None:
     for step in range(1, 5):
         save(tmp_path, step)
     for step in (1, 3, 4):
-        tear(tmp_path / f"step-{step:08d}")
+        damage(tmp_path / f"step-{step:08d}")
     prune(tmp_path, 1)
     assert steps(tmp_path) == [2, 4]
     assert latest(tmp_path) == tmp_path / "step-00000002"
 
 
-def test_prune_does_not_read_a_checkpoint_it_may_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_does_not_read_a_trusted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 4):
         save(tmp_path, step)
 
-    def unread(path: Path) -> str | None:
+    def fail_if_read(path: Path) -> str | None:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("thresher.checkpoint.retention._fault", unread)
+    monkeypatch.setattr("thresher.checkpoint.retention._invalid_reason", fail_if_read)
     prune(tmp_path, 1, trusted=tmp_path / "step-00000003")
     assert steps(tmp_path) == [3]
 
 
-def test_keeping_none_is_refused(tmp_path: Path) -> None:
+def test_keeping_no_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one"):
         prune(tmp_path, 0)

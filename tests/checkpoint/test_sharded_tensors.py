@@ -1,4 +1,4 @@
-"""Parts of tensors in many files: any box comes back bit for bit, and what is lost or does not fit is named."""
+"""Sharded tensors in many files: any slice is read bit for bit, and missing or mismatched shards are reported."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thresher.checkpoint.safetensors_io import save_parts
+from thresher.checkpoint.safetensors_io import save_shards
 from thresher.checkpoint.sharded import HostBuffers, ShardFile, TensorShard
 from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
 from thresher.errors import CheckpointError
 
 
 def write_grid(directory: Path, tensor: Tensor, rows: list[int], columns: list[int]) -> None:
-    """Cut a matrix at rows and columns, one piece a file; beside it a number that the first file alone has."""
+    """Split a matrix at rows and columns, one shard per file; the first file also has a scalar."""
     row_ends, column_ends = [0, *rows, tensor.shape[0]], [0, *columns, tensor.shape[1]]
-    pieces = [
+    shards = [
         TensorShard(tensor[top:bottom, left:right], tuple(tensor.shape), (top, left))
         for top, bottom in pairwise(row_ends)
         for left, right in pairwise(column_ends)
     ]
-    for index, piece in enumerate(pieces):
-        own = {"grid": piece} if piece.values.numel() else {}
-        own |= {"count": TensorShard(torch.tensor(7.0), (), ())} if index == 0 else {}
-        save_parts(directory, "x", own, ShardFile(index, len(pieces)))
+    for index, shard in enumerate(shards):
+        local = {"grid": shard} if shard.values.numel() else {}
+        local |= {"count": TensorShard(torch.tensor(7.0), (), ())} if index == 0 else {}
+        save_shards(directory, "x", local, ShardFile(index, len(shards)))
 
 
 @given(data=st.data())
-def test_any_box_of_any_grid_comes_back(tmp_path_factory, data):
+def test_any_slice_of_any_sharding_is_read_back(tmp_path_factory, data):
     shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
     tensor = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     cuts = [sorted(data.draw(st.lists(st.integers(0, size), max_size=3))) for size in shape]
     directory = tmp_path_factory.mktemp("grid")
     write_grid(directory, tensor, *cuts)
-    box = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
-    with ShardedReader(directory, "x") as stored:
-        assert torch.equal(stored.read("grid", box), tensor[box])
-        assert stored.read("count").item() == 7.0
-        assert stored.kinds() == {"grid": (shape, torch.float32), "count": ((), torch.float32)}
+    slices = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
+    with ShardedReader(directory, "x") as reader:
+        assert torch.equal(reader.read("grid", slices), tensor[slices])
+        assert reader.read("count").item() == 7.0
+        assert reader.specs() == {"grid": (shape, torch.float32), "count": ((), torch.float32)}
     assert torch.equal(load_tensors(directory, "x")["grid"], tensor)
 
 
-def test_a_file_without_its_part_is_no_smaller_tensor(tmp_path):
+def test_a_missing_shard_is_an_error(tmp_path):
     write_grid(tmp_path, torch.ones(4, 4), [2], [])
-    save_parts(tmp_path, "x", {}, ShardFile(1, 2))
-    with pytest.raises(CheckpointError, match="lacks parts of grid; resume from another checkpoint"):
+    save_shards(tmp_path, "x", {}, ShardFile(1, 2))
+    with pytest.raises(CheckpointError, match="lacks shards of grid; resume from another checkpoint"):
         load_tensors(tmp_path, "x")
 
 
@@ -66,20 +66,20 @@ def test_a_file_without_its_part_is_no_smaller_tensor(tmp_path):
     ],
     ids=["outside", "before", "other dims", "text", "list"],
 )
-def test_a_header_that_says_nonsense_is_refused(tmp_path, header):
+def test_an_invalid_header_is_rejected(tmp_path, header):
     save_file({"grid": torch.ones(2, 4)}, tmp_path / "x.safetensors", metadata={"thresher": json.dumps(header)})
     with pytest.raises(CheckpointError, match=r"x\.safetensors .*resume from another checkpoint"):
         load_tensors(tmp_path, "x")
 
 
-def test_parts_of_two_dtypes_are_not_put_together(tmp_path):
-    save_parts(tmp_path, "x", {"a": TensorShard(torch.ones(2), (4,), (0,))}, ShardFile(0, 2))
-    save_parts(tmp_path, "x", {"a": TensorShard(torch.ones(2).bfloat16(), (4,), (2,))}, ShardFile(1, 2))
-    with pytest.raises(CheckpointError, match="has a part of a that fits no other"):
+def test_shards_of_two_dtypes_are_rejected(tmp_path):
+    save_shards(tmp_path, "x", {"a": TensorShard(torch.ones(2), (4,), (0,))}, ShardFile(0, 2))
+    save_shards(tmp_path, "x", {"a": TensorShard(torch.ones(2).bfloat16(), (4,), (2,))}, ShardFile(1, 2))
+    with pytest.raises(CheckpointError, match="has a shard of a that does not match the others"):
         load_tensors(tmp_path, "x")
 
 
-def test_a_copy_stays_when_the_tensor_moves_on_and_its_memory_serves_the_next(tmp_path):
+def test_a_host_copy_is_independent_of_the_tensor_and_its_buffer_is_reused(tmp_path):
     copies, weight = HostBuffers(), torch.arange(4.0)
     first = copies.take("w", weight)
     weight += 1

@@ -1,4 +1,4 @@
-"""Publication is all or nothing, and a checkpoint proves that it is whole."""
+"""A checkpoint is published completely or not at all, and damage is detected."""
 
 import errno
 import hashlib
@@ -86,7 +86,7 @@ def test_several_writers_share_one_staging_directory(tmp_path: Path) -> None:
     assert list(verify(path).files) == ["rank-0.bin", "rank-1.bin", "rank-2.bin", "shared.bin"]
 
 
-def test_a_file_that_rank_0_cannot_see_stops_the_publication(tmp_path: Path) -> None:
+def test_publishing_fails_if_rank_0_cannot_see_a_file(tmp_path: Path) -> None:
     stage = create_staging(tmp_path, 9)
     (stage.path / "rank-1.bin").write_bytes(b"x")
     records = record_files(stage.path, ["rank-1.bin"])
@@ -132,31 +132,31 @@ def link_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "fault"),
+    ("damage", "problem"),
     [
         (truncate, r"model\.bin has 3 bytes instead of 7"),
-        (flip_a_bit, r"model\.bin has other content"),
+        (flip_a_bit, r"model\.bin does not match its digest"),
         (remove_a_file, r"rank-0/state\.bin is missing"),
         (add_a_pickle, r"optimizer\.pt is not in the manifest"),
-        (flip_a_digit_of_the_manifest, r"manifest\.json was changed"),
-        (cut_the_manifest, r"manifest\.json is not the JSON it should be"),
+        (flip_a_digit_of_the_manifest, r"manifest\.json was modified"),
+        (cut_the_manifest, r"manifest\.json is not valid JSON"),
         (remove_the_manifest, r"no manifest\.json"),
-        (link_a_file, r"link is a symbolic link"),
+        (link_a_file, r"link is a symlink"),
     ],
 )
-def test_damage_is_named_and_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], fault: str
+def test_a_damaged_checkpoint_is_reported_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], problem: str
 ) -> None:
     good, bad = save(tmp_path, 1, loss=0.25), save(tmp_path, 2, loss=0.25)
     damage(bad)
-    with pytest.raises(CheckpointError, match=fault):
+    with pytest.raises(CheckpointError, match=problem):
         verify(bad)
     assert latest(tmp_path) == good
     (reason,) = caplog.messages
     assert "step-00000002" in reason
 
 
-def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     truncate(path)
     remove_a_file(path)
@@ -164,7 +164,7 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
         verify(path)
 
 
-def test_a_manifest_of_another_format_names_the_mend(tmp_path: Path) -> None:
+def test_a_manifest_of_another_format_names_the_version_to_use(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
@@ -172,14 +172,16 @@ def test_a_manifest_of_another_format_names_the_mend(tmp_path: Path) -> None:
         read_manifest(path)
 
 
-def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_with_another_steps_name_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / "step-00000003")
     assert latest(tmp_path) == good
-    assert "holds step 2" in caplog.messages[0]
+    assert "contains step 2" in caplog.messages[0]
 
 
-def test_a_full_disk_is_a_readable_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error_and_older_checkpoints_are_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = save(tmp_path, 1)
     before = snapshot(good)
 
@@ -188,7 +190,7 @@ def test_a_full_disk_is_a_readable_error_and_harms_nothing(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"step 2.*No space left.*free some space.*unharmed"):
+        with pytest.raises(CheckpointError, match=r"step 2.*No space left.*free some space.*intact"):
             save(tmp_path, 2)
     with pytest.raises(CheckpointError, match="No space left"), staging(tmp_path, 2):
         full()
@@ -197,32 +199,32 @@ def test_a_full_disk_is_a_readable_error_and_harms_nothing(tmp_path: Path, monke
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_restores_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1, b"old")
     rename = Path.rename
 
-    def refuse_staging(self: Path, target: Path) -> Path:
+    def fail_for_staging(self: Path, target: Path) -> Path:
         if self.name.startswith(".staging-"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", refuse_staging)
+    monkeypatch.setattr(Path, "rename", fail_for_staging)
     with pytest.raises(CheckpointError, match="step 1"):
         save(tmp_path, 1, b"new")
     verify(path)
     assert (path / "model.bin").read_bytes() == b"old"
 
 
-def test_recover_spares_a_staging_directory_in_use(tmp_path: Path) -> None:
+def test_recover_keeps_a_staging_directory_in_use(tmp_path: Path) -> None:
     stage = create_staging(tmp_path, 4)
     (stage.path / "model.bin").write_bytes(b"x")
     assert recover(tmp_path) == []
     verify(publish(stage))
 
 
-def test_recover_removes_what_a_killed_save_left(tmp_path: Path) -> None:
+def test_recover_removes_the_files_of_a_killed_save(tmp_path: Path) -> None:
     stage = create_staging(tmp_path, 4)
-    stage.lock.close()  # what the death of the process does
+    stage.lock.close()  # as when the process dies
     (done,) = recover(tmp_path)
     assert stage.path.name in done
     assert list(tmp_path.iterdir()) == []
@@ -232,7 +234,7 @@ def test_recover_on_a_root_that_does_not_exist_does_nothing(tmp_path: Path) -> N
     assert recover(tmp_path / "no") == []
 
 
-def test_recover_touches_no_foreign_file(tmp_path: Path) -> None:
+def test_recover_leaves_other_files_alone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "notes").mkdir()
     save(tmp_path, 1)
@@ -240,7 +242,7 @@ def test_recover_touches_no_foreign_file(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "notes", "step-00000001"]
 
 
-def test_discard_is_complete(tmp_path: Path) -> None:
+def test_discard_leaves_nothing(tmp_path: Path) -> None:
     discard(create_staging(tmp_path, 4))
     assert list(tmp_path.iterdir()) == []
 

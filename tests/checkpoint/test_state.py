@@ -1,4 +1,4 @@
-"""State comes back bit for bit: tensors, numbers, optimizers and random streams."""
+"""State round-trips bit for bit: tensors, numbers, optimizers and random streams."""
 
 import math
 import os
@@ -59,7 +59,7 @@ def any_tensor(draw: st.DrawFn) -> Tensor:
 
 @many_examples
 @given(tensors=st.dictionaries(st.text("abc./", min_size=1, max_size=6), any_tensor(), max_size=5))
-def test_any_tensors_come_back_bit_for_bit(
+def test_any_tensors_round_trip_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor]
 ) -> None:
     directory = tmp_path_factory.mktemp("tensors")
@@ -71,7 +71,7 @@ def test_any_tensors_come_back_bit_for_bit(
         assert_same_bits(loaded[name], tensor)
 
 
-def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_once_and_tied_after_loading(tmp_path: Path) -> None:
     weight = torch.randn(4, 4)
     name = save_tensors(tmp_path, "model", {"embed": weight, "head": weight, "other": torch.randn(8)})
     loaded = load_tensors(tmp_path, "model")
@@ -80,7 +80,7 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert (tmp_path / name).stat().st_size < 2 * weight.nbytes + 32 + 400
 
 
-def test_overlapping_views_come_back_as_separate_copies(tmp_path: Path) -> None:
+def test_overlapping_views_are_loaded_as_separate_copies(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
     tensors = {"base": base, "flat": base.view(-1), "row": base[1], "transposed": base.T, "wide": base[:1].expand(4, 3)}
     save_tensors(tmp_path, "model", tensors)
@@ -101,7 +101,7 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     save_tensors(tmp_path, "model", {"x": torch.ones(2)})
     save_json(tmp_path / "state.json", {})
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "state.json").stat().st_mode
@@ -109,7 +109,7 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,17 +118,17 @@ class Bomb:
         return (os.mkdir, (str(self.path),))
 
 
-def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_file_is_rejected_and_not_executed(tmp_path: Path) -> None:
     torch.save(Bomb(tmp_path / "boom"), tmp_path / "model.safetensors")
     (tmp_path / "model.json").write_bytes((tmp_path / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         load_tensors(tmp_path, "model")
-    with pytest.raises(CheckpointError, match="not the JSON"):
+    with pytest.raises(CheckpointError, match="not valid JSON"):
         load_json(tmp_path / "model.json")
     assert not (tmp_path / "boom").exists()
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
         load_tensors(tmp_path, "model")
     with pytest.raises(CheckpointError, match=r"state\.json is missing"):
@@ -144,20 +144,20 @@ json_values = st.recursive(
 
 @many_examples
 @given(value=json_values)
-def test_any_json_value_comes_back_exactly(value: object) -> None:
-    # repr tells 1 from 1.0 and True, 0.0 from -0.0, and shows NaN.
+def test_any_json_value_round_trips_exactly(value: object) -> None:
+    # repr distinguishes 1, 1.0 and True, as well as 0.0 and -0.0, and shows NaN
     assert repr(loads(dumps(value))) == repr(value)
 
 
 @many_examples
 @given(value=st.floats())
-def test_floats_survive_the_file(tmp_path: Path, value: float) -> None:
+def test_floats_round_trip_through_a_file(tmp_path: Path, value: float) -> None:
     save_json(tmp_path / "x.json", {"v": value})
     assert repr(load_json(tmp_path / "x.json")["v"]) == repr(value)
 
 
 @pytest.mark.parametrize("value", [{1: 2}, {"$float": 1}, np.float64(1.0), {"x": {3}}, b"bytes"])
-def test_what_json_would_change_is_refused(value: object) -> None:
+def test_values_that_json_would_change_are_rejected(value: object) -> None:
     with pytest.raises(TypeError, match="saved state"):
         dumps(value)  # type: ignore[arg-type]
 
@@ -194,9 +194,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def test_training_continues_bitwise_from_a_saved_optimizer(
     tmp_path: Path, options: dict[str, bool], dtype: torch.dtype
 ) -> None:
-    straight = make_mlp(dtype)
-    straight_optimizer = make_optimizer(straight, **options)
-    train(straight, straight_optimizer, range(8))
+    uninterrupted = make_mlp(dtype)
+    uninterrupted_optimizer = make_optimizer(uninterrupted, **options)
+    train(uninterrupted, uninterrupted_optimizer, range(8))
 
     first = make_mlp(dtype)
     first_optimizer = make_optimizer(first, **options)
@@ -211,10 +211,10 @@ def test_training_continues_bitwise_from_a_saved_optimizer(
     assert second_optimizer.param_groups[0]["betas"] == (0.8, 0.95)
     train(second, second_optimizer, range(5, 8))
 
-    for name, parameter in straight.named_parameters():
+    for name, parameter in uninterrupted.named_parameters():
         assert_same_bits(dict(second.named_parameters())[name].detach(), parameter.detach())
     ours = optimizer_state(second_optimizer, names_of(second))
-    theirs = optimizer_state(straight_optimizer, names_of(straight))
+    theirs = optimizer_state(uninterrupted_optimizer, names_of(uninterrupted))
     assert ours.values == theirs.values
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in theirs.tensors.items():
@@ -234,7 +234,7 @@ def test_fp32_moments_of_bf16_parameters_keep_their_bits(tmp_path: Path) -> None
         assert_same_bits(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
-def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
+def test_parameters_without_state_have_none_after_loading(tmp_path: Path) -> None:
     model = make_mlp()
     optimizer = make_optimizer(model)
     used = next(model.parameters())
@@ -242,7 +242,7 @@ def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
     optimizer.step()
     save_state(tmp_path, "optimizer", optimizer_state(optimizer, names_of(model)))
     other = make_optimizer(model)
-    train(model, other, range(1))  # state of every parameter, which must be gone after the load
+    train(model, other, range(1))  # gives every parameter state, which loading must remove
     load_optimizer_state(other, names_of(model), load_state(tmp_path, "optimizer"))
     assert list(other.state) == [used]
 
@@ -260,7 +260,7 @@ def test_hyper_parameters_after_a_load_are_those_of_the_optimizer(tmp_path: Path
     assert changed.state
 
 
-def test_state_of_another_model_or_optimizer_is_refused_and_changes_nothing() -> None:
+def test_state_of_another_model_or_optimizer_is_rejected_and_changes_nothing() -> None:
     model = make_mlp()
     optimizer = make_optimizer(model)
     train(model, optimizer, range(1))
@@ -287,7 +287,7 @@ def draw_from_all() -> list[object]:
 
 
 def test_random_streams_continue_bitwise(tmp_path: Path) -> None:
-    draw_from_all()  # an odd number of gaussians: each generator holds a spare one back
+    draw_from_all()  # an odd number of gaussians: each generator caches a spare one
     save_state(tmp_path, "rng", capture_rng())
     expected = [draw_from_all() for _ in range(5)]
     torch.manual_seed(99)
@@ -304,31 +304,31 @@ def test_capturing_does_not_advance_the_streams() -> None:
     assert all(torch.equal(state.tensors[name], again.tensors[name]) for name in state.tensors)
 
 
-def test_other_cuda_devices_are_said() -> None:
+def test_a_changed_number_of_cuda_devices_is_reported() -> None:
     tensors, values = capture_rng()
     (message,) = restore_rng(State({**tensors}, {**values, "num_cuda_devices": torch.cuda.device_count() + 1}))
     assert "CUDA devices" in message
 
 
-def test_every_rank_goes_on_with_its_own_random_stream(tmp_path):
-    """Of two ranks; a third one, that the checkpoint does not know, keeps what it has."""
+def test_every_rank_continues_its_random_stream(tmp_path):
+    """Two ranks are saved; a third, which the checkpoint does not have, keeps its stream."""
     states, expected = [], []
     for seed in (1, 2):
         torch.manual_seed(seed)
         states.append(capture_rng())
         expected.append(torch.rand(3))
     save_state(tmp_path, "rng", merge_rng(states))
-    joined = load_state(tmp_path, "rng")
+    merged = load_state(tmp_path, "rng")
     for rank in (0, 1):
         torch.manual_seed(9)
-        assert restore_rng_of_rank(joined, rank, 2) == []
+        assert restore_rng_of_rank(merged, rank, 2) == []
         assert torch.equal(torch.rand(3), expected[rank])
     torch.manual_seed(9)
     fresh = torch.rand(3)
     torch.manual_seed(9)
-    assert restore_rng_of_rank(joined, 2, 3) == []
+    assert restore_rng_of_rank(merged, 2, 3) == []
     assert torch.equal(torch.rand(3), fresh)
-    assert restore_rng_of_rank(joined, 0, 3) == [
-        "the checkpoint holds random streams of 2 ranks and 3 train now: ranks from 2 on draw new ones"
+    assert restore_rng_of_rank(merged, 0, 3) == [
+        "the checkpoint has the RNG state of 2 ranks, and this run has 3: ranks from 2 on start new streams"
     ]
     assert restore_rng_of_rank(merge_rng(states[:1]), 0, 1) == []

@@ -1,4 +1,4 @@
-"""A checkpoint's weights go into the model they were made for, bit for bit, and into no other."""
+"""A checkpoint's weights are loaded bit for bit, and only into a model with the same parameters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def parameters(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: torch.nn.Parameter(value) for name, value in values.items() if value is not None}
 
 
-def test_every_bit_arrives(tmp_path):
+def test_weights_are_loaded_bitwise(tmp_path):
     stored = {"a": torch.randn(2, 3), "b": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])}
     save_tensors(tmp_path, STEM, stored)
-    own = parameters()
-    load_weights(tmp_path, own, mend="unused")
+    loaded = parameters()
+    load_weights(tmp_path, loaded, hint="unused")
     for name, tensor in stored.items():
-        assert torch.equal(own[name].detach().view(torch.int32), tensor.view(torch.int32))
+        assert torch.equal(loaded[name].detach().view(torch.int32), tensor.view(torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_every_bit_arrives(tmp_path):
         {"b": None},
         {"c": torch.zeros(1)},
         {"b": torch.zeros(5)},
-        {"b": torch.zeros(1)},  # a copy would spread or lose values
+        {"b": torch.zeros(1)},  # a copy would broadcast
         {"b": torch.zeros(4, dtype=torch.bfloat16)},
     ],
     ids=["one less", "one more", "longer", "broadcast", "rounded"],
 )
-def test_another_name_shape_or_dtype_is_refused_and_nothing_is_copied(tmp_path, changes):
+def test_another_name_shape_or_dtype_is_rejected_and_nothing_is_copied(tmp_path, changes):
     save_tensors(tmp_path, STEM, {"a": torch.ones(2, 3), "b": torch.ones(4)})
-    own = parameters(**changes)
+    loaded = parameters(**changes)
     with pytest.raises(CheckpointError, match=r"was made for another model: 1 weights differ, such as [bc]; do this$"):
-        load_weights(tmp_path, own, mend="do this")
-    assert not any(parameter.any() for parameter in own.values())
+        load_weights(tmp_path, loaded, hint="do this")
+    assert not any(parameter.any() for parameter in loaded.values())

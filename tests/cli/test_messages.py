@@ -286,7 +286,7 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     )
     assert thresher("train", config(resume_from_checkpoint=False)) == (
         2,
-        "out/checkpoints holds checkpoints of an earlier run, up to step-00000001; go on with "
+        "out/checkpoints contains checkpoints of an earlier run, up to step-00000001; continue it with "
         "resume_from_checkpoint=auto, or set another output_dir",
     )
 

@@ -1,6 +1,6 @@
 """Stores, reference caches and checkpoints written by 0.1 load, hit and resume bitwise.
 
-files_of_0_1.tar.gz holds three runs of 4 steps that version 0.1 made of a tiny Llama: all weights with a loss that has
+files_of_0_1.tar.gz contains three runs of 4 steps of a tiny Llama with version 0.1: full training with a loss that has
 state, LoRA with dropout, and two Ray workers that shard the model. Each has a checkpoint at step 2 and at step 4.
 """
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.support.compared_runs import metric_log
 
 ARCHIVE = Path(__file__).with_name("files_of_0_1.tar.gz")
-# kernels of another instruction set round in another way: there the last bits may differ
+# kernels for another instruction set round differently: there the last bits may differ
 WRITTEN_WITH = "AVX512"
 
 
@@ -66,10 +66,10 @@ def test_a_run_of_0_1_resumes_bitwise_with_its_store_and_its_cached_reference(ol
     files = sorted(path.name for path in expected.glob("*.safetensors"))
     assert sorted(path.name for path in last.glob("*.safetensors")) == files
     for name in files:
-        ours, theirs = load_file(last / name), load_file(expected / name)
-        assert ours.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            torch.testing.assert_close(ours[key], tensor, atol=0 if bitwise else 1e-6, rtol=0, msg=f"{name}: {key}")
+        actual, expected_tensors = load_file(last / name), load_file(expected / name)
+        assert actual.keys() == expected_tensors.keys()
+        for key, tensor in expected_tensors.items():
+            torch.testing.assert_close(actual[key], tensor, atol=0 if bitwise else 1e-6, rtol=0, msg=f"{name}: {key}")
 
 
 def test_a_checkpoint_of_0_1_is_exported(old_files):

@@ -1,4 +1,4 @@
-"""The cache on disk: what was written comes back bit for bit, damage is found, and many writers do no harm."""
+"""The cache on disk: logps round-trip bit for bit, damage is detected, and concurrent writers are safe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.noise_cache import NoisePairs, all_bits, lookup, made_up_logps, open_cache
+from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
 from thresher.reference.cache_admin import cache_root
@@ -28,7 +28,7 @@ from thresher.reference.shards import (
 )
 
 PAIRS = 50
-# about six blocks of four noise pairs
+# about six blocks of four pairs
 SMALL = ShardLimits(num_bytes=1200)
 
 
@@ -36,7 +36,7 @@ def shards_in(root: Path) -> list[ShardFile]:
     return [shard for directory in root.iterdir() for shard in list_shards(directory)]
 
 
-def test_logps_come_back_bit_for_bit(tmp_path):
+def test_logps_round_trip_bit_for_bit(tmp_path):
     draw = np.random.default_rng(0)
     keys = [draw.bytes(16) for _ in range(20)]
     sides = [[draw.normal(size=n).astype(np.float32) for n in draw.integers(0, 9, 20)] for _ in range(2)]
@@ -46,13 +46,13 @@ def test_logps_come_back_bit_for_bit(tmp_path):
     shard = CacheShard(file.path)
     assert [key.tobytes() for key in read_keys(file.path)] == keys
     for row in range(20):
-        for ours, theirs in zip(shard.logps(row), (sides[0][row], sides[1][row]), strict=True):
-            assert ours.tobytes() == theirs.tobytes()
+        for actual, expected in zip(shard.logps(row), (sides[0][row], sides[1][row]), strict=True):
+            assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
-def test_pairs_are_found_as_a_dictionary_would(tmp_path, repeats):
-    """Also where keys share a half or hold zero bytes, and where a run or the shards hold a pair several times."""
+def test_lookup_equals_a_dictionary(tmp_path, repeats):
+    """Also if keys share a half or contain zero bytes, and if a run or the shards contain a pair several times."""
     draw = np.random.default_rng(1)
     keys = [halves.tobytes() for halves in draw.integers(0, 40, (300, 2)).astype("<u8")]
     run = [key for key in keys[:200] for _ in range(repeats)]
@@ -60,11 +60,11 @@ def test_pairs_are_found_as_a_dictionary_would(tmp_path, repeats):
     cache = open_cache(tmp_path)
     cache.writer(SMALL)
     first = {}
-    for part in (keys[100:200], keys[150:]):
-        values = [np.array([number], np.float32) for number in range(len(first), len(first) + len(part))]
-        time.sleep(0.002)  # names tell milliseconds, and the oldest shard counts
-        write_shard(cache.directory, part, values, values)
-        first = dict(zip(reversed(part), reversed(values), strict=True)) | first
+    for shard_keys in (keys[100:200], keys[150:]):
+        values = [np.array([number], np.float32) for number in range(len(first), len(first) + len(shard_keys))]
+        time.sleep(0.002)  # names have milliseconds, and the oldest shard wins
+        write_shard(cache.directory, shard_keys, values, values)
+        first = dict(zip(reversed(shard_keys), reversed(values), strict=True)) | first
     found = cache.find(np.frombuffer(b"".join(run), dtype="V16"))
     assert found.is_missing().tolist() == [key not in first for key in run]
     known = [position for position, key in enumerate(run) if key in first]
@@ -73,7 +73,7 @@ def test_pairs_are_found_as_a_dictionary_would(tmp_path, repeats):
         assert found.logps(position) == (first[run[position]],) * 2
 
 
-def test_no_key_is_found_where_there_is_none(tmp_path):
+def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
     cache = open_cache(tmp_path)
     assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
     cache.writer(SMALL)
@@ -84,60 +84,64 @@ def test_no_key_is_found_where_there_is_none(tmp_path):
     assert cache.find(one).is_missing().tolist() == [False]
 
 
-def damage_by_flipping(path: Path) -> None:
+def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
 DAMAGES = {
-    "a flipped bit": damage_by_flipping,
+    "a flipped bit": flip_a_bit,
     "a lost tail": lambda path: path.write_bytes(path.read_bytes()[:-40]),
     "a lost half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "nothing left": lambda path: path.write_bytes(b""),
+    "an empty file": lambda path: path.write_bytes(b""),
     "other bytes": lambda path: path.write_bytes(b"x" * 5000),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_shard_is_told_once_and_counts_as_absent(tmp_path, caplog, damage):
+def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_path, caplog, damage):
     pairs = NoisePairs(PAIRS)
-    lookup(tmp_path, pairs).score_missing(made_up_logps, limits=SMALL)
-    expected = all_bits(lookup(tmp_path, pairs), pairs)
+    lookup(tmp_path, pairs).score_missing(synthetic_logps, limits=SMALL)
+    expected = all_bytes(lookup(tmp_path, pairs), pairs)
     victim = shards_in(tmp_path)[1]
     damage(victim.path)
     again = lookup(tmp_path, pairs)
-    (told,) = caplog.records
-    assert told.levelname == "WARNING"
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
     assert (
-        f"{victim.path} has other bytes than were written; those of its pairs that are needed are scored"
-        in told.getMessage()
+        f"{victim.path} does not match the digest in its name; the pairs needed from it are scored again"
+        in warning.getMessage()
     )
     assert again.num_missing == victim.num_pairs
-    again.score_missing(made_up_logps)
+    again.score_missing(synthetic_logps)
     assert again.num_missing == 0
-    assert all_bits(again, pairs) == expected
+    assert all_bytes(again, pairs) == expected
     lookup(tmp_path, pairs)
     assert len(caplog.records) == 1
 
 
-def test_a_shard_that_vanishes_during_a_run_is_told_with_its_mend(tmp_path):
+def test_a_shard_that_is_removed_during_a_run_is_reported_with_a_hint(tmp_path):
     pairs = NoisePairs(PAIRS)
     reference = lookup(tmp_path, pairs)
-    reference.score_missing(made_up_logps)
+    reference.score_missing(synthetic_logps)
     for shard in shards_in(tmp_path):
         shard.path.unlink()
-    with pytest.raises(UserError, match=r"was removed from the reference cache, .* start the run again"):
+    with pytest.raises(
+        UserError, match=r"was removed from the reference cache or damaged .*; rerun with resume_from_checkpoint=auto"
+    ):
         reference.logps(pairs.read(np.arange(3)))
 
 
-def test_a_cache_that_cannot_be_written_is_told_with_its_mend(tmp_path):
+def test_a_cache_that_cannot_be_created_is_reported_with_a_hint(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written in .*; set reference.cache_dir to a place that can"):
-        lookup(tmp_path / "file", NoisePairs(4)).score_missing(made_up_logps)
+    with pytest.raises(
+        UserError, match=r"could not create the reference cache in .*; set reference.cache_dir to a writable"
+    ):
+        lookup(tmp_path / "file", NoisePairs(4)).score_missing(synthetic_logps)
 
 
-def test_a_directory_that_vanishes_under_a_writer_is_told(tmp_path):
+def test_a_failed_write_names_the_cache_directory(tmp_path):
     with pytest.raises(UserError, match=r"could not write to the reference cache in .*: No such file"):
         write_shard(tmp_path / "gone", [b"k" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
 
@@ -156,7 +160,7 @@ def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
     assert [shard.num_pairs for shard in writer.written] == [1, 1, 1]
 
 
-def test_an_error_in_the_middle_keeps_what_was_scored(tmp_path):
+def test_an_interrupt_keeps_the_blocks_that_were_scored(tmp_path):
     pairs, num_forwards = NoisePairs(PAIRS), 0
 
     def score(batch):
@@ -164,40 +168,40 @@ def test_an_error_in_the_middle_keeps_what_was_scored(tmp_path):
         num_forwards += 1
         if num_forwards == 8:
             raise KeyboardInterrupt
-        return made_up_logps(batch)
+        return synthetic_logps(batch)
 
     with pytest.raises(KeyboardInterrupt):
         lookup(tmp_path, pairs).score_missing(score)
     assert lookup(tmp_path, pairs).num_missing == PAIRS - 7 * 4
 
 
-def test_of_two_copies_of_a_pair_the_oldest_counts(tmp_path):
-    """A run that goes on must see the bits that it saw before, whatever others have written since."""
+def test_the_oldest_of_two_copies_of_a_pair_is_used(tmp_path):
+    """A resumed run must read the same bits as before, whatever other processes have written since."""
     pairs = NoisePairs(12)
     first = lookup(tmp_path, pairs, pairs_per_block=3)
-    late = lookup(tmp_path, pairs, pairs_per_block=4)  # sees an empty cache, as a second writer would
-    first.score_missing(made_up_logps)
-    bits = all_bits(first, pairs)
+    late = lookup(tmp_path, pairs, pairs_per_block=4)  # looks up in an empty cache, as a concurrent writer would
+    first.score_missing(synthetic_logps)
+    bits = all_bytes(first, pairs)
     time.sleep(0.002)
-    late.score_missing(made_up_logps)
+    late.score_missing(synthetic_logps)
     assert len(shards_in(tmp_path)) == 2
-    assert all_bits(lookup(tmp_path, pairs), pairs) == bits
-    assert all_bits(late, pairs) == bits
-    (alone := tmp_path / "alone").mkdir()
-    other = lookup(alone, pairs, pairs_per_block=4)
-    other.score_missing(made_up_logps)
-    assert all_bits(other, pairs) != bits
+    assert all_bytes(lookup(tmp_path, pairs), pairs) == bits
+    assert all_bytes(late, pairs) == bits
+    (separate := tmp_path / "separate").mkdir()
+    other = lookup(separate, pairs, pairs_per_block=4)
+    other.score_missing(synthetic_logps)
+    assert all_bytes(other, pairs) != bits
 
 
 def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
     pairs = NoisePairs(12)
     pairs.pairs[10] = pairs.pairs[1]
-    pairs.pairs.pop()  # the last block holds three pairs, so that its bits differ
+    pairs.pairs.pop()  # the last block has three pairs, so that its bits differ
     reference = lookup(tmp_path, pairs)
-    reference.score_missing(made_up_logps)
+    reference.score_missing(synthetic_logps)
     one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
     assert one == other
-    expected = made_up_logps(pairs.read(np.arange(4))).chosen
+    expected = synthetic_logps(pairs.read(np.arange(4))).chosen
     start = int(expected.lengths[:1].sum())
     assert one == expected.values[start : start + int(expected.lengths[1])].numpy().tobytes()
 
@@ -206,37 +210,37 @@ def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
     pairs = NoisePairs(PAIRS)
     some = lookup(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
     assert (some.num_pairs, some.num_missing) == (4, 4)
-    some.score_missing(made_up_logps)
-    assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last holds two pairs
+    some.score_missing(synthetic_logps)
+    assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last has two pairs
     every = lookup(tmp_path / "every", pairs)
-    every.score_missing(made_up_logps)
+    every.score_missing(synthetic_logps)
     for pair_id in (3, 17, 18, 49):
         batch = pairs.read(np.array([pair_id]))
         assert some.logps(batch).chosen.values.tolist() == every.logps(batch).chosen.values.tolist()
     longer = lookup(tmp_path / "some", pairs)
     assert longer.num_missing == PAIRS - 10
-    longer.score_missing(made_up_logps)
-    assert all_bits(longer, pairs) == all_bits(every, pairs)
+    longer.score_missing(synthetic_logps)
+    assert all_bytes(longer, pairs) == all_bytes(every, pairs)
 
 
-def test_a_pair_that_was_not_looked_up_has_no_logps(tmp_path):
+def test_a_pair_that_was_not_looked_up_is_an_error(tmp_path):
     pairs = NoisePairs(PAIRS)
     reference = lookup(tmp_path, pairs, np.array([9, 20]))
-    reference.score_missing(made_up_logps)
-    for stranger in (0, 12, 49):
-        with pytest.raises(IndexError, match=f"pair {stranger} is none of the pairs that were looked up"):
-            reference.logps(pairs.read(np.array([9, stranger])))
+    reference.score_missing(synthetic_logps)
+    for unknown in (0, 12, 49):
+        with pytest.raises(IndexError, match=f"pair {unknown} was not looked up"):
+            reference.logps(pairs.read(np.array([9, unknown])))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7, 20])
-def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
-    """Also when one of them looks up while others have written already: all must deal alike."""
+def test_ranks_divide_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
+    """Also if one of them looks up after others have written: all must assign blocks alike."""
     pairs = NoisePairs(PAIRS)
     reader, scored = lookup(tmp_path, pairs), 0
     for rank in range(num_ranks):
         reference = lookup(tmp_path, pairs)
         deque(
-            reference.iter_score_missing(made_up_logps, ranks=DataParallelGroup(rank, num_ranks), limits=SMALL),
+            reference.iter_score_missing(synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks), limits=SMALL),
             maxlen=0,
         )
         scored += reference.num_scored
@@ -246,8 +250,8 @@ def test_ranks_share_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks
     assert reader.num_missing == 0
 
 
-def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
-    """Eight writers, half of which score everything and half a share; what they write twice does no harm."""
+def test_concurrent_writers_produce_valid_shards_and_the_same_bits(tmp_path):
+    """Eight writers: half of them score everything, half a quarter each, so that some pairs are written twice."""
     pairs = NoisePairs(400)
     children = []
     for number in range(8):
@@ -257,7 +261,7 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
             try:
                 rank, num_ranks = (0, 1) if number % 2 else (number // 2, 4)
                 scoring = lookup(tmp_path, pairs).iter_score_missing(
-                    made_up_logps, ranks=DataParallelGroup(rank, num_ranks), limits=SMALL
+                    synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks), limits=SMALL
                 )
                 deque(scoring, maxlen=0)
                 code = 0
@@ -270,14 +274,14 @@ def test_many_processes_write_at_once_and_all_is_found_and_sound(tmp_path):
     assert [verify_shard(shard) for shard in shards] == [None] * len(shards)
     reference = lookup(tmp_path, pairs)
     assert reference.num_missing == 0
-    alone = lookup(tmp_path / "alone", pairs)
-    alone.score_missing(made_up_logps)
-    assert all_bits(reference, pairs) == all_bits(alone, pairs)
+    single = lookup(tmp_path / "single", pairs)
+    single.score_missing(synthetic_logps)
+    assert all_bytes(reference, pairs) == all_bytes(single, pairs)
 
 
 @pytest.mark.slow
 def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
-    """SIGKILL in the middle of a forward, five times, at moments before, in and after shards."""
+    """SIGKILL during a forward, five times, before, during and after shards."""
     num_pairs, kills = 400, [1, 5, 9, 20, 31]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.score_and_kill", tmp_path / "killed", tmp_path / "log"]
@@ -292,23 +296,23 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
     shards = shards_in(tmp_path / "killed")
     blocks_per_shard = max(shard.num_pairs for shard in shards) // 4
     assert blocks_per_shard >= 3
-    assert sum(shard.num_pairs for shard in shards) == num_pairs  # nothing is there twice
+    assert sum(shard.num_pairs for shard in shards) == num_pairs  # no pair was written twice
 
     forwards = [int(line) // 4 for line in (tmp_path / "log").read_text().split()]
     assert set(forwards) == set(range(num_pairs // 4))
     repeated = len(forwards) - num_pairs // 4
-    # of every killed process: the forward that it died in, and fewer finished ones than a shard holds
+    # per killed process: the forward that was interrupted, and fewer finished ones than a shard has
     assert 0 < repeated <= len(kills) * blocks_per_shard
-    begun = 0
+    start = 0
     for kill in kills:
-        lost = sum(block in forwards[begun + kill :] for block in forwards[begun : begun + kill])
+        lost = sum(block in forwards[start + kill :] for block in forwards[start : start + kill])
         assert 1 <= lost <= blocks_per_shard
-        begun += kill
+        start += kill
 
     pairs = NoisePairs(num_pairs)
-    whole = lookup(tmp_path / "whole", pairs)
-    whole.score_missing(made_up_logps)
-    assert all_bits(lookup(tmp_path / "killed", pairs), pairs) == all_bits(whole, pairs)
+    uninterrupted = lookup(tmp_path / "uninterrupted", pairs)
+    uninterrupted.score_missing(synthetic_logps)
+    assert all_bytes(lookup(tmp_path / "killed", pairs), pairs) == all_bytes(uninterrupted, pairs)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,9 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
         (None, {}, "/home/me/.cache/thresher/reference"),
     ],
 )
-def test_the_cache_lies_where_the_config_the_environment_or_custom_says(monkeypatch, cache_dir, environment, expected):
+def test_the_cache_directory_is_from_the_config_the_environment_or_the_default(
+    monkeypatch, cache_dir, environment, expected
+):
     for name in ("THRESHER_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"HOME": "/home/me"} | environment).items():
@@ -330,7 +336,7 @@ def test_the_cache_lies_where_the_config_the_environment_or_custom_says(monkeypa
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):
     pairs = NoisePairs(8)
-    lookup(tmp_path, pairs).score_missing(made_up_logps)
+    lookup(tmp_path, pairs).score_missing(synthetic_logps)
     cache = open_cache(tmp_path)
     other = cache.directory.rename(tmp_path / ("0" * 32))
     assert lookup(tmp_path, pairs).num_missing == 8

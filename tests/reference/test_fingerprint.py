@@ -1,4 +1,4 @@
-"""A reference is known by what it computes: its weights and settings, not its name or the way its files are cut."""
+"""The fingerprint of a reference depends on its weights and settings, not on file names or sharding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.noise_cache import IDENTITY
+from tests.support.noise_cache import FINGERPRINT
 from thresher.errors import UserError
 from thresher.reference.fingerprint import config_digest, frozen_digest, weights_digest
 
@@ -37,15 +37,15 @@ def settings(path: Path) -> str:
     return config_digest(str(path), trust_remote_code=False)
 
 
-def test_a_copy_under_another_name_is_the_same_reference(model, copy):
+def test_a_copy_under_another_name_has_the_same_fingerprint(model, copy):
     assert weights_digest(str(copy)) == weights_digest(str(model))
     assert settings(copy) == settings(model)
 
 
-def test_the_way_tensors_are_spread_over_files_does_not_matter(model, tmp_path):
-    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "cut", max_shard_size="8KB")
-    assert len(list((tmp_path / "cut").glob("model-*.safetensors"))) > 1
-    assert weights_digest(str(tmp_path / "cut")) == weights_digest(str(model))
+def test_the_distribution_of_tensors_over_files_does_not_matter(model, tmp_path):
+    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
+    assert weights_digest(str(tmp_path / "sharded")) == weights_digest(str(model))
 
 
 def test_one_bit_of_one_weight_matters(model, copy):
@@ -55,7 +55,7 @@ def test_one_bit_of_one_weight_matters(model, copy):
     assert weights_digest(str(copy)) != weights_digest(str(model))
 
 
-def test_exchanged_tensors_and_other_precisions_matter(model, copy):
+def test_swapped_tensors_and_other_dtypes_matter(model, copy):
     weights = load_file(copy / "model.safetensors")
     up, gate = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
     save_file(weights | {up: weights[gate], gate: weights[up]}, copy / "model.safetensors", metadata={"format": "pt"})
@@ -64,17 +64,17 @@ def test_exchanged_tensors_and_other_precisions_matter(model, copy):
     assert weights_digest(str(copy)) != weights_digest(str(model))
 
 
-def test_a_file_that_the_index_names_must_be_there(model, tmp_path):
-    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "cut", max_shard_size="8KB")
-    first = min((tmp_path / "cut").glob("model-*.safetensors"))
+def test_a_missing_file_of_the_index_is_reported(model, tmp_path):
+    LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
+    first = min((tmp_path / "sharded").glob("model-*.safetensors"))
     first.unlink()
     with pytest.raises(UserError, match=f"lacks {first.name}, which its index names"):
-        weights_digest(str(tmp_path / "cut"))
+        weights_digest(str(tmp_path / "sharded"))
 
 
-def test_a_model_without_safetensors_is_told(model, tmp_path):
+def test_a_model_without_safetensors_is_rejected(model, tmp_path):
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    with pytest.raises(UserError, match="has no weights in safetensors files, or they cannot be fetched; convert it"):
+    with pytest.raises(UserError, match="has no safetensors weights, or they cannot be downloaded; convert it"):
         weights_digest(str(tmp_path))
 
 
@@ -90,13 +90,13 @@ def test_a_model_without_safetensors_is_told(model, tmp_path):
         ("use_cache", False, False),
     ],
 )
-def test_settings_matter_where_they_can_change_a_logp(model, copy, key, value, matters):
+def test_settings_matter_if_they_can_change_a_logp(model, copy, key, value, matters):
     values = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(values | {key: value}))
     assert (settings(copy) != settings(model)) == matters
 
 
-def test_code_that_may_run_matters(copy):
+def test_code_matters_if_it_may_be_executed(copy):
     before = [config_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
     (copy / "modeling_own.py").write_text("scale = 2")
     after = [config_digest(str(copy), trust_remote_code=trust) for trust in (False, True)]
@@ -104,14 +104,14 @@ def test_code_that_may_run_matters(copy):
     assert before[1] != after[1]
 
 
-def test_a_gguf_file_is_known_by_its_bytes(tmp_path):
+def test_the_digest_of_a_gguf_file_is_over_its_bytes(tmp_path):
     for name, content in (("one.gguf", b"GGUF1"), ("two.gguf", b"GGUF1"), ("three.gguf", b"GGUF2")):
         (tmp_path / name).write_bytes(content)
     one, two, three = (weights_digest(str(tmp_path / f"{name}.gguf")) for name in ("one", "two", "three"))
     assert one == two != three
 
 
-def test_an_adapter_is_known_by_itself_and_by_its_base(model, copy, tmp_path):
+def test_the_digest_of_an_adapter_covers_the_adapter_and_its_base(model, copy, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "config.json").write_text((model / "config.json").read_text())
@@ -126,12 +126,12 @@ def test_an_adapter_is_known_by_itself_and_by_its_base(model, copy, tmp_path):
     assert len(set(digests)) == 4
 
 
-def test_every_part_of_an_identity_matters():
-    for part in fields(IDENTITY):
-        assert replace(IDENTITY, **{part.name: "other"}).digest != IDENTITY.digest
+def test_every_field_of_a_fingerprint_matters():
+    for field in fields(FINGERPRINT):
+        assert replace(FINGERPRINT, **{field.name: "other"}).digest != FINGERPRINT.digest
 
 
-def test_frozen_weights_are_those_in_memory():
+def test_the_frozen_digest_depends_on_weights_and_master_dtype():
     assert frozen_digest("a", "fp32") == frozen_digest("a", "fp32")
     assert len({frozen_digest("a", "fp32"), frozen_digest("a", "bf16"), frozen_digest("b", "fp32")}) == 3
     assert frozen_digest(None, "fp32") == frozen_digest(None, "bf16") == "none"

@@ -112,7 +112,7 @@ def test_a_run_resumes_on_another_number_of_workers_and_says_what_was_lost(base,
     source, output = on_two[0], tmp_path / "out"
     shutil.copytree(source / "checkpoints" / "step-00000002", output / "checkpoints" / "step-00000002")
     lines = run({**base, "resume_from_checkpoint": "auto"}, output)
-    assert "the checkpoint holds random streams of 2 ranks and 1 train now: the others are not used" in lines
+    assert "the checkpoint has the RNG state of 2 ranks, and this run has 1: the rest is not used" in lines
     ours = metric_log(output)
     theirs = [record for record in metric_log(alone) if record["step"] > 2]
     for mine, yours in zip(ours, theirs, strict=True):

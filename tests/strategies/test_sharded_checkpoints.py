@@ -215,7 +215,7 @@ def test_a_damaged_part_is_found(saved, tmp_path):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"weights-00003-of-00004\.safetensors has other content"):
+    with pytest.raises(CheckpointError, match=r"weights-00003-of-00004\.safetensors does not match its digest"):
         verify(copy)
 
 

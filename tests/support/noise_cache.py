@@ -1,4 +1,4 @@
-"""A source of random pairs and a reference that needs no model, for tests of the cache itself."""
+"""Random pairs and a reference without a model, for tests of the cache itself."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.reference.cache import ReferenceCache
-from thresher.reference.fingerprint import ReferenceIdentity
+from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
 
-IDENTITY = ReferenceIdentity(weights="w", settings="s", dtype="fp32", master_dtype="fp32")
+FINGERPRINT = ReferenceFingerprint(weights="w", settings="s", dtype="fp32", master_dtype="fp32")
 
 
 class NoisePairs:
-    """Pairs of random tokens; hashes come in pieces, as from the shards of a store."""
+    """Pairs of random tokens; hashes are yielded in pieces, as from the shards of a store."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
 
-        def tokens(most: int) -> np.ndarray:
-            return draw.integers(0, 1000, draw.integers(1, most + 1)).astype(np.int32)
+        def tokens(max_length: int) -> np.ndarray:
+            return draw.integers(0, 1000, draw.integers(1, max_length + 1)).astype(np.int32)
 
         self.pairs = [Pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)]
 
@@ -41,8 +41,8 @@ class NoisePairs:
             yield np.frombuffer(b"".join(keys), dtype="V16")
 
 
-def made_up_logps(batch: PairBatch) -> ChosenRejectedLogps:
-    """A value for every token that depends on the pair, and in its last bits on who shares the batch."""
+def synthetic_logps(batch: PairBatch) -> ChosenRejectedLogps:
+    """A value per token that depends on the pair and, in its last bits, on the size of the batch."""
 
     def side(responses: list[np.ndarray]) -> ResponseLogps:
         values = np.concatenate([-(np.sin(ids + 1.0) ** 2) for ids in responses]) * (1 + 1e-6 * len(batch))
@@ -53,7 +53,7 @@ def made_up_logps(batch: PairBatch) -> ChosenRejectedLogps:
 
 
 def open_cache(root: Path) -> ReferenceCache:
-    return ReferenceCache(root, IDENTITY, "made up")
+    return ReferenceCache(root, FINGERPRINT, "synthetic")
 
 
 def lookup(
@@ -73,7 +73,7 @@ def lookup(
     )
 
 
-def all_bits(reference: PrecomputedReference, pairs: NoisePairs) -> bytes:
-    """Every logp of every pair, as bytes."""
+def all_bytes(reference: PrecomputedReference, pairs: NoisePairs) -> bytes:
+    """The logps of all pairs, as bytes."""
     sides = reference.logps(pairs.read(np.arange(len(pairs))))
     return sides.chosen.values.numpy().tobytes() + sides.rejected.values.numpy().tobytes()

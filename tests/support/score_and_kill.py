@@ -1,8 +1,8 @@
-"""Fill a cache in child processes, each killed with SIGKILL at a chosen forward, the last one to its end.
+"""Fill a cache in child processes; each is killed with SIGKILL at a chosen forward, except the last.
 
     python -m tests.support.score_and_kill CACHE_DIR LOG NUM_PAIRS SHARD_BYTES KILL_AT ...
 
-Every forward is logged as the first pair of its block before it is made. Children are forked, as in train_and_kill.py.
+The first pair id of a block is logged before its forward. Children are forked, as in train_and_kill.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.support.noise_cache import NoisePairs, lookup, made_up_logps
+from tests.support.noise_cache import NoisePairs, lookup, synthetic_logps
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.reference.shards import ShardLimits
@@ -28,7 +28,7 @@ def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, ki
             stream.write(f"{batch.pair_ids[0]}\n")
         if num_forwards == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return made_up_logps(batch)
+        return synthetic_logps(batch)
 
     lookup(root, NoisePairs(num_pairs)).score_missing(score, limits=limits)
 
@@ -48,7 +48,7 @@ def main(root: str, log: str, num_pairs: str, shard_bytes: str, *kills: str) -> 
         if kill_at is None and status != 0:
             sys.exit(f"the last process ended with status {status}")
         if kill_at is not None and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-            sys.exit(f"the process that was to die at forward {kill_at} ended with status {status}")
+            sys.exit(f"the process to be killed at forward {kill_at} ended with status {status}")
 
 
 if __name__ == "__main__":

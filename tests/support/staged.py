@@ -1,18 +1,18 @@
-"""A checkpoint of any files, saved by one process."""
+"""Save a checkpoint of arbitrary files from one process."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from thresher.checkpoint.staging import create_staging, discard, publish, readable_errors
+from thresher.checkpoint.staging import create_staging, discard, publish, translate_save_errors
 
 
 @contextmanager
 def staging(root: Path, step: int, *, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
-    """Give a directory to write into; leaving the block publishes it, an exception removes it."""
+    """Yield a directory to write into; publish it at the end of the block, or remove it after an exception."""
     stage = create_staging(root, step)
     try:
-        with readable_errors(root, step):
+        with translate_save_errors(root, step):
             yield stage.path
     except BaseException:
         discard(stage)

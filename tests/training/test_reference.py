@@ -73,7 +73,7 @@ def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
     with torch.no_grad():
         run.trainer.strategy.weights()["model.norm.weight"].mul_(1.01)
     with pytest.raises(
-        UserError, match=r"start from the same weights but disagree by .* nats a token at step 0; check"
+        UserError, match=r"start from the same weights but disagree by .* nats per token at step 0; check"
     ):
         check_step_zero(run.trainer.strategy, first, objective, "fp32")
 

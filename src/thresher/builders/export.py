@@ -39,7 +39,7 @@ def export_checkpoint(
     model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
     module = attach_adapters(model, args)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    load_weights(checkpoint, trained, mend=f"put the model that the run started from back at {path}")
+    load_weights(checkpoint, trained, hint=f"put the model that the run started from back at {path}")
     plain = merge_adapter(module) if args.lora_rank is not None else model
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True

@@ -17,7 +17,7 @@ from thresher.data.store.reader import PairStore
 from thresher.models.layouts import Layout
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.cache_admin import cache_root
-from thresher.reference.fingerprint import ReferenceIdentity, config_digest
+from thresher.reference.fingerprint import ReferenceFingerprint, config_digest
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.infer import NativeInfer
 
@@ -116,7 +116,7 @@ def look_up_splits(
 def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
     """The cache of this config's reference, whether or not anything is in it yet."""
     model = str(config.reference_path)
-    identity = ReferenceIdentity(
+    identity = ReferenceFingerprint(
         weights=weights,
         settings=config_digest(model, trust_remote_code=config.trusts_reference_code),
         dtype=config.reference_dtype,

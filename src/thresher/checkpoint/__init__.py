@@ -1,1 +1,1 @@
-"""Checkpoints: atomic, verified, resumable, and never a pickle."""
+"""Checkpoints: written atomically, verified by digest, resumable on any mesh, and free of pickles."""

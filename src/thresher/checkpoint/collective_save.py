@@ -1,4 +1,4 @@
-"""One save by all processes together: each writes its own files, the first publishes, and a failure is everyone's."""
+"""Save one checkpoint from all processes: each writes its files, rank 0 publishes, and an error on one fails all."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeAlias, TypeVar
 
 from thresher.checkpoint.manifest import FileRecord, record_files
 from thresher.checkpoint.sharded import Communicator
-from thresher.checkpoint.staging import Staging, create_staging, discard, publish, readable_errors
+from thresher.checkpoint.staging import Staging, create_staging, discard, publish, translate_save_errors
 from thresher.errors import CheckpointError, UserError, WorkerLostError
 
 T = TypeVar("T")
-# Writes this process's files into a directory and names them.
+# Writes this process's files into a directory and returns their names.
 Write: TypeAlias = Callable[[Path], Sequence[str]]
 
 
@@ -21,66 +21,66 @@ def save_collectively(
     step: int,
     write: Write,
     metrics: Mapping[str, float],
-    processes: Communicator,
+    communicator: Communicator,
     clean_up: Callable[[], None],
 ) -> None:
-    """Publish what all processes write; then, in the first of them, let go of what need not stay."""
-    stage: Staging | None = None
+    """Publish the files that all processes write; then rank 0 calls `clean_up`."""
+    staging: Staging | None = None
 
     def create() -> Path | None:
-        nonlocal stage
-        if processes.rank == 0:
-            stage = create_staging(root, step)
-        return stage.path if stage is not None else None
+        nonlocal staging
+        if communicator.rank == 0:
+            staging = create_staging(root, step)
+        return staging.path if staging is not None else None
 
     try:
-        path = _all_or_none(processes, create)[0]
+        path = _run_on_all(communicator, create)[0]
         if path is None:
-            raise TypeError("the first process made no directory")
-        records = _all_or_none(processes, lambda: _write_own(write, path, root, step))
+            raise TypeError("rank 0 returned no staging directory")
+        records = _run_on_all(communicator, lambda: _write_and_record(write, path, root, step))
     except BaseException:
-        if stage is not None:
-            discard(stage)
+        if staging is not None:
+            discard(staging)
         raise
 
     def finish() -> None:
-        if stage is not None:
-            every = {name: record for own in records for name, record in own.items()}
-            publish(stage, metrics=metrics, records=every)
-            with readable_errors(root, step):
+        if staging is not None:
+            all_records = {name: record for of_rank in records for name, record in of_rank.items()}
+            publish(staging, metrics=metrics, records=all_records)
+            with translate_save_errors(root, step):
                 clean_up()
 
-    _all_or_none(processes, finish)
+    _run_on_all(communicator, finish)
 
 
-def _write_own(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
+def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
     if not path.is_dir():
         raise CheckpointError(
-            f"a worker cannot see {path}, which the first one made; all workers must save to one shared file system"
+            f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
         )
-    with readable_errors(root, step):
+    with translate_save_errors(root, step):
         return record_files(path, write(path))
 
 
-def _all_or_none(processes: Communicator, act: Callable[[], T]) -> list[T]:
-    """Act in every process; what fails in one fails in all, with the same message."""
-    value: T | None = None
-    failure: Exception | None = None
+def _run_on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
+    """Call a function on every rank and return all results; an error on one rank is raised on all."""
+    result: T | None = None
+    error: Exception | None = None
     try:
-        value = act()
-    except Exception as error:
-        failure = error
-    answers = processes.all_gather_object((value, failure and _told(failure)))
-    if failure is not None:
-        raise failure
-    for _, told in answers:
-        if told is not None:
-            raise told
-    return [answer for answer, _ in answers]  # type: ignore[misc]
+        result = function()
+    except Exception as raised:
+        error = raised
+    gathered = communicator.all_gather_object((result, error and _error_for_peers(error)))
+    if error is not None:
+        raise error
+    for _, peer_error in gathered:
+        if peer_error is not None:
+            raise peer_error
+    return [each for each, _ in gathered]  # type: ignore[misc]
 
 
-def _told(failure: Exception) -> UserError:
-    """What the others are told; what nobody foresaw may pass, as it may where it happened."""
-    if isinstance(failure, CheckpointError):
-        return failure
-    return WorkerLostError(f"a worker could not save: {failure!r}")
+def _error_for_peers(error: Exception) -> UserError:
+    """Return a checkpoint error as it is; any other counts as a lost worker, so that the run may restart."""
+    if isinstance(error, CheckpointError):
+        return error
+    return WorkerLostError(f"a worker failed to save the checkpoint: {error!r}")

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: save, resume, keep the last few and the best."""
+"""The checkpoints of one run: save in the foreground or in a thread, resume, and apply the retention policy."""
 
 from __future__ import annotations
 
@@ -20,80 +20,80 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointManager:
-    """Where checkpoints lie and which of them stay."""
+    """The checkpoint directory of a run and its retention policy."""
 
     root: Path
     keep_last: int
     metric_for_best: str
     higher_is_better: bool
 
-    def save(self, step: int, write: Write, metrics: Mapping[str, float], processes: Communicator) -> Path:
-        """Publish what all processes write into one directory, then let go of what need not stay."""
+    def save(self, step: int, write: Write, metrics: Mapping[str, float], communicator: Communicator) -> Path:
+        """Publish the files that all processes write, then prune older checkpoints."""
         published = self.path_for(step)
 
         def clean_up() -> None:
             prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        save_collectively(self.root, step, write, metrics, processes, clean_up)
+        save_collectively(self.root, step, write, metrics, communicator, clean_up)
         return published
 
     def path_for(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, once it is published."""
+        """Return the path of a step's checkpoint, published or not."""
         return self.root / step_name(step)
 
     def best(self) -> Path | None:
         return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)
 
     def resume(self, setting: Literal[False] | str) -> Path | None:
-        """Clear away what a crash left and find the checkpoint to go on from."""
+        """Remove the files of interrupted saves and find the checkpoint to resume from."""
         for line in recover(self.root):
             logger.info("%s", line)
         found = resolve_resume(setting, self.root)
         if setting != "auto":
-            self._refuse_newer_than(found)
+            self._reject_newer(found)
         return found
 
-    def _refuse_newer_than(self, start: Path | None) -> None:
-        """Two runs in one directory would be resumed as one: a later `auto` takes the newest, whoever made it."""
+    def _reject_newer(self, start: Path | None) -> None:
+        """Keep two runs out of one directory: a later `auto` would take the newest checkpoint of either."""
         newer = [path for path in list_checkpoints(self.root) if start is None or path.name > start.name]
         if newer:
             raise CheckpointError(
-                f"{self.root} holds checkpoints of an earlier run, up to {newer[-1].name}; go on with "
+                f"{self.root} contains checkpoints of an earlier run, up to {newer[-1].name}; continue it with "
                 "resume_from_checkpoint=auto, or set another output_dir"
             )
 
 
 class AsyncSaver:
-    """Write what was copied in a thread while training goes on; at most one save is under way.
+    """Write a snapshot in a thread while training continues; at most one save is pending.
 
-    A failure is raised at the next chance: the next step, the next save, or the end of the run.
-    The thread speaks to other processes over `open_line`, made when it is first needed and by all of them: its
-    messages must not meet those of training. It is no daemon: a process that ends waits for a save that is under way.
+    An error is raised at the next step, the next save or the end of the run, whichever comes first.
+    The thread uses a separate communicator so that its collectives cannot interleave with those of training. All ranks
+    call `make_communicator` at their first save. The thread is not a daemon: the process waits for a pending save.
     """
 
-    def __init__(self, keeper: CheckpointManager, open_line: Callable[[], Communicator]):
-        self._keeper = keeper
-        self._open_line = open_line
-        self._line: Communicator | None = None
+    def __init__(self, manager: CheckpointManager, make_communicator: Callable[[], Communicator]):
+        self._manager = manager
+        self._make_communicator = make_communicator
+        self._communicator: Communicator | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way: Future[Path] | None = None
+        self._pending: Future[Path] | None = None
         self.copies = HostBuffers()
 
     def submit(self, step: int, write: Write, metrics: Mapping[str, float]) -> None:
-        """Start to write; the save before must be over, which `wait` makes sure of."""
-        if self._under_way is not None:
-            raise RuntimeError("a save is under way; wait for it first")
-        self._line = self._line or self._open_line()
+        """Start a save; call `wait` first."""
+        if self._pending is not None:
+            raise RuntimeError("a save is pending; call wait() first")
+        self._communicator = self._communicator or self._make_communicator()
         self._thread = self._thread or ThreadPoolExecutor(1, "save")
-        self._under_way = self._thread.submit(self._keeper.save, step, write, metrics, self._line)
+        self._pending = self._thread.submit(self._manager.save, step, write, metrics, self._communicator)
 
     def wait(self) -> None:
-        """Return when no save is under way; raise its failure."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        """Wait for the pending save, if any, and raise its error."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def check(self) -> None:
-        """Raise the failure of a save that is over, without waiting for one that is not."""
-        if self._under_way is not None and self._under_way.done():
+        """Raise the error of a finished save; do not wait for an unfinished one."""
+        if self._pending is not None and self._pending.done():
             self.wait()

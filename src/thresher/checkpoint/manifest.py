@@ -1,6 +1,6 @@
-"""The manifest: what a complete checkpoint holds, and the proof that it still does.
+"""The manifest of a checkpoint: the size and digest of every file, which `verify` checks.
 
-Decides the format on disk. No time stamp is in it: saving the same state twice gives the same bytes.
+Decides the format on disk. It contains no time stamp: saving the same state twice writes the same bytes.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from thresher.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+_HINT = "resume from another checkpoint, or with `auto` from the newest valid one"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds. `files` is keyed by POSIX path relative to the checkpoint."""
+    """The content of one checkpoint. `files` is keyed by POSIX path relative to the checkpoint."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -35,95 +36,22 @@ class Manifest:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Name all files below a directory, except its manifest, in sorted order."""
+    """List all files below a directory, except its manifest, in sorted order."""
     names = []
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
-            # What it points to could change after the digest was taken.
-            raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds plain files only, so remove it")
+            # its target could change after the digest was taken
+            raise CheckpointError(f"{path} is a symlink, and a checkpoint contains regular files only; remove it")
         if path.is_file() and path != directory / MANIFEST_NAME:
             names.append(path.relative_to(directory).as_posix())
     return names
 
 
 def record_files(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-    """Measure and digest files; a rank may do this for the files it wrote."""
-    # hashlib releases the GIL, so a few threads keep a fast disk busy.
+    """Record the size and digest of files."""
+    # hashlib releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
         return dict(zip(names, pool.map(_record, (directory / name for name in names)), strict=True))
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, with a digest of its own text."""
-    body = _body(manifest)
-    save_json(directory / MANIFEST_NAME, {**body, "sha256": _digest_of(body)})
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest and check the manifest itself, not the files that it lists."""
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no {MANIFEST_NAME}; {_MEND}")
-    content = load_json(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a manifest; {_MEND}")
-    if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}; "
-            "resume with the version that wrote it"
-        )
-    digest = content.pop("sha256", None)
-    try:
-        is_changed = digest != _digest_of(content)
-        manifest = None if is_changed else _parse(content)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest ({error}); {_MEND}") from error
-    if manifest is None:
-        raise CheckpointError(f"{path} was changed after it was written; {_MEND}")
-    return manifest
-
-
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    files = {
-        name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
-    }
-    manifest = Manifest(content["step"], files, content["metrics"])
-    sound = (
-        type(manifest.step) is int
-        and all(type(each.size) is int and type(each.sha256) is str for each in files.values())
-        and all(type(value) in (int, float) for value in manifest.metrics.values())
-    )
-    if not sound:
-        raise TypeError("a value of another type than was written")
-    return manifest
-
-
-def verify(directory: Path, *, digests: bool = True) -> Manifest:
-    """Check names, sizes and digests of all files; raise a `CheckpointError` that names every fault."""
-    if not directory.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
-    manifest = read_manifest(directory)
-    present = set(list_files(directory))
-    faults = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
-    faults += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys())]
-    sound = []
-    for name in sorted(present & manifest.files.keys()):
-        size = (directory / name).stat().st_size
-        if size == manifest.files[name].size:
-            sound.append(name)
-        else:
-            faults.append(f"{name} has {size} bytes instead of {manifest.files[name].size}")
-    if digests:
-        records = record_files(directory, sound)
-        faults += [
-            f"{name} has other content than was written" for name in sound if records[name] != manifest.files[name]
-        ]
-    if faults:
-        raise CheckpointError(f"{directory} does not verify: {'; '.join(faults)}; {_MEND}")
-    return manifest
-
-
-_MEND = "resume from another checkpoint, or with `auto` from the newest that verifies"
 
 
 def _record(path: Path) -> FileRecord:
@@ -132,18 +60,84 @@ def _record(path: Path) -> FileRecord:
         return FileRecord(size=file.tell(), sha256=digest)
 
 
-def _body(manifest: Manifest) -> dict[str, Json]:
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, including a digest of its own content."""
     files: dict[str, Json] = {
         name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(manifest.files.items())
     }
-    return {
+    body: dict[str, Json] = {
         "format": FORMAT,
         "step": manifest.step,
         "metrics": dict(manifest.metrics),
-        "metadata": {},  # part of format 1, without use
+        "metadata": {},  # unused, but part of format 1
         "files": files,
     }
+    save_json(directory / MANIFEST_NAME, {**body, "sha256": _digest_of(body)})
 
 
 def _digest_of(body: Mapping[str, Json]) -> str:
     return hashlib.sha256(encode(body, sort_keys=True)).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check a checkpoint's manifest, but not the files that it lists."""
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no {MANIFEST_NAME}; {_HINT}")
+    content = load_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a manifest; {_HINT}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    digest = content.pop("sha256", None)
+    try:
+        is_modified = digest != _digest_of(content)
+        manifest = None if is_modified else _parse(content)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a manifest ({error}); {_HINT}") from error
+    if manifest is None:
+        raise CheckpointError(f"{path} was modified after it was written; {_HINT}")
+    return manifest
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    files = {
+        name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
+    }
+    manifest = Manifest(content["step"], files, content["metrics"])
+    is_valid = (
+        type(manifest.step) is int
+        and all(type(each.size) is int and type(each.sha256) is str for each in files.values())
+        and all(type(value) in (int, float) for value in manifest.metrics.values())
+    )
+    if not is_valid:
+        raise TypeError("a value has the wrong type")
+    return manifest
+
+
+def verify(directory: Path, *, digests: bool = True) -> Manifest:
+    """Check names, sizes and digests of all files; raise a `CheckpointError` that lists every problem."""
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
+    manifest = read_manifest(directory)
+    present = set(list_files(directory))
+    problems = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
+    problems += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys())]
+    right_size = []
+    for name in sorted(present & manifest.files.keys()):
+        size = (directory / name).stat().st_size
+        if size == manifest.files[name].size:
+            right_size.append(name)
+        else:
+            problems.append(f"{name} has {size} bytes instead of {manifest.files[name].size}")
+    if digests:
+        records = record_files(directory, right_size)
+        problems += [
+            f"{name} does not match its digest" for name in right_size if records[name] != manifest.files[name]
+        ]
+    if problems:
+        raise CheckpointError(f"{directory} failed verification: {'; '.join(problems)}; {_HINT}")
+    return manifest

@@ -1,8 +1,9 @@
 """Optimizer state keyed by parameter name, restored bit for bit.
 
-torch keys it by position, where a reordered model silently swaps moments, and casts it to the parameter's
-dtype on load, where fp32 moments of bf16 parameters lose bits. Tensors are named `<state>/<parameter>`; the
-rest is JSON. An optimizer may work on parts of parameters: then its tensors are parts, and shapes those of the wholes.
+torch keys it by position, so a reordered model silently swaps moments, and casts it to the parameter's dtype on load,
+so fp32 moments of bf16 parameters lose bits. Tensors are named `<state>/<parameter>`; the rest is JSON. If the
+optimizer works on local shards of parameters, its tensors are shards, and the stored shapes are those of the full
+parameters.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,20 +18,21 @@ from thresher.errors import CheckpointError
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], wholes: Mapping[str, Tensor] | None = None
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Parameter, str],
+    full_parameters: Mapping[str, Tensor] | None = None,
 ) -> State:
-    """Collect an optimizer's state; parameters without any yet have none in the result.
+    """Collect an optimizer's state; a parameter without state is listed without values.
 
-    wholes: the parameters by name, where the optimizer works on parts of them.
+    full_parameters: the parameters by name, if the optimizer works on local shards of them.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        members = [_name_of(parameter, names) for parameter in group["params"]]
-        shapes = list(_shapes(group["params"], names, wholes).values())
-        groups.append({"names": members, "shapes": shapes})
-        for name, parameter in zip(members, group["params"], strict=True):
+        shapes = _shapes(group["params"], names, full_parameters)
+        groups.append({"names": list(shapes), "shapes": list(shapes.values())})
+        for name, parameter in zip(shapes, group["params"], strict=True):
             if parameter not in optimizer.state:
                 continue
             values[name] = {}
@@ -46,88 +48,89 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Parameter, str],
     state: State,
-    wholes: Mapping[str, Tensor] | None = None,
-    elsewhere: Collection[str] = (),
+    full_parameters: Mapping[str, Tensor] | None = None,
+    other_rank_names: Collection[str] = (),
 ) -> None:
-    """Replace an optimizer's state by a saved one; change nothing if it does not fit.
+    """Replace an optimizer's state by a saved one; change nothing if it does not match.
 
-    Hyper-parameters stay those of the optimizer: they are the config's, which a person may have changed on purpose.
-    elsewhere: names of parameters that other processes of the run have.
+    Hyper-parameters stay those of the optimizer: the user may have changed them in the config on purpose.
+    other_rank_names: names of parameters that only other ranks have.
     """
     saved = state.values
-    _check_fit(optimizer, names, saved, wholes, elsewhere)
+    _check_match(optimizer, names, saved, full_parameters, other_rank_names)
     parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
     restored: dict[str, dict[str, Any]] = {
         name: dict(values) for name, values in saved["values"].items() if name in parameters
     }
-    for full_name in state.tensors:
-        key, _, name = full_name.partition("/")
+    for key_and_name in state.tensors:
+        key, _, name = key_and_name.partition("/")
         if name not in parameters:
             continue
-        tensor = state.tensors[full_name]
+        tensor = state.tensors[key_and_name]
         parameter, group = parameters[name]
-        # torch counts steps on the CPU unless its kernel needs the count beside the parameter.
-        stays = key == "step" and not (group.get("capturable") or group.get("fused"))
-        restored.setdefault(name, {})[key] = tensor.to("cpu" if stays else parameter.device, copy=True)
+        # torch keeps the step count on the CPU unless its kernel needs the count next to the parameter
+        is_on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+        restored.setdefault(name, {})[key] = tensor.to("cpu" if is_on_cpu else parameter.device, copy=True)
     optimizer.state.clear()
     for name, values in restored.items():
         optimizer.state[parameters[name][0]] = values
 
 
 def join_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put together what `optimizer_state` says, apart from tensors, in processes that have different parameters."""
+    """Merge the non-tensor parts of `optimizer_state` from ranks that have different parameters."""
     groups = []
-    for same in zip(*(each["groups"] for each in values), strict=True):
-        # two processes may have the same parameter
-        shapes = {name: shape for group in same for name, shape in zip(group["names"], group["shapes"], strict=True)}
+    for same_group in zip(*(each["groups"] for each in values), strict=True):
+        # a dict, because two ranks may have the same parameter
+        shapes = {name: shape for each in same_group for name, shape in zip(each["names"], each["shapes"], strict=True)}
         groups.append({"names": list(shapes), "shapes": list(shapes.values())})
-    joined = {name: own for each in values for name, own in each["values"].items()}
-    return {"type": values[0]["type"], "groups": groups, "values": joined}
+    merged = {name: value for each in values for name, value in each["values"].items()}
+    return {"type": values[0]["type"], "groups": groups, "values": merged}
 
 
 def _shapes(
-    parameters: Sequence[Parameter], names: Mapping[Parameter, str], wholes: Mapping[str, Tensor] | None
+    parameters: Sequence[Parameter], names: Mapping[Parameter, str], full_parameters: Mapping[str, Tensor] | None
 ) -> dict[str, list[int]]:
-    own = {_name_of(parameter, names): parameter for parameter in parameters}
-    return {name: list((parameter if wholes is None else wholes[name]).shape) for name, parameter in own.items()}
+    local = {_name_of(parameter, names): parameter for parameter in parameters}
+    parameters_by_name = local if full_parameters is None else full_parameters
+    return {name: list(parameters_by_name[name].shape) for name in local}
 
 
 def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
     if parameter not in names:
         raise CheckpointError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that has no name; "
-            "build the optimizer from the same model that names come from"
+            f"a parameter of shape {tuple(parameter.shape)} in the optimizer has no name; "
+            "build the optimizer from the model that the names come from"
         )
     return names[parameter]
 
 
-def _check_fit(
+def _check_match(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Parameter, str],
     saved: Mapping[str, Any],
-    wholes: Mapping[str, Tensor] | None,
-    elsewhere: Collection[str],
+    full_parameters: Mapping[str, Tensor] | None,
+    other_rank_names: Collection[str],
 ) -> None:
-    mend = "resume with the same model, adapter and optimizer settings that the checkpoint was made with"
+    hint = "resume with the same model, adapter and optimizer settings as the checkpoint"
     if saved["type"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved['type']}, this run uses {type(optimizer).__name__}; {mend}"
+            f"the checkpoint has the state of {saved['type']}, this run uses {type(optimizer).__name__}; {hint}"
         )
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
-            f"this run's has {len(optimizer.param_groups)}; {mend}"
+            f"this run's has {len(optimizer.param_groups)}; {hint}"
         )
     for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        ours = _shapes(group["params"], names, wholes)
-        theirs = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
-        faults = [f"{name} is not in the checkpoint" for name in sorted(ours.keys() - theirs.keys())]
-        faults += [f"{name} is not in this run" for name in sorted(theirs.keys() - ours.keys() - set(elsewhere))]
-        faults += [
-            f"{name} has shape {theirs[name]} in the checkpoint and {ours[name]} in this run"
-            for name in sorted(ours.keys() & theirs.keys())
-            if ours[name] != theirs[name]
+        here = _shapes(group["params"], names, full_parameters)
+        stored = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
+        problems = [f"{name} is not in the checkpoint" for name in sorted(here.keys() - stored.keys())]
+        problems += [f"{name} is not in this run" for name in sorted(stored.keys() - here.keys() - {*other_rank_names})]
+        problems += [
+            f"{name} has shape {stored[name]} in the checkpoint and {here[name]} in this run"
+            for name in sorted(here.keys() & stored.keys())
+            if here[name] != stored[name]
         ]
-        if faults:
-            more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-            raise CheckpointError(f"optimizer group {index}: {'; '.join(faults[:3])}{more}; {mend}")
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CheckpointError(f"optimizer group {index}: {'; '.join(problems[:3])}{more}; {hint}")

@@ -1,6 +1,6 @@
-"""The random generators of every rank: Python's, NumPy's legacy one, torch's on CPU and CUDA devices.
+"""State of the global random generators of every rank: Python, NumPy (legacy), torch on CPU and on CUDA devices.
 
-`numpy.random.default_rng` generators belong to whoever made them and are not covered.
+Generators made with `numpy.random.default_rng` are not covered; the code that creates them saves them.
 """
 
 import random
@@ -18,7 +18,9 @@ def capture_rng() -> State:
     version, words, gauss_next = random.getstate()
     legacy = np.random.get_state(legacy=False)
     if not isinstance(legacy, dict) or legacy["bit_generator"] != "MT19937":
-        raise CheckpointError("NumPy's global generator was replaced; only its default, MT19937, can be saved")
+        raise CheckpointError(
+            "NumPy's global generator was replaced, and only the default MT19937 can be saved; do not replace it"
+        )
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
@@ -39,7 +41,7 @@ def capture_rng() -> State:
 
 
 def restore_rng(state: State) -> list[str]:
-    """Set every global generator; say so where CUDA streams could not continue on other devices."""
+    """Set every global generator; return a note if the number of CUDA devices has changed."""
     tensors, values = state
     python = values["python"]
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss_next"]))
@@ -58,29 +60,29 @@ def restore_rng(state: State) -> list[str]:
         torch.cuda.set_rng_state(tensors[f"cuda.{index}"].cpu(), index)
     if num_saved == num_devices:
         return []
-    return [f"the checkpoint holds random streams of {num_saved} CUDA devices and {num_devices} are here now"]
+    return [f"the checkpoint has the RNG state of {num_saved} CUDA devices, and this process has {num_devices}"]
 
 
 def merge_rng(states: Sequence[State]) -> State:
-    """Put the streams of all ranks into one state; rank 0's lie there as those of one process would."""
+    """Merge the states of all ranks; rank 0 keeps the names that a single process uses."""
     tensors = {_name(rank, name): tensor for rank, state in enumerate(states) for name, tensor in state.tensors.items()}
     others = [dict(state.values) for state in states[1:]]
     return State(tensors, {**states[0].values, **({"other_ranks": others} if others else {})})
 
 
-def restore_rng_of_rank(joined: State, rank: int, num_ranks: int) -> list[str]:
-    """Set this rank's generators from `merge_rng`; a rank that the checkpoint does not know keeps its fresh streams."""
-    every = [joined.values, *joined.values.get("other_ranks", [])]
+def restore_rng_of_rank(merged: State, rank: int, num_ranks: int) -> list[str]:
+    """Set this rank's generators from `merge_rng`; a rank that is not in the checkpoint keeps its new streams."""
+    values = [merged.values, *merged.values.get("other_ranks", [])]
     notes = []
-    if rank == 0 and len(every) != num_ranks:
-        fate = f"ranks from {len(every)} on draw new ones" if num_ranks > len(every) else "the others are not used"
-        notes = [f"the checkpoint holds random streams of {len(every)} ranks and {num_ranks} train now: {fate}"]
-    if rank >= len(every):
+    if rank == 0 and len(values) != num_ranks:
+        effect = f"ranks from {len(values)} on start new streams" if num_ranks > len(values) else "the rest is not used"
+        notes = [f"the checkpoint has the RNG state of {len(values)} ranks, and this run has {num_ranks}: {effect}"]
+    if rank >= len(values):
         return notes
     prefix = _name(rank, "")
-    names = [name for name in joined.tensors if name.startswith(prefix) and (rank or not name.startswith("rank."))]
-    own = {name.removeprefix(prefix): joined.tensors[name] for name in names}
-    return notes + restore_rng(State(own, every[rank]))
+    names = [name for name in merged.tensors if name.startswith(prefix) and (rank or not name.startswith("rank."))]
+    tensors = {name.removeprefix(prefix): merged.tensors[name] for name in names}
+    return notes + restore_rng(State(tensors, values[rank]))
 
 
 def _name(rank: int, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Dictionaries of tensors, or of parts of them, into safetensors files; `stored` reads them.
+"""Write tensors, or shards of them, to safetensors files; `sharded_reader` reads them.
 
-Decides what happens to tensors that safetensors itself refuses: names for the very same memory (tied weights)
-are written once and come back tied; views that only overlap are written as separate copies; other strides are
-made contiguous. A file's header says where its parts lie in their wholes. Nothing is ever unpickled.
+Decides what happens to tensors that safetensors rejects: names of the same memory (tied weights) are written once and
+are tied again after loading; overlapping views are written as separate copies; other strides are made contiguous. The
+header of a file stores the global shape and the offset of its shards.
 """
 
 import errno
@@ -19,24 +19,24 @@ from torch import Tensor
 from thresher import durable
 from thresher.checkpoint.sharded import ShardFile, TensorShard
 
-# One header key only: safetensors writes several in random order, and equal states must give equal bytes.
+# a single header key: safetensors writes several in random order, and equal states must give equal bytes
 HEADER_KEY = "thresher"
 
 
 def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to `<stem>.safetensors`; return the name of the file."""
+    """Write tensors to `<stem>.safetensors`; return the file name."""
     first_names, tied = _find_tied(tensors)
     name = ShardFile().name(stem)
     _write(directory / name, first_names, {"tied": tied} if tied else {})
     return name
 
 
-def save_parts(directory: Path, stem: str, parts: Mapping[str, TensorShard], number: ShardFile) -> str:
-    """Write one process's parts into its file; return the name."""
-    split = {name: [list(part.shape), list(part.offset)] for name, part in parts.items() if not part.is_whole}
-    values = {name: part.values for name, part in parts.items()}
-    _write(directory / number.name(stem), values, {"parts": split} if split else {})
-    return number.name(stem)
+def save_shards(directory: Path, stem: str, shards: Mapping[str, TensorShard], file: ShardFile) -> str:
+    """Write one process's shards into its file; return the file name."""
+    partial = {name: [list(shard.shape), list(shard.offset)] for name, shard in shards.items() if not shard.is_full}
+    values = {name: shard.values for name, shard in shards.items()}
+    _write(directory / file.name(stem), values, {"parts": partial} if partial else {})
+    return file.name(stem)
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -44,7 +44,7 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     tied: dict[str, str] = {}
     name_of_memory: dict[tuple[object, ...], str] = {}
     for name, tensor in sorted(tensors.items()):
-        # Empty tensors all lie at address 0 and share nothing.
+        # all empty tensors have address 0 and share nothing
         memory = (
             (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
             if tensor.numel()
@@ -63,19 +63,19 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any])
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(_own_memory(tensors), path, metadata=metadata)
+        save_file(_unshared(tensors), path, metadata=metadata)
     except SafetensorError as error:
-        # It hides the system's error in its text; the caller knows what to say about an OSError.
+        # the OS error is only in its text; callers translate an OSError into advice
         match = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(match[1]) if match else errno.EIO, str(error)) from error
-    # safetensors writes files that only their owner may read; use the mode that the user's umask gives.
+    # safetensors creates files that only their owner may read; use the mode of the user's umask
     path.chmod(mode)
-    # Flushed by the rank that wrote it: on a network file system nobody else can.
+    # on a network file system, only the rank that wrote a file can flush it
     durable.sync_file(path)
 
 
-def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give every tensor contiguous CPU memory that it shares with no other."""
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in contiguous CPU memory that no two of them share."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Parts of tensors: what one process of several writes of a tensor that they hold together."""
+"""Sharded tensors of a checkpoint, writing side: which shards a process writes, and into which file."""
 
 from __future__ import annotations
 
@@ -15,66 +15,69 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Values that lie at `offset` in a whole tensor of `shape`."""
+    """A contiguous block of a global tensor: `values` at `offset` in a tensor of `shape`."""
 
     values: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: Tensor, like: Tensor) -> TensorShard:
-        """This process's part of a tensor; `like` is a tensor that is split as the one that these values are of."""
-        offset = tuple(place.start for place in local_slices(like))
-        return cls(to_local(tensor).detach(), tuple(like.shape), offset)
-
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return tuple(self.values.shape) == self.shape
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Which of `count` files, one for each process that has something to write, is ours."""
+    """The file of one writing process, `index` of `count`."""
 
     index: int = 0
     count: int = 1
 
     def name(self, stem: str) -> str:
-        """One file has the plain name, so that a checkpoint of one process is read by any safetensors reader."""
+        """Return the file name; a single file has the plain name that any safetensors reader expects."""
         if self.count == 1:
             return f"{stem}.safetensors"
         return f"{stem}-{self.index + 1:05d}-of-{self.count:05d}.safetensors"
 
 
 class Communicator(Protocol):
-    """The processes that save together."""
+    """The processes that save a checkpoint together."""
 
     @property
     def rank(self) -> int: ...
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Give every process the values of all, in the order of the ranks."""
+        """Return the values of all ranks, in rank order."""
         ...
 
 
 class HostBuffers:
-    """Copies in host memory that outlive the step; the memory is kept, for new pages cost as much as the copying."""
+    """Copies of tensors in host memory; buffers are reused, because allocating pages costs as much as the copy."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
-            self._kept[name] = kept
-        return kept.copy_(tensor)
+        """Copy a tensor into the buffer of this name and return the buffer."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor)
 
 
 def shards_to_write(
-    tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], is_ours: Callable[[Tensor], bool]
+    tensors: Mapping[str, Tensor], sharded_like: Mapping[str, Tensor], owns: Callable[[Tensor], bool]
 ) -> dict[str, TensorShard]:
-    """The parts that this process writes; `places` has, under the same name, a tensor that is split as this one is."""
-    parts = {name: TensorShard.of(tensor, places[name]) for name, tensor in tensors.items() if is_ours(places[name])}
-    # more processes than rows leave some without any
-    return {name: part for name, part in parts.items() if part.values.numel() or part.is_whole}
+    """Return the shards that this process writes: of replicas, exactly one process owns each.
+
+    sharded_like: by the same names, tensors with the sharding of `tensors`, which may be plain local shards.
+    """
+    shards = {}
+    for name, tensor in tensors.items():
+        like = sharded_like[name]
+        if owns(like):
+            offset = tuple(each.start for each in local_slices(like))
+            shards[name] = TensorShard(to_local(tensor).detach(), tuple(like.shape), offset)
+    # with more processes than rows, some have an empty shard
+    return {name: shard for name, shard in shards.items() if shard.values.numel() or shard.is_full}

@@ -1,13 +1,12 @@
-"""How a checkpoint comes to be: written into a staging directory, published by one rename.
+"""Atomic checkpoints: written into a staging directory and published by one rename.
 
-Decides names and the order of disk operations; what the files hold is left to the caller. Several ranks may
-write into one staging directory: rank 0 calls `create_staging`, all write, and after a barrier rank 0 calls
-`publish`.
+Decides names and the order of disk operations; the content of the files is left to the caller. Several ranks may write
+into one staging directory: rank 0 calls `create_staging`, all write, and after a barrier rank 0 calls `publish`.
 
-Saving a step that exists already: if the old checkpoint verifies and its manifest is the same, it is kept and
-the new copy dropped (a resumed run saves the same bytes again); otherwise the new one takes its place,
-because it belongs to the run that goes on. Directories cannot be replaced by one rename, so the old one is
-first moved aside; `recover` moves it back after a crash in between.
+If the step already has a valid checkpoint with the same manifest, that one is kept and the new copy is dropped (a
+resumed run saves the same bytes again). Otherwise the new one replaces it, because it belongs to the current run. A
+directory cannot be replaced by one rename, so the old one is renamed first; `recover` restores it after a crash in
+between.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Staging:
-    """A directory that is being filled; its lock says so to other processes, until this one lets go or dies."""
+    """A directory that a save writes into; the lock marks it as in use until the save or its process ends."""
 
     path: Path
     root: Path
@@ -52,28 +51,27 @@ class Staging:
 
 
 def step_name(step: int) -> str:
-    """Name the directory of a step."""
+    """Return the directory name of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Read the step from a directory's name; None for other names."""
+    """Parse the step from a directory name; None for other names."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def create_staging(root: Path, step: int) -> Staging:
-    """Make a directory that only this save uses."""
+    """Create a directory that only this save uses."""
     if step < 0:
-        raise ValueError(f"a step is not negative, got {step}")
-    with readable_errors(root, step):
+        raise ValueError(f"a step must not be negative, got {step}")
+    with translate_save_errors(root, step):
         root.mkdir(parents=True, exist_ok=True)
         while True:
             path = root / f"{_STAGING}{step_name(step)}-{secrets.token_hex(6)}"
             lock = _lock_path(path).open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # `recover` of another process may have removed the lock file before we held it; then nobody would
-            # see it.
+            # another process's `recover` may have removed the lock file before the lock was taken; then create another
             if os.fstat(lock.fileno()).st_nlink:
                 break
             lock.close()
@@ -91,19 +89,19 @@ def publish(
     metrics: Mapping[str, float] | None = None,
     records: Mapping[str, FileRecord] | None = None,
 ) -> Path:
-    """Make a filled staging directory the checkpoint of its step and return where it is.
+    """Turn a staging directory into the checkpoint of its step and return the path.
 
-    `records` are digests that ranks have taken of their own files with `record_files`; files without one are
-    digested here. On failure the staging directory is removed, and every older checkpoint is as it was.
+    records: from `record_files` of each rank; files without a record are digested here.
+    On failure the staging directory is removed and older checkpoints are unchanged.
     """
     target = staging.root / step_name(staging.step)
     try:
-        with readable_errors(staging.root, staging.step):
+        with translate_save_errors(staging.root, staging.step):
             names = list_files(staging.path)
             known = dict(records or {})
-            if absent := sorted(known.keys() - set(names)):
+            if missing := sorted(known.keys() - set(names)):
                 raise CheckpointError(
-                    f"rank 0 cannot see {', '.join(absent)} in {staging.path}; "
+                    f"rank 0 cannot see {', '.join(missing)} in {staging.path}; "
                     "all ranks must save to one shared file system"
                 )
             _sync_tree(staging.path)
@@ -111,7 +109,7 @@ def publish(
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
             durable.sync_directory(staging.path)
             if not _is_same_checkpoint(staging.path, target):
-                _move_in(staging.path, target)
+                _replace(staging.path, target)
             durable.sync_directory(staging.root)
     finally:
         discard(staging)
@@ -119,19 +117,18 @@ def publish(
 
 
 def discard(staging: Staging) -> None:
-    """Remove a staging directory (if it was not published) and let go of its lock."""
+    """Remove a staging directory, unless it was published, and release its lock."""
     shutil.rmtree(staging.path, ignore_errors=True)
     _release(staging.path, staging.lock)
 
 
 def recover(root: Path) -> list[str]:
-    """Clear away what a killed process left below `root`, sparing what a live one uses; say what was done."""
+    """Remove the files that killed processes left below `root`, except those in use; return what was done."""
     if not root.is_dir():
         return []
     done = []
     for path in sorted(root.glob(f"{_REPLACED}*")):
-        # `.replaced-step-00000123-<unique>`: the crash came between the two renames of `_move_in`, or after
-        # them.
+        # `.replaced-step-00000123-<unique>`: a crash between the two renames of `_replace`, or after them
         target = root / path.name.removeprefix(_REPLACED).rpartition("-")[0]
         if _staging_in_use(root, target.name):
             continue
@@ -139,17 +136,16 @@ def recover(root: Path) -> list[str]:
             durable.remove(path, is_shared=True)
         else:
             path.rename(target)
-            done.append(f"moved {target.name} back: a save of the same step was cut off")
+            done.append(f"restored {target.name}: a save of the same step was interrupted")
     for path in sorted(root.glob(f"{_STAGING}*{_LOCK}")):
-        # A lock file without its directory: the crash came right after the publication, or before the first
-        # write.
+        # a lock file without its directory: a crash right after publishing, or before the directory was created
         if not path.with_name(path.name.removesuffix(_LOCK)).exists() and not _is_locked(path):
             path.unlink(missing_ok=True)
     for path in sorted(root.glob(f"{_STAGING}*")):
         if path.is_dir() and not _is_locked(_lock_path(path)):
             durable.remove(path)
             _lock_path(path).unlink(missing_ok=True)
-            done.append(f"removed {path.name}: its save was cut off")
+            done.append(f"removed {path.name}: its save was interrupted")
     for path in sorted(root.glob(f"{_DELETED}*")):
         durable.remove(path, is_shared=True)
     durable.sync_directory(root)
@@ -157,26 +153,26 @@ def recover(root: Path) -> list[str]:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint so that a crash on the way leaves no torn one."""
+    """Delete a checkpoint; a crash in between leaves no partial one."""
     hidden = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(6)}")
     path.rename(hidden)
     durable.sync_directory(path.parent)
     durable.remove(hidden)
 
 
-def _move_in(source: Path, target: Path) -> None:
+def _replace(source: Path, target: Path) -> None:
     if not os.path.lexists(target):
         source.rename(target)
         return
-    aside = target.with_name(f"{_REPLACED}{target.name}-{secrets.token_hex(6)}")
-    target.rename(aside)
+    old = target.with_name(f"{_REPLACED}{target.name}-{secrets.token_hex(6)}")
+    target.rename(old)
     try:
         source.rename(target)
     except OSError:
-        aside.rename(target)
+        old.rename(target)
         raise
     durable.sync_directory(target.parent)
-    durable.remove(aside)
+    durable.remove(old)
 
 
 def _is_same_checkpoint(new: Path, old: Path) -> bool:
@@ -223,11 +219,11 @@ def _staging_in_use(root: Path, name: str) -> bool:
     return any(_is_locked(path) for path in root.glob(f"{_STAGING}{name}-*{_LOCK}"))
 
 
-def readable_errors(root: Path, step: int) -> AbstractContextManager[None]:
-    """Say of an error of the disk what could not be saved, and what to do."""
+def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]:
+    """Turn an OSError into a message that names the step and says what to do."""
     return durable.translate_os_errors(
         f"could not save the checkpoint of step {step} in {root}",
         if_full="free some space there or keep fewer checkpoints",
-        also=". Older checkpoints are unharmed",
+        also=". Older checkpoints are intact",
         kind=CheckpointError,
     )

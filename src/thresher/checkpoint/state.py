@@ -1,4 +1,4 @@
-"""State of one component: its tensors, and the values that are not tensors."""
+"""State of one component: tensors by name, and plain JSON values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +12,19 @@ from thresher.checkpoint.sharded_reader import load_tensors
 
 
 class State(NamedTuple):
-    """Tensors by name, and plain JSON values."""
+    """Tensors, and the values that are not tensors."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
 
 
 def save_state(directory: Path, stem: str, state: State) -> list[str]:
-    """Write `<stem>.safetensors` and `<stem>.json`; return the names of the files."""
+    """Write `<stem>.safetensors` and `<stem>.json`; return the file names."""
     name = save_tensors(directory, stem, state.tensors)
     save_json(directory / f"{stem}.json", state.values)
     return [name, f"{stem}.json"]
 
 
 def load_state(directory: Path, stem: str) -> State:
-    """Read what `save_state` wrote under this stem."""
+    """Read the files that `save_state` wrote for this stem."""
     return State(load_tensors(directory, stem), load_json(directory / f"{stem}.json"))

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint into the parameters of a model: all of them, each of its own shape and dtype, or none."""
+"""Load a checkpoint's weights into parameters: every name, shape and dtype must match, or nothing is copied."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,24 +18,24 @@ def load_weights(
     directory: Path,
     parameters: Mapping[str, Tensor],
     *,
-    mend: str,
+    hint: str,
     stem: str = STEM,
-    elsewhere: Collection[str] = (),
+    other_rank_names: Collection[str] = (),
 ) -> None:
-    """Copy a checkpoint's weights, bitwise: of a split parameter the part that is here.
+    """Copy a checkpoint's weights, bitwise; of a sharded parameter, the local shard.
 
-    `mend` tells a person what to do where they belong to another model; `elsewhere` are names that other processes of
-    the run have.
+    hint: what to do if the weights belong to another model, for the error message.
+    other_rank_names: names of parameters that only other ranks have.
     """
-    with ShardedReader(directory, stem) as stored:
+    with ShardedReader(directory, stem) as reader:
         expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
-        found = stored.kinds()
-        names = {*found, *expected}.difference(elsewhere) | expected.keys()
-        odd = sorted(name for name in names if found.get(name) != expected.get(name))
-        if odd:
+        found = reader.specs()
+        names = {*found, *expected}.difference(other_rank_names) | expected.keys()
+        different = sorted(name for name in names if found.get(name) != expected.get(name))
+        if different:
             raise CheckpointError(
-                f"the checkpoint in {directory} was made for another model: {len(odd)} weights differ, such as "
-                f"{odd[0]}; {mend}"
+                f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
+                f"{different[0]}; {hint}"
             )
         for name, parameter in parameters.items():
-            to_local(parameter).copy_(stored.read(name, local_slices(parameter)))
+            to_local(parameter).copy_(reader.read(name, local_slices(parameter)))

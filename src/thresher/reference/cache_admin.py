@@ -1,4 +1,4 @@
-"""The cache directory as a whole: where it is, what it holds, whether that is sound, and what may go."""
+"""Maintenance of the whole reference cache: locate it, list it, verify it, delete from it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thresher.checkpoint.staging import delete
 from thresher.errors import CheckpointError
 from thresher.reference.shards import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard
 
-# a shard takes seconds to write: whatever is older was left by a process that died
-_SECONDS_OF_A_WRITE = 24 * 3600.0
+# a shard takes seconds to write: an older partial file was left by a process that died
+_MAX_WRITE_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class CachedReference:
-    """What the cache holds of one reference; last_used is in seconds since 1970."""
+    """The cached logps of one reference; last_used is in seconds since 1970."""
 
     directory: Path
     model: str
@@ -36,32 +36,32 @@ class CachedReference:
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """Say where the cache lies: where the config says, else `$THRESHER_CACHE_DIR`, else the user's cache directory."""
+    """Return the cache directory: from the config, else `$THRESHER_CACHE_DIR`, else the user's cache directory."""
     if chosen := cache_dir or os.environ.get("THRESHER_CACHE_DIR"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thresher" / "reference"
 
 
 def list_references(root: Path) -> list[CachedReference]:
-    """Describe everything in the cache, the last used first."""
+    """Describe all references in the cache, the most recently used first."""
     found = [_describe(path) for path in _directories(root)]
     return sorted(found, key=lambda reference: -reference.last_used)
 
 
 def verify_cache(root: Path) -> Iterator[tuple[ShardFile, str | None]]:
-    """Read every byte of every shard; yield each with what is wrong with it, or None."""
+    """Read every shard in full; yield each with what is wrong with it, or None."""
     for directory in _directories(root):
         for shard in list_shards(directory):
-            yield shard, verify_shard(shard) or _content_fault(shard)
+            yield shard, verify_shard(shard) or _content_problem(shard)
 
 
 def stale_files(root: Path) -> list[Path]:
-    """Name what killed processes left half-written or half-deleted, and damaged shards that runs have set aside."""
-    old = time.time() - _SECONDS_OF_A_WRITE
+    """List partially written or deleted files of killed processes, and damaged shards that runs have renamed."""
+    old = time.time() - _MAX_WRITE_SECONDS
     found = [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
     for directory in _directories(root):
         if directory.is_symlink():
-            continue  # what lies where it leads is not ours to clear away
+            continue  # its target does not belong to the cache
         found += sorted(directory.glob(f"*{DAMAGED}"))
         found += [path for path in sorted(directory.glob(f"{PARTIAL}*")) if _last_written(path) < old]
     return found
@@ -70,12 +70,12 @@ def stale_files(root: Path) -> list[Path]:
 def _last_written(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # a writer has just finished it
+    except FileNotFoundError:  # its writer has just renamed it
         return time.time()
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete directories and files of the cache, of a link only the link; a run that still reads one is told so."""
+    """Delete directories and files of the cache, never the target of a symlink."""
     for path in paths:
         if path.is_dir():
             delete(path)
@@ -90,17 +90,17 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _describe(directory: Path) -> CachedReference:
-    hints: dict[str, str] = {}
+    description: dict[str, str] = {}
     last_used = directory.stat().st_mtime
     with contextlib.suppress(CheckpointError):
         read = load_json(directory / IDENTITY_NAME)
-        hints = {key: str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+        description = {key: str(value) for key, value in read.items()} if isinstance(read, dict) else {}
         last_used = (directory / IDENTITY_NAME).stat().st_mtime
     shards = list_shards(directory)
     return CachedReference(
         directory,
-        hints.get("model", "unknown: identity.json is missing or damaged"),
-        hints.get("dtype", "?"),
+        description.get("model", "unknown: identity.json is missing or damaged"),
+        description.get("dtype", "?"),
         sum(shard.num_pairs for shard in shards),
         len(shards),
         sum(shard.path.stat().st_size for shard in shards),
@@ -108,9 +108,13 @@ def _describe(directory: Path) -> CachedReference:
     )
 
 
-def _content_fault(shard: ShardFile) -> str | None:
+def _content_problem(shard: ShardFile) -> str | None:
     try:
         num_pairs = len(read_keys(shard.path))
     except (OSError, ValueError) as error:
-        return f"is no shard that this version reads ({error})"
-    return None if num_pairs == shard.num_pairs else f"holds {num_pairs} pairs, and its name says {shard.num_pairs}"
+        return f"is not a shard that this version can read ({error})"
+    return (
+        None
+        if num_pairs == shard.num_pairs
+        else f"contains {num_pairs} pairs instead of the {shard.num_pairs} in its name"
+    )

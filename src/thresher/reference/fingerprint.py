@@ -1,7 +1,7 @@
-"""Which reference a logp belongs to: its weights, how it computes with them, and how we score.
+"""Fingerprint of a reference model: its weights, its config and the scoring version.
 
-Read from the model's files, so that a run whose pairs are all in the cache never loads the reference. Names of files
-and directories do not matter, nor does the way in which tensors are spread over files.
+Computed from the model's files, so that a run whose pairs are all cached never loads the reference. File and directory
+names do not matter, nor does the distribution of tensors over files.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.loading.load import weight_files
 
-# raise it when the same weights and tokens begin to get other logps: an older cache is then left alone
+# increase it when the same weights and tokens get different logps, so that older caches are not used
 SCORING_VERSION = 1
-# keys of a model's config.json that cannot change a logp: we load in a dtype of our own, and without a cache
-_IDLE_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+# keys of config.json that cannot change a logp: the run sets the dtype and disables the KV cache
+_IGNORED_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
-class ReferenceIdentity:
-    """What decides a logp beside the tokens.
+class ReferenceFingerprint:
+    """Everything but the tokens that determines a logp.
 
-    weights and settings are digests of the model's files; master_dtype is what the weights are stored in, dtype what
-    the forward computes in. Layout, batch size, device and attention kernel are left out: they move a logp by rounding
-    only.
+    weights and settings are digests of the model's files; weights are held in master_dtype, and the forward computes in
+    dtype. Layout, batch size, device and attention kernel are excluded: they change a logp by rounding only.
     """
 
     weights: str
@@ -51,57 +50,57 @@ class ReferenceIdentity:
 
 def weights_digest(path: str) -> str:
     """Digest every tensor of a model (name, dtype, shape, bytes), or the bytes of a GGUF file."""
-    parts: dict[str, str] = {}
-    # hashing lets other threads run: a few keep a fast disk busy
+    digests: dict[str, str] = {}
+    # hashing releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
         for file in _weight_files(path):
             if file.suffix == ".safetensors":
-                parts |= _digest_tensors(file, pool)
+                digests |= _digest_tensors(file, pool)
             else:
-                parts[file.suffix] = sha256_of_file(file)
-    lines = "\n".join(f"{name} {parts[name]}" for name in sorted(parts))
+                digests[file.suffix] = sha256_of_file(file)
+    lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def frozen_digest(weights: str | None, master_dtype: str) -> str:
-    """Identify the weights that training leaves alone, as they are held in memory; None: it leaves none alone."""
+    """Digest the frozen weights as they are held in memory; weights is None if all are trained."""
     return "none" if weights is None else hashlib.sha256(f"{weights} {master_dtype}".encode()).hexdigest()
 
 
 def config_digest(path: str, *, trust_remote_code: bool) -> str:
-    """Digest what else a model is: its config.json, and the code that comes with it where that may run."""
+    """Digest a model's config.json, and its Python files if they may be executed."""
     digest = hashlib.sha256()
-    if not path.endswith(".gguf"):  # there it is in the file itself
+    if not path.endswith(".gguf"):  # a GGUF file contains its config
         config = _find(path, "config.json")
         if config is None:
             raise UserError(f"{path} has no config.json; give a Hugging Face model directory or a `.gguf` file")
         values = json.loads(config.read_text(encoding="utf-8"))
-        meant = {key: value for key, value in values.items() if key not in _IDLE_KEYS}
-        digest.update(json.dumps(meant, sort_keys=True).encode())
+        relevant = {key: value for key, value in values.items() if key not in _IGNORED_KEYS}
+        digest.update(json.dumps(relevant, sort_keys=True).encode())
         for file in sorted(config.parent.glob("*.py")) if trust_remote_code else ():
             digest.update(f"{file.name} {sha256_of_file(file)}".encode())
     return digest.hexdigest()
 
 
 def _weight_files(path: str) -> Iterator[Path]:
-    """Name the files that transformers reads the weights from."""
+    """Yield the files that transformers reads the weights from."""
     if path.endswith(".gguf"):
         yield Path(path)
         return
     if (adapter := _find(path, "adapter_config.json")) is not None:
-        # transformers then loads the base that the adapter names, and the adapter on top
+        # transformers then loads the base model that the adapter names, and the adapter on top
         yield adapter
-        if (own := _find(path, "adapter_model.safetensors")) is not None:
-            yield own
+        if (adapter_weights := _find(path, "adapter_model.safetensors")) is not None:
+            yield adapter_weights
         path = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    if (whole := _find(path, SAFE_WEIGHTS_NAME)) is not None:
-        yield whole
+    if (single_file := _find(path, SAFE_WEIGHTS_NAME)) is not None:
+        yield single_file
         return
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         raise UserError(
-            f"{path} has no weights in safetensors files, or they cannot be fetched; convert it with transformers' "
-            "save_pretrained, or download it"
+            f"{path} has no safetensors weights, or they cannot be downloaded; convert it with transformers' "
+            "save_pretrained, or download it first"
         )
     for name in sorted(set(weight_files(index).values())):
         shard = _find(path, name)
@@ -111,11 +110,11 @@ def _weight_files(path: str) -> Iterator[Path]:
 
 
 def _find(path: str, name: str) -> Path | None:
-    """Look a file up in a model directory, or in the hub's own cache, where it is fetched to if need be."""
+    """Find a file in a model directory, or in the Hugging Face cache, downloading it if needed."""
     try:
         found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
-        raise UserError(f"{name} of {path} can neither be found nor fetched: {error}") from error
+        raise UserError(f"{name} of {path} can neither be found nor downloaded: {error}") from error
     return None if found is None else Path(found)
 
 

@@ -1,4 +1,4 @@
-"""Which way the reference is scored: `auto` resolved, impossible wishes refused."""
+"""Resolve `reference.mode`: choose a mode for `auto`, and reject modes that cannot work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ReferenceMode = Literal["precompute", "concurrent", "adapter", "none"]
 
 
 def resolve_mode(
-    wish: Literal["auto", "precompute", "concurrent", "adapter", "none"],
+    requested: Literal["auto", "precompute", "concurrent", "adapter", "none"],
     *,
     loss_needs_reference: bool,
     policy_has_adapter: bool,
@@ -19,26 +19,26 @@ def resolve_mode(
 ) -> ReferenceMode:
     """Choose how the reference is scored.
 
-    same_weights: policy and reference start from the same model. is_synced: TR-DPO moves the reference.
+    same_weights: policy and reference start from the same model. is_synced: TR-DPO updates the reference.
     """
     if not loss_needs_reference:
-        if wish not in ("auto", "none") or is_synced:
+        if requested not in ("auto", "none") or is_synced:
             raise UserError(
                 "this loss needs no reference, so the reference settings would do nothing; remove reference.mode and "
                 "reference.sync_steps, or choose a loss that needs one"
             )
         return "none"
-    if wish == "none":
+    if requested == "none":
         raise UserError("reference.mode is none, but this loss needs a reference; use auto, or a loss without one")
     if is_synced and policy_has_adapter:
-        raise UserError("reference.sync_steps cannot follow a LoRA policy; remove it or train all weights")
-    if wish == "adapter" and not (policy_has_adapter and same_weights):
+        raise UserError("reference.sync_steps does not work with a LoRA policy; remove it or train all weights")
+    if requested == "adapter" and not (policy_has_adapter and same_weights):
         raise UserError(
-            "reference.mode is adapter, which takes the policy's base as reference: it needs "
+            "reference.mode=adapter uses the policy's base model as the reference, so it needs "
             "actor_train.model_args.lora_rank and no other reference model; use auto"
         )
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     if policy_has_adapter and same_weights:
         return "adapter"
     return "concurrent" if is_synced else "precompute"

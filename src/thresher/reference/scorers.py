@@ -1,4 +1,4 @@
-"""Who says what the reference thinks of a pair: a live model, the adapter's base, or the cache."""
+"""Reference scorers: a live model, the base model of an adapter, or the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thresher.reference.shards import Logps, ShardLimits, ShardWriter
 
 @dataclass(frozen=True)
 class LiveReference:
-    """Score at the moment of need: a frozen model, or the policy with its adapter off."""
+    """Score on demand, with a frozen model or with the policy's adapter disabled."""
 
     score: Callable[[PairBatch], ChosenRejectedLogps]
     device: torch.device
@@ -40,7 +40,7 @@ class LiveReference:
 
 
 class PairSource(Protocol):
-    """What is needed of a store; hashes are over token ids and loss masks, in the order of the pairs."""
+    """The part of `PairStore` that scoring uses; hashes are over token ids and loss masks, in pair order."""
 
     def __len__(self) -> int: ...
 
@@ -50,11 +50,11 @@ class PairSource(Protocol):
 
 
 class PrecomputedReference:
-    """Logps of a run's pairs, read from the cache; what it lacks is scored in blocks of neighbouring pairs.
+    """Logps of a run's pairs, read from the cache; missing ones are scored in blocks of neighbouring pairs.
 
-    The bits of a forward depend on who shares its batch. A block is always scored whole and in order, so they depend
-    neither on which pairs a run visits nor on where an earlier one was killed. num_scored counts the pairs that went
-    through the model.
+    The bits of a logp depend on the other pairs in the batch. A block is always scored in full and in order, so they
+    depend neither on which pairs a run visits nor on where an earlier run was killed. num_scored counts the pairs that
+    went through the model.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrecomputedReference:
         device: torch.device,
         num_visits: int,
     ) -> None:
-        """Look up `pair_ids`; `num_visits` spreads what scoring costs over the pairs of the run, repeats counted."""
+        """Look up `pair_ids`; num_visits is the number of pairs, with repeats, that the scoring time is divided by."""
         self.seconds_per_pair = 0.0
         self.num_scored = 0
         self._cache = cache
@@ -96,7 +96,7 @@ class PrecomputedReference:
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Score every block that lacks a wanted pair, and look all pairs up again."""
+        """Score every block with a missing pair, then look all pairs up again."""
         for done, total in self.iter_score_missing(score, limits=limits):
             advance(done, total)
 
@@ -104,28 +104,28 @@ class PrecomputedReference:
         self,
         score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
-        ranks: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
+        dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Do the work of `score_missing` for this rank's share, yielding (blocks done, blocks of this rank)."""
+        """Score this rank's missing blocks; yield (blocks done, blocks of this rank)."""
         started = time.perf_counter()
-        blocks = self._missing_blocks(ranks)
-        num_missing_of_others = ranks.max_over_ranks(len(blocks)) - len(blocks)
+        blocks = self._missing_blocks(dp_group)
+        num_dummy_batches = dp_group.max_over_ranks(len(blocks)) - len(blocks)
         if blocks:
-            with self._cache.writer(limits) if ranks.is_writer else nullcontext() as writer:
+            with self._cache.writer(limits) if dp_group.is_writer else nullcontext() as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
                     yield done, len(blocks)
             if writer is not None:
                 self._cache.mark_verified(writer.written)
-        for _ in range(num_missing_of_others):  # to keep step
+        for _ in range(num_dummy_batches):  # for lockstep
             score(self._source.read(np.zeros(0, dtype=np.int64)))
         if blocks:
             self.lookup()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
     def lookup(self) -> None:
-        """Find the pairs in the cache as it is now: others may have scored some of them."""
+        """Search the cache again: other processes may have scored some of the pairs."""
         ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
         keys = np.empty(len(ids), dtype=HASH_DTYPE)
         start = 0
@@ -140,17 +140,17 @@ class PrecomputedReference:
         if not len(batch):
             return empty_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        chosen, rejected = (_joined([pair[side] for pair in pairs], self._device) for side in (0, 1))
+        chosen, rejected = (_concatenate([pair[side] for pair in pairs], self._device) for side in (0, 1))
         return ChosenRejectedLogps(chosen, rejected)
 
-    def _missing_blocks(self, ranks: DataParallelGroup) -> list[int]:
-        # dealt out before what is there is left out: other ranks write meanwhile, and all must deal alike
-        is_missing = ranks.world.broadcast_object(self._blocks_with(self._is_wanted & self._found.is_missing()))
-        is_mine = np.arange(len(self._blocks)) % ranks.size == ranks.rank
-        return [int(block) for block in self._blocks[is_mine & is_missing]]
+    def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
+        # assigned before cached blocks are excluded: other ranks write meanwhile, and all must assign alike
+        is_missing = dp_group.world.broadcast_object(self._blocks_with(self._is_wanted & self._found.is_missing()))
+        is_local = np.arange(len(self._blocks)) % dp_group.size == dp_group.rank
+        return [int(block) for block in self._blocks[is_local & is_missing]]
 
     def _blocks_with(self, is_marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Mark the blocks that hold a marked pair."""
+        """Mark the blocks that contain a marked pair."""
         starts = np.arange(len(self._blocks)) * self._pairs_per_block
         return np.logical_or.reduceat(is_marked, starts) if len(starts) else is_marked
 
@@ -166,22 +166,22 @@ class PrecomputedReference:
         chosen, rejected = (_split(side) for side in (sides.chosen, sides.rejected))
         is_missing = self._found.is_missing(self._positions(ids))
         for index in np.flatnonzero(is_missing).tolist():
-            # the hash of what was scored, not what the store remembers of it
+            # the hash of the scored tokens, not the one in the store
             writer.add(hash_pair(batch.pairs[index]).pair, chosen[index], rejected[index])
         writer.end_block()
 
     def _positions(self, pair_ids: PairIds) -> PairIds:
-        """Where pairs stand among those of the blocks: only the very last block of a source can be short."""
+        """Positions of pairs among those of the blocks; only the last block of a source can be short."""
         blocks, rows = np.divmod(pair_ids, self._pairs_per_block)
         at = np.searchsorted(self._blocks, blocks)
         is_known = np.take(self._blocks, at, mode="clip") == blocks
         if not is_known.all():
-            raise IndexError(f"pair {pair_ids[~is_known][0]} is none of the pairs that were looked up in the cache")
+            raise IndexError(f"pair {pair_ids[~is_known][0]} was not looked up in the cache")
         return at * self._pairs_per_block + rows
 
 
 def _ids_of(blocks: PairIds, pairs_per_block: int, num_pairs: int) -> PairIds:
-    """Number the pairs of some blocks, in order."""
+    """Return the pair ids of some blocks, in order."""
     ids = (blocks[:, None] * pairs_per_block + np.arange(pairs_per_block)).reshape(-1)
     return ids[ids < num_pairs]
 
@@ -191,7 +191,7 @@ def _split(side: ResponseLogps) -> list[Logps]:
     return np.split(values, np.cumsum(side.lengths.cpu().numpy())[:-1])
 
 
-def _joined(parts: list[Logps], device: torch.device) -> ResponseLogps:
-    values = torch.from_numpy(np.concatenate(parts))
-    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+def _concatenate(responses: list[Logps], device: torch.device) -> ResponseLogps:
+    values = torch.from_numpy(np.concatenate(responses))
+    lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
     return ResponseLogps(values.to(device), lengths.to(device))

@@ -1,8 +1,8 @@
-"""The files of the reference cache: per-token logps of some pairs, written once and never changed.
+"""Shards of the reference cache: immutable files with the per-token logps of some pairs.
 
-A shard is an Arrow IPC file of one record batch. Its name tells when it was written, how many pairs it holds and the
-SHA-256 of its bytes, so that a shard proves itself, and many processes write into one directory without a lock: each
-writes aside, flushes and renames.
+A shard is an Arrow IPC file of one record batch. Its name contains the time of writing, the number of pairs and the
+SHA-256 of the file. Many processes write into one directory without a lock, because each file is written under a
+temporary name, flushed and renamed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SCHEMA = pa.schema(
 IDENTITY_NAME = "identity.json"
 PARTIAL = ".partial-"
 DAMAGED = ".damaged"
-OTHER_BYTES = "has other bytes than were written"
+DIGEST_MISMATCH = "does not match the digest in its name"
 _NAME = re.compile(r"(\d{13})-(\d+)-([0-9a-f]{64})\.arrow")
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard as its name tells it; created is in seconds since 1970."""
+    """A shard as described by its file name; created is in seconds since 1970."""
 
     path: Path
     created: float
@@ -58,18 +58,18 @@ class ShardFile:
 
 
 def list_shards(directory: Path) -> list[ShardFile]:
-    """Name the shards of a directory, oldest first."""
+    """List the shards of a directory, oldest first."""
     if not directory.is_dir():
         return []
-    # names begin with the time, so this order is that of time; the digest decides between equals
+    # names begin with the time; the digest breaks ties
     found = [ShardFile.parse(path) for path in sorted(directory.iterdir())]
     return [shard for shard in found if shard is not None]
 
 
 def verify_shard(shard: ShardFile) -> str | None:
-    """Read every byte of a shard; say what is wrong with it, or None."""
+    """Check a shard against its digest; return what is wrong with it, or None."""
     try:
-        return None if sha256_of_file(shard.path) == shard.sha256 else OTHER_BYTES
+        return None if sha256_of_file(shard.path) == shard.sha256 else DIGEST_MISMATCH
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
 
@@ -80,34 +80,34 @@ class CacheShard:
     def __init__(self, path: Path) -> None:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
-            raise ValueError("other columns than a shard has")
+            raise ValueError("unexpected columns")
         batch = reader.get_batch(0)
-        # lengths that reach beyond the file would otherwise be read, and end the process
+        # without this, lists that extend beyond the file would crash the process
         batch.validate()
         self.keys: Hashes = fixed_width_values(batch.column(0), HASH_DTYPE)
         self._sides = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in (1, 2)]
 
     def logps(self, row: int) -> tuple[Logps, Logps]:
-        """Give the logps of one pair, chosen and rejected, as views of the file."""
+        """Return the logps of one pair, chosen and rejected, as views of the file."""
         chosen, rejected = (values[offsets[row] : offsets[row + 1]] for offsets, values in self._sides)
         return chosen, rejected
 
 
 def read_keys(path: Path) -> Hashes:
-    """Copy the keys of a shard; a file that is no shard raises ValueError or OSError."""
+    """Copy the keys of a shard; raise ValueError or OSError for a file that is not a shard."""
     return CacheShard(path).keys.copy()
 
 
 @dataclass(frozen=True)
 class ShardLimits:
-    """When a shard is full: at so many bytes of logps, or so long after its first pair. A kill loses less than one."""
+    """When a shard is written: at num_bytes of logps, or seconds after its first pair. A kill loses less than one."""
 
     num_bytes: int = 64 * 2**20
     seconds: float = 60.0
 
 
 class ShardWriter:
-    """Collect logps and write them as shards; leaving the `with` block writes the rest, after an error as well."""
+    """Collect logps and write them as shards; the end of the `with` block writes the rest, also after an error."""
 
     def __init__(self, directory: Path, limits: ShardLimits) -> None:
         self.written: list[ShardFile] = []
@@ -128,7 +128,7 @@ class ShardWriter:
         self._flush()
 
     def add(self, key: bytes, chosen: Logps, rejected: Logps) -> None:
-        """Take one pair's logps."""
+        """Add one pair's logps."""
         if not self._keys:
             self._started = time.monotonic()
         self._keys.append(key)
@@ -137,7 +137,7 @@ class ShardWriter:
         self._num_bytes += HASH_BYTES + chosen.nbytes + rejected.nbytes
 
     def end_block(self) -> None:
-        """Write a shard if this one is full; blocks are scored whole, so they are kept whole."""
+        """Write the shard if it is full; a block is never divided between shards."""
         if self._num_bytes >= self._limits.num_bytes or time.monotonic() - self._started >= self._limits.seconds:
             self._flush()
 
@@ -145,7 +145,7 @@ class ShardWriter:
         if not self._keys:
             return
         keys, chosen, rejected = self._keys, self._chosen, self._rejected
-        # taken first: a disk that is full must not be tried again on the way out
+        # cleared first: __exit__ must not retry a failed write
         self._keys, self._chosen, self._rejected, self._num_bytes = [], [], [], 0
         self.written.append(write_shard(self._directory, keys, chosen, rejected))
 
@@ -153,18 +153,18 @@ class ShardWriter:
 def write_shard(
     directory: Path, keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]
 ) -> ShardFile:
-    """Write logps aside, flush them to the disk, and let them appear under the name that proves them."""
+    """Write logps as a shard, atomically and flushed to the disk."""
     content = _to_arrow(keys, chosen, rejected)
     sha256 = hashlib.sha256(content).hexdigest()
     created = time.time_ns() // 1_000_000
     path = directory / f"{created:013d}-{len(keys)}-{sha256}.arrow"
-    aside = directory / f"{PARTIAL}{secrets.token_hex(8)}"
+    temporary = directory / f"{PARTIAL}{secrets.token_hex(8)}"
     with durable.translate_os_errors(
         f"could not write to the reference cache in {directory}",
         if_full="free some space there (`thresher cache prune`)",
-        also=", or set reference.cache_dir to another one",
+        also=", or set reference.cache_dir to another directory",
     ):
-        durable.replace(path, content, temporary=aside)
+        durable.replace(path, content, temporary=temporary)
     return ShardFile(path, created / 1000, len(keys), sha256)
 
 

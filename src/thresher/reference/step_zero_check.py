@@ -1,4 +1,4 @@
-"""Step 0: a policy that starts from the reference's weights must say exactly what the reference says."""
+"""Check that policy and reference agree at step 0 if they start from the same weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from thresher.strategies.strategy import MicroBatch, Scorer
 
 @torch.no_grad()
 def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dtype: str) -> None:
-    """Stop a run whose margins do not start at 0, or whose loss does not start where it must (at ln 2 for DPO)."""
+    """Raise if margins do not start at 0, or if the loss does not start at its zero-margin value (ln 2 for DPO)."""
     if first.reference is None:
         return
     tolerance = TOLERANCES[DTYPES[dtype]]
     scored = policy.score(first.pairs, with_squared_probs=objective.needs_squared_probs)
-    if not len(first.pairs):  # this rank scored to keep step with others
+    if not len(first.pairs):  # a dummy batch, scored for lockstep with other ranks
         return
     sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))
-    distance = max((ours.values - theirs.values).abs().mean().item() for ours, theirs in sides)
+    distance = max((actual.values - expected.values).abs().mean().item() for actual, expected in sides)
     if not distance <= tolerance:
         raise UserError(
-            f"policy and reference start from the same weights but disagree by {distance:.2g} nats a token at step 0; "
-            "check that reference.model_args has the same dtype and settings as actor_train.model_args"
+            f"policy and reference start from the same weights but disagree by {distance:.2g} nats per token at step "
+            "0; check that reference.model_args has the same dtype and settings as actor_train.model_args"
         )
     pairs = pair_logps(first, scored)
     expected = objective.zero_margin_loss
@@ -35,6 +35,6 @@ def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dty
     loss = objective(pairs).metrics["loss"].mean
     if not abs(loss - expected) <= 1e-2 * max(1.0, abs(expected)):
         raise UserError(
-            f"the loss starts at {loss:.6g}, and where policy and reference agree it is {expected:.6g}; this is a "
-            "defect of the loss, please report it"
+            f"the loss at step 0 is {loss:.6g} instead of {expected:.6g}, its value where policy and reference agree; "
+            "this is a bug in the loss, please report it"
         )

@@ -1,4 +1,4 @@
-"""TR-DPO (arXiv 2404.09656): a reference that follows the policy, and that checkpoints carry."""
+"""TR-DPO (arXiv 2404.09656): a reference that follows the policy, and is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEM = "reference"
 
 @dataclass(frozen=True)
 class SyncedReference:
-    """Pull the reference towards the policy every `every_steps` steps by `alpha`."""
+    """Move the reference towards the policy by `alpha` every `every_steps` steps."""
 
     reference: InferStrategy
     policy: TrainStrategy
@@ -31,8 +31,7 @@ class SyncedReference:
         return {_STEM: self.reference.weights()}
 
     def load(self, directory: Path) -> None:
-        # the reference's own past is in the checkpoint, never the policy's weights
-        own = self.reference.weights()
-        elsewhere = self.policy.dp_group.world.names_on_other_ranks(own)
-        mend = "resume with the same reference settings"
-        load_weights(directory, own, stem=_STEM, mend=mend, elsewhere=elsewhere)
+        weights = self.reference.weights()
+        other_rank_names = self.policy.dp_group.world.names_on_other_ranks(weights)
+        hint = "resume with the same reference settings"
+        load_weights(directory, weights, stem=_STEM, hint=hint, other_rank_names=other_rank_names)

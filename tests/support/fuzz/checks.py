@@ -35,7 +35,7 @@ from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.cache_admin import list_references, verify_cache
-from thresher.reference.fingerprint import ReferenceIdentity
+from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.shards import ShardLimits, write_shard
 
 
@@ -258,7 +258,7 @@ class CacheCheck:
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "cache"
-        self._cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "test")
+        self._cache = ReferenceCache(self._root, ReferenceFingerprint("w", "s", "fp32", "fp32"), "test")
         self._cache.writer(ShardLimits())
         draw = np.random.default_rng(0)
         self._keys = [draw.bytes(16) for _ in range(6)]
@@ -276,7 +276,7 @@ class CacheCheck:
 
             name = f"{name.rsplit('-', 1)[0]}-{hashlib.sha256(content).hexdigest()}.arrow"
         (self._cache.directory / name).write_bytes(content)
-        cache = ReferenceCache(self._root, ReferenceIdentity("w", "s", "fp32", "fp32"), "test")
+        cache = ReferenceCache(self._root, ReferenceFingerprint("w", "s", "fp32", "fp32"), "test")
         list(verify_cache(self._root))
         list_references(self._root)
         found = cache.find(self._requested)

@@ -186,7 +186,7 @@ class ReferenceWorker(Worker):
         for what, split in (("training", train), ("held-out", validation)):
             if split is None:
                 continue
-            for done, total in split.iter_score_missing(self._reference.score, ranks=self._reference.dp_group):
+            for done, total in split.iter_score_missing(self._reference.score, dp_group=self._reference.dp_group):
                 set_activity(f"scoring {what} pairs, block {done + 1} of {total}")
                 if done == total or time.monotonic() - shown > _SECONDS_BETWEEN_NEWS:
                     shown = time.monotonic()

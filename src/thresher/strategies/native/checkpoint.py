@@ -15,7 +15,7 @@ from torch import Tensor
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.safetensors_io import save_parts
+from thresher.checkpoint.safetensors_io import save_shards
 from thresher.checkpoint.sharded import HostBuffers, ShardFile, TensorShard, shards_to_write
 from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
 from thresher.checkpoint.state import State
@@ -52,7 +52,7 @@ class PolicyCheckpoint:
         def write(directory: Path) -> list[str]:
             names = []
             if number is not None:
-                names += [save_parts(directory, stem, own, number) for stem, own in parts.items()]
+                names += [save_shards(directory, stem, own, number) for stem, own in parts.items()]
             if values is not None:
                 save_json(directory / f"{_OPTIMIZER}.json", values)
                 names.append(f"{_OPTIMIZER}.json")
@@ -65,7 +65,7 @@ class PolicyCheckpoint:
         wholes = self._parameters.by_name
         elsewhere = self._placement.dp_group.world.names_on_other_ranks(wholes)
         mend = "resume with the same pretrain, master_dtype and lora settings"
-        load_weights(directory, wholes, mend=mend, elsewhere=elsewhere)
+        load_weights(directory, wholes, hint=mend, other_rank_names=elsewhere)
 
         def box_of(name: str, shape: Shape) -> Slices:
             return local_slices(wholes[_parameter_of(name)]) if shape else ()
