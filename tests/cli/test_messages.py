@@ -235,7 +235,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"reference__mode": "none"},
-            "reference.mode is none, but this loss needs a reference; use auto, or a loss without one",
+            "reference.mode=none, but this loss needs a reference; use auto, or a loss without one",
         ),
         (
             {"pref_loss": "orpo", "length_normalization": False},

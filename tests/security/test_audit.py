@@ -1,4 +1,4 @@
-"""The audit of the pinned packages finds what it should, and follows the OSV schema in what is affected."""
+"""The audit of the pinned packages finds affected versions as defined by the OSV schema."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def found(record: dict[str, Any], version: str = "2.5") -> list[str]:
 FROM_2_TO_3 = ({"introduced": "2.0"}, {"fixed": "3.0"})
 
 
-def test_a_version_within_a_range_is_found_with_its_fix() -> None:
+def test_a_version_within_a_range_is_reported_with_the_fixed_version() -> None:
     assert found(advisory(*FROM_2_TO_3)) == ["some-package 2.5: X-1: bad; fixed in 3.0"]
 
 
@@ -60,16 +60,16 @@ def test_the_first_version_is_affected_and_the_fixed_one_is_not(version: str, ex
         ([], False),
     ],
 )
-def test_ranges_are_read_as_the_schema_says(events: list[dict[str, str]], expected: bool) -> None:
+def test_ranges_follow_the_schema(events: list[dict[str, str]], expected: bool) -> None:
     assert bool(found(advisory(*events))) == expected
 
 
-def test_a_listed_version_is_found_however_it_is_spelled() -> None:
+def test_a_listed_version_is_found_in_any_spelling() -> None:
     assert found(advisory(affected={"versions": ["2.5.0", "not a version"]}))
     assert not found(advisory(affected={"versions": ["2.4", "not a version"]}))
 
 
-def test_commits_are_no_versions() -> None:
+def test_commit_ranges_are_ignored() -> None:
     git = {"type": "GIT", "repo": "r", "events": [{"introduced": "0"}, {"fixed": "abcdef"}]}
     assert not found(advisory(affected={"ranges": [git]}))
 
@@ -83,7 +83,7 @@ def test_commits_are_no_versions() -> None:
     ],
     ids=["withdrawn", "another package", "another ecosystem"],
 )
-def test_what_does_not_concern_us_is_left_out(record: dict[str, Any]) -> None:
+def test_irrelevant_advisories_are_ignored(record: dict[str, Any]) -> None:
     assert found(record) == []
 
 
@@ -94,7 +94,7 @@ def test_an_advisory_can_be_ignored_by_any_of_its_names() -> None:
     assert not audit.check_advisories(pins, [record], ["Y-2"])
 
 
-def test_what_is_not_understood_is_not_passed_over() -> None:
+def test_an_advisory_that_cannot_be_parsed_is_an_error() -> None:
     with pytest.raises(audit.UnreadableError, match="X-1 on some-package cannot be read"):
         found(advisory({"introduced": "2.x"}))
 
@@ -114,7 +114,7 @@ def test_records_are_found_in_files_directories_and_archives(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("line", "problem"),
     [
         *(
             ("a>=1", "does not pin an exact"),
@@ -129,8 +129,8 @@ def test_records_are_found_in_files_directories_and_archives(tmp_path: Path) -> 
         ),
     ],
 )
-def test_a_line_that_pins_nothing_exactly_is_told(line: str, fault: str) -> None:
-    assert fault in audit.read_pins(line).faults[0]
+def test_a_line_without_an_exact_pin_is_reported(line: str, problem: str) -> None:
+    assert problem in audit.read_pins(line).faults[0]
 
 
 def test_comments_and_blank_lines_pin_nothing() -> None:
@@ -138,24 +138,24 @@ def test_comments_and_blank_lines_pin_nothing() -> None:
     assert (dict(pins.versions), pins.faults) == ({"a-b": Version("1.0")}, [])
 
 
-def test_requirements_without_a_pin_and_pins_without_a_requirement_are_told() -> None:
+def test_missing_and_unneeded_pins_are_reported() -> None:
     pins = audit.Pins({"packaging": Version("1.0"), "orphan": Version("1")}, ())
-    told = audit.check_requirements(pins, [Requirement("packaging>=20"), Requirement("rich")])
-    assert "packaging is pinned to 1.0, but thresher requires >=20" in told
-    assert "rich, required by thresher, is not pinned" in told
-    assert "markdown-it-py, required by rich, is not pinned" in told
-    assert "orphan is pinned, but nothing requires it" in told
+    problems = audit.check_requirements(pins, [Requirement("packaging>=20"), Requirement("rich")])
+    assert "packaging is pinned to 1.0, but thresher requires >=20" in problems
+    assert "rich, required by thresher, is not pinned" in problems
+    assert "markdown-it-py, required by rich, is not pinned" in problems
+    assert "orphan is pinned, but nothing requires it" in problems
 
 
-def test_what_is_installed_is_compared_with_the_pins() -> None:
+def test_installed_versions_are_compared_with_the_pins() -> None:
     pins = audit.Pins({"pytest": Version("0.1"), "no-such-package": Version("1")}, ())
-    told = audit.check_installed(pins)
-    assert told[0].startswith("pytest is pinned to 0.1, but ")
-    assert told[1] == "no-such-package is pinned to 1, but not installed"
+    problems = audit.check_installed(pins)
+    assert problems[0].startswith("pytest is pinned to 0.1, but ")
+    assert problems[1] == "no-such-package is pinned to 1, but not installed"
 
 
-def test_our_own_constraints_are_sound() -> None:
-    """Against the rules alone; what is installed here may be newer than a pin that CI will install."""
+def test_the_constraints_file_is_valid() -> None:
+    """Checks the file alone: the installed packages may be newer than the pins that CI installs."""
     pins = audit.read_pins((ROOT / "constraints.txt").read_text())
     assert pins.faults == []
     assert len(pins.versions) > 100
@@ -163,11 +163,11 @@ def test_our_own_constraints_are_sound() -> None:
 
 def run_audit(*arguments: object) -> tuple[int, str]:
     command = [sys.executable, str(ROOT / "scripts" / "audit.py"), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return ended.returncode, ended.stdout + ended.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return result.returncode, result.stdout + result.stderr
 
 
-def test_the_script_ends_with_1_on_an_advisory_that_hits(tmp_path: Path) -> None:
+def test_the_script_exits_with_1_on_a_matching_advisory(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(advisory({"introduced": "0"}, name="Torch", id="X-2026")))
     code, printed = run_audit(path)

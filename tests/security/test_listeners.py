@@ -1,6 +1,6 @@
-"""Who listens during a run on Ray that it starts itself: counted process by process, on loopback alone.
+"""Open ports of a run that starts its own Ray: per process, and on loopback only.
 
-What one such run showed stands in SECURITY.md; the numbers may change with Ray, the addresses may not.
+SECURITY.md lists the ports of one such run; the numbers may change with Ray, the addresses may not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def listening() -> dict[str, str]:
-    """Address and port by socket of all that listens on this machine."""
+    """Address and port of every listening socket on this machine, by socket."""
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
 
 
 def kind_of(pid: int) -> str:
-    """Name a process: Ray's servers by their program, workers by what they do, ours as the driver."""
+    """Name a process: Ray's servers by their program, workers by their role, the run itself as the driver."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
     text = " ".join(words)
     if text.startswith("ray::"):
@@ -42,13 +42,13 @@ def kind_of(pid: int) -> str:
 
 
 def listeners_of(pid: int, open_sockets: dict[str, str]) -> set[tuple[str, int, str]]:
-    """(kind, pid, address:port) of all that a process and those below it listen on."""
+    """(kind, pid, address:port) of all sockets that a process and its descendants listen on."""
     found = set()
     for each in descendants(pid):
         try:
             links = {str(link.readlink()) for link in Path(f"/proc/{each}/fd").iterdir()}
             kind = kind_of(each)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just exited
             continue
         found |= {(kind, each, open_sockets[link]) for link in links & open_sockets.keys()}
     return found
@@ -57,8 +57,8 @@ def listeners_of(pid: int, open_sockets: dict[str, str]) -> set[tuple[str, int, 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("runtime", ["local", "ray"])
-def test_a_run_listens_on_loopback_alone_or_nowhere(finished_run: Run, tmp_path: Path, runtime: str) -> None:
-    """On two workers of Ray that it started, or in one process."""
+def test_a_run_listens_on_loopback_only_or_not_at_all(finished_run: Run, tmp_path: Path, runtime: str) -> None:
+    """With two workers of a Ray cluster that it started, or in one process."""
     session = tempfile.mkdtemp(prefix="ray-")
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Nothing is unpickled wherever a pickle lies: checkpoints, models, adapters, tokenizers, caches, stores, data sets."""
+"""No pickle is loaded from checkpoints, models, adapters, tokenizers, caches, stores or data sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.attacks import Canary, CommandLine, Run, sign
+from tests.support.attacks import Canary, CommandLine, Run, update_manifest
 
 CHECKPOINT_FILES = (
     *("weights.safetensors", "optimizer.safetensors", "rng.safetensors", "optimizer.json", "rng.json"),
@@ -20,18 +20,18 @@ CHECKPOINT_FILES = (
 )
 
 
-def test_the_files_named_here_are_those_of_a_checkpoint(finished_run: Run) -> None:
+def test_checkpoint_files_is_the_list_of_files_in_a_checkpoint(finished_run: Run) -> None:
     assert {path.name for path in finished_run.checkpoint.iterdir()} == set(CHECKPOINT_FILES)
 
 
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
-def test_a_pickle_in_place_of_a_file_of_a_checkpoint_is_refused(
+def test_a_pickle_in_place_of_a_checkpoint_file_is_rejected(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, name: str
 ) -> None:
     for content in (canary.pickled, canary.saved):
         (attacked.checkpoint / name).write_bytes(content)
         if name != "manifest.json":
-            sign(attacked.checkpoint)
+            update_manifest(attacked.checkpoint)
         resumed = thresher("train", attacked.config(resume_from_checkpoint=str(attacked.checkpoint), max_steps=3))
         assert resumed.code == 2
         exported = thresher("export", attacked.checkpoint, "--output", tmp_path / "out")
@@ -39,53 +39,53 @@ def test_a_pickle_in_place_of_a_file_of_a_checkpoint_is_refused(
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
-def test_pickles_beside_the_files_of_a_checkpoint_are_not_opened(
+def test_extra_pickles_in_a_checkpoint_are_not_opened(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path
 ) -> None:
     for name in ("pytorch_model.bin", "model.pt", "optimizer.pt", "training_args.bin", "rng_state.pth", "scheduler.pt"):
         (attacked.checkpoint / name).write_bytes(canary.saved)
-    sign(attacked.checkpoint)
-    going_on = attacked.config(resume_from_checkpoint="auto", max_steps=3)
-    assert thresher("train", going_on).code == 0
+    update_manifest(attacked.checkpoint)
+    resumed = attacked.config(resume_from_checkpoint="auto", max_steps=3)
+    assert thresher("train", resumed).code == 0
     assert thresher("export", attacked.output, "--output", tmp_path / "out").code == 0
 
 
-def only_pickled_weights(model: Path, content: bytes) -> None:
+def replace_weights_by_pickle(model: Path, content: bytes) -> None:
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(content)
 
 
 @pytest.mark.parametrize("axes", [{}, {"runtime": "local"}])
-def test_a_model_with_pickled_weights_alone_is_refused(
+def test_a_model_with_only_pickled_weights_is_rejected(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, axes: dict[str, str]
 ) -> None:
     for content in (canary.pickled, canary.saved):
         shutil.rmtree(attacked.model)
         shutil.copytree(attacked.directory / "reference", attacked.model)
-        only_pickled_weights(attacked.model, content)
+        replace_weights_by_pickle(attacked.model, content)
         shutil.rmtree(attacked.output)
         for mode in ("precompute", "concurrent"):
             config = attacked.config(reference={"mode": mode}, **axes)
-            ended = thresher("train", config)
-            assert ended.code == 2
-            assert "safetensors" in ended.text
+            result = thresher("train", config)
+            assert result.code == 2
+            assert "safetensors" in result.text
         assert thresher("score", attacked.config()).code == 2
 
 
-def test_a_run_whose_model_was_swapped_for_pickles_is_not_exported(
+def test_a_run_whose_model_was_replaced_by_pickles_is_not_exported(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path
 ) -> None:
-    only_pickled_weights(attacked.model, canary.saved)
-    ended = thresher("export", attacked.output, "--output", tmp_path / "out")
-    assert ended.code == 2
+    replace_weights_by_pickle(attacked.model, canary.saved)
+    result = thresher("export", attacked.output, "--output", tmp_path / "out")
+    assert result.code == 2
     assert not (tmp_path / "out").exists()
 
 
-def test_the_weights_of_a_split_model_are_read_from_safetensors_only(attacked: Run, canary: Canary) -> None:
+def test_a_sharded_model_is_read_from_safetensors_only(attacked: Run, canary: Canary) -> None:
     from thresher.errors import UserError
     from thresher.models.loading.load_sharded import SafetensorsReader
 
-    only_pickled_weights(attacked.model, canary.saved)
+    replace_weights_by_pickle(attacked.model, canary.saved)
     with pytest.raises(UserError, match="save the model as safetensors"):
         SafetensorsReader(attacked.model)
     (attacked.model / "model.safetensors").write_bytes(canary.saved)
@@ -94,7 +94,7 @@ def test_the_weights_of_a_split_model_are_read_from_safetensors_only(attacked: R
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_a_pickled_adapter_does_not_run(attacked: Run, canary: Canary, thresher: CommandLine, name: str) -> None:
+def test_a_pickled_adapter_is_not_loaded(attacked: Run, canary: Canary, thresher: CommandLine, name: str) -> None:
     adapter = attacked.directory / "adapter"
     shutil.copytree(attacked.model, adapter)
     (adapter / "model.safetensors").unlink()
@@ -110,20 +110,20 @@ def test_a_pickled_adapter_does_not_run(attacked: Run, canary: Canary, thresher:
     "name",
     ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.pkl", "tokenizer.pickle", "vocab.json"],
 )
-def test_a_pickle_among_the_files_of_a_tokenizer_does_not_run(
+def test_a_pickle_among_tokenizer_files_is_not_loaded(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, name: str
 ) -> None:
     (attacked.model / name).write_bytes(canary.pickled)
     if name not in ("tokenizer.json", "tokenizer_config.json"):
-        # without its own file, a tokenizer is looked for in the others
+        # without its main file, a tokenizer is loaded from the others
         (attacked.model / "tokenizer.json").unlink()
-    ended = thresher(
+    result = thresher(
         "prepare", attacked.rows, "--template", "raw", "--model", attacked.model, "--output", tmp_path / "s"
     )
-    assert ended.code == 2
+    assert result.code == 2
 
 
-def test_pickles_in_the_reference_cache_do_not_run(attacked: Run, canary: Canary, thresher: CommandLine) -> None:
+def test_pickles_in_the_reference_cache_are_not_loaded(attacked: Run, canary: Canary, thresher: CommandLine) -> None:
     (reference,) = attacked.cache.iterdir()
     (reference / "identity.json").write_bytes(canary.pickled)
     for shard in list(reference.glob("*.arrow")):
@@ -141,17 +141,17 @@ def test_pickles_in_the_reference_cache_do_not_run(attacked: Run, canary: Canary
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "lengths.bin", "shards/00000.arrow"])
-def test_pickles_in_a_store_do_not_run(attacked: Run, canary: Canary, thresher: CommandLine, name: str) -> None:
+def test_pickles_in_a_store_are_not_loaded(attacked: Run, canary: Canary, thresher: CommandLine, name: str) -> None:
     file = attacked.store / name
     manifest = attacked.store / "manifest.json"
-    told = json.loads(manifest.read_text())
-    # as long as it was: memory maps take a file's length from the manifest
+    values = json.loads(manifest.read_text())
+    # of the same length: memory maps take a file's length from the manifest
     content = canary.pickled.ljust(file.stat().st_size, b"\0")
     file.write_bytes(content)
-    for each in (*told["shards"], *told["indexes"]):
+    for each in (*values["shards"], *values["indexes"]):
         if each["name"] == name:
             each |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            manifest.write_text(json.dumps(told))
+            manifest.write_text(json.dumps(values))
     inspected = thresher("inspect", attacked.store, "--pair", 0)
     data = {"data_args": {"store": str(attacked.store), "file_name": [], "template": "auto"}}
     trained = thresher("train", attacked.config(output_dir=str(attacked.directory / "new"), actor_train=data))
@@ -161,7 +161,7 @@ def test_pickles_in_a_store_do_not_run(attacked: Run, canary: Canary, thresher: 
 @pytest.mark.parametrize(
     "suffix", ["jsonl", "json", "csv", "tsv", "parquet", "arrow", "feather", "jsonl.gz", "jsonl.zst", "pkl", "pt"]
 )
-def test_a_pickle_named_like_data_is_refused(
+def test_a_pickle_named_like_data_is_rejected(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, suffix: str
 ) -> None:
     path = tmp_path / f"rows.{suffix}"
@@ -184,7 +184,7 @@ def save_data_set(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
-def test_a_pickle_in_a_saved_data_set_is_refused(
+def test_a_pickle_in_a_saved_data_set_is_rejected(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, name: str
 ) -> None:
     saved = save_data_set(tmp_path / "saved")
@@ -193,7 +193,7 @@ def test_a_pickle_in_a_saved_data_set_is_refused(
     assert thresher("prepare", saved, *options).code == 2
 
 
-def test_a_loading_script_is_not_run(attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path) -> None:
+def test_a_loading_script_is_not_executed(attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path) -> None:
     script = f"open({str(canary.path)!r}, 'w')\n"
     saved = save_data_set(tmp_path / "saved")
     (saved / "saved.py").write_text(script)
@@ -204,13 +204,13 @@ def test_a_loading_script_is_not_run(attacked: Run, canary: Canary, thresher: Co
     (named / "rows.py").write_text(script)
     (named / "rows.pkl").write_bytes(canary.pickled)
     for name in (named, named / "rows.py", "hf://owner/rows", "hf://owner/rows/rows.py"):
-        ended = thresher("prepare", name, *options, "--output", tmp_path / "other")
-        assert ended.code == 2
-        assert not canary.sings
+        result = thresher("prepare", name, *options, "--output", tmp_path / "other")
+        assert result.code == 2
+        assert not canary.is_triggered
 
 
 def test_values_that_ray_would_unpickle_are_read_as_bytes(canary: Canary, tmp_path: Path) -> None:
-    """Ray registers an Arrow type whose values are pickles; a file need only name it to be unpickled by its reader."""
+    """Ray registers an Arrow type whose values are unpickled by any reader of a file that names the type."""
     import ray.data  # noqa: F401
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
@@ -240,5 +240,5 @@ def test_values_that_ray_would_unpickle_are_read_as_bytes(canary: Canary, tmp_pa
         assert block.contents[0]["rejected"] == canary.pickled
         assert block.contents[0]["more"] == {"deep": [canary.pickled]}
     pq.read_table(tmp_path / "a.parquet").to_pylist()
-    assert canary.sings  # had it been read as it stands
+    assert canary.is_triggered  # a plain read does unpickle
     canary.path.unlink()

@@ -1,4 +1,4 @@
-"""Code that comes with a model, a tokenizer or a checkpoint does not run unless the config says that it is trusted."""
+"""Code in a model, a tokenizer or a checkpoint is not executed unless the config trusts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.attacks import Canary, CommandLine, Run, sign
+from tests.support.attacks import Canary, CommandLine, Run, update_manifest
 
 CODE = """
 open({canary!r}, "w")
@@ -29,13 +29,13 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.fixture(autouse=True)
-def modules_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code that it runs; into a place of the test."""
+def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers copy the code that it executes into the directory of the test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
-def bring_code(model: Path, canary: Canary) -> None:
-    """Let a model be of a family that its own files define."""
+def add_model_code(model: Path, canary: Canary) -> None:
+    """Give a model an architecture that its own files define."""
     (model / "own.py").write_text(CODE.format(canary=str(canary.path)))
     config = model / "config.json"
     values = json.loads(config.read_text())
@@ -44,7 +44,7 @@ def bring_code(model: Path, canary: Canary) -> None:
     config.write_text(json.dumps(values))
 
 
-def bring_tokenizer_code(model: Path, canary: Canary) -> None:
+def add_tokenizer_code(model: Path, canary: Canary) -> None:
     (model / "own.py").write_text(CODE.format(canary=str(canary.path)))
     config = model / "tokenizer_config.json"
     values = json.loads(config.read_text())
@@ -53,72 +53,70 @@ def bring_tokenizer_code(model: Path, canary: Canary) -> None:
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
-def test_a_model_that_brings_code_is_refused_with_what_to_do(
+def test_a_model_with_code_is_rejected_with_a_hint(
     attacked: Run, canary: Canary, thresher: CommandLine, role: str
 ) -> None:
-    bring_code(attacked.directory / role, canary)
+    add_model_code(attacked.directory / role, canary)
     shutil.rmtree(attacked.output)
     reference = {"model_args": {"model_name_or_path": str(attacked.directory / "reference")}}
     config = attacked.config(reference=reference)
-    for verb in ("train", "score"):
-        ended = thresher(verb, config)
-        assert ended.code == 2
-        assert "trust_remote_code" in ended.text
-        assert not canary.sings
+    for command in ("train", "score"):
+        result = thresher(command, config)
+        assert result.code == 2
+        assert "trust_remote_code" in result.text
+        assert not canary.is_triggered
 
 
-def test_a_tokenizer_that_brings_code_does_not_run_it(
-    attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path
-) -> None:
-    bring_tokenizer_code(attacked.model, canary)
+def test_tokenizer_code_is_not_executed(attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path) -> None:
+    add_tokenizer_code(attacked.model, canary)
     options = ("--template", "raw", "--model", attacked.model)
-    ended = thresher("prepare", attacked.rows, *options, "--output", tmp_path / "store")
-    assert not canary.sings
-    assert ended.code == 0 or "trust_remote_code" in ended.text
+    result = thresher("prepare", attacked.rows, *options, "--output", tmp_path / "store")
+    assert not canary.is_triggered
+    assert result.code == 0 or "trust_remote_code" in result.text
 
 
-def test_trust_lets_the_code_run(attacked: Run, canary: Canary, thresher: CommandLine) -> None:
-    """Or else the tests above would show nothing."""
-    bring_code(attacked.model, canary)
+def test_trusted_code_is_executed(attacked: Run, canary: Canary, thresher: CommandLine) -> None:
+    """Without this, the tests above would prove nothing."""
+    add_model_code(attacked.model, canary)
     shutil.rmtree(attacked.output)
     trusted = attacked.config(actor_train={"model_args": {"trust_remote_code": True}}, reference={"mode": "concurrent"})
     thresher("train", trusted)
-    assert canary.sings
+    assert canary.is_triggered
     canary.path.unlink()
 
 
-def test_a_checkpoint_cannot_give_its_model_the_trust_of_who_exports_it(
+def test_a_checkpoint_cannot_declare_its_model_trusted(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path
 ) -> None:
-    """Its config may say anything: that the model lies elsewhere, and that its code is trusted."""
+    """The config in it may name another model and set trust_remote_code."""
     checkpoint = attacked.checkpoint
     hostile = attacked.directory / "reference"
-    bring_code(hostile, canary)
+    add_model_code(hostile, canary)
     config = checkpoint / "config.json"
     values = json.loads(config.read_text())
     values["actor_train"]["model_args"] |= {"trust_remote_code": True, "model_name_or_path": str(hostile)}
     config.write_text(json.dumps(values))
-    sign(checkpoint)
-    ended = thresher("export", checkpoint, "--output", tmp_path / "out")
-    assert ended.code == 2
-    assert "pass --trust-remote-code if you trust that model" in ended.text
-    assert not canary.sings
+    update_manifest(checkpoint)
+    result = thresher("export", checkpoint, "--output", tmp_path / "out")
+    assert result.code == 2
+    assert "pass --trust-remote-code if you trust that model" in result.text
+    assert not canary.is_triggered
     resumed = thresher("train", attacked.config(resume_from_checkpoint=str(checkpoint), max_steps=3))
-    assert resumed.code == 0  # the trust of the run's own config counts, and its own model
-    assert not canary.sings
+    assert resumed.code == 0  # the run's own config decides on model and trust
+    assert not canary.is_triggered
     thresher("export", checkpoint, "--output", tmp_path / "out", "--trust-remote-code")
-    assert canary.sings
+    assert canary.is_triggered
     canary.path.unlink()
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
-def test_a_model_cannot_ask_for_kernels_to_be_fetched(attacked: Run, thresher: CommandLine, key: str) -> None:
+def test_a_model_cannot_request_a_kernel_download(attacked: Run, thresher: CommandLine, key: str) -> None:
     config = attacked.model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {key: "somebody/kernel"}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: "owner/kernel"}))
     shutil.rmtree(attacked.output)
-    ended = thresher("train", attacked.config())
-    assert ended.code == 2
-    assert "somebody/kernel, which would be fetched and run" in ended.text
+    result = thresher("train", attacked.config())
+    assert result.code == 2
+    assert "owner/kernel, which would be fetched and run" in result.text
 
 
 @pytest.mark.parametrize(
@@ -130,10 +128,10 @@ def test_a_model_cannot_ask_for_kernels_to_be_fetched(attacked: Run, thresher: C
         "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
     ],
 )
-def test_a_chat_template_is_kept_in_its_sandbox(
+def test_a_chat_template_cannot_escape_its_sandbox(
     attacked: Run, canary: Canary, thresher: CommandLine, tmp_path: Path, template: str
 ) -> None:
     (attacked.model / "chat_template.jinja").write_text(template.replace("CANARY", str(canary.path)))
-    ended = thresher("prepare", attacked.rows, "--model", attacked.model, "--output", tmp_path / "store")
-    assert ended.code == 2
-    assert not canary.sings
+    result = thresher("prepare", attacked.rows, "--model", attacked.model, "--output", tmp_path / "store")
+    assert result.code == 2
+    assert not canary.is_triggered

@@ -1,4 +1,4 @@
-"""No secret in anything that a run writes or prints: every place where one can stand holds a canary of its own."""
+"""No secret is written or printed: every setting and variable that may contain one has its own canary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CANARIES = (*ENVIRONMENT.values(), *IN_URLS.values(), ENCODED)
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serve files, and parts of files."""
+    """Serve files and byte ranges of files."""
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
@@ -67,7 +67,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
-    """Serve a directory on loopback; give the host with its port."""
+    """Serve a directory on loopback; yield `host:port`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(directory))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
@@ -78,9 +78,11 @@ def secret_url(host: str, name: str) -> str:
     return f"http://user:{IN_URLS['login']}@{host}/{name}?{QUERY}"
 
 
-def leaks(*places: Path) -> list[str]:
-    """Name every file that holds a canary."""
-    files = [path for place in places for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+def leaks(*directories: Path) -> list[str]:
+    """List every file that contains a canary."""
+    files = [
+        path for directory in directories for path in directory.rglob("*") if path.is_file() and not path.is_symlink()
+    ]
     return [f"{path}: {found}" for path in files if (found := canaries_in(path.read_bytes()))]
 
 
@@ -91,10 +93,10 @@ def canaries_in(content: bytes) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.distributed)])
 def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, runtime: str) -> None:
-    """A run in a process of its own, with every tracker; its home and Ray's session lie where they can be searched."""
+    """A run in a separate process, with every tracker; its home and Ray's session are in directories to search."""
     home, written, session = tmp_path / "home", tmp_path / "written", Path(tempfile.mkdtemp(prefix="ray-"))
-    for place in (home, written):
-        place.mkdir()
+    for directory in (home, written):
+        directory.mkdir()
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("RAY", "XDG", "WANDB"))},
         **ENVIRONMENT,
@@ -116,15 +118,15 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
         }
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(merge(finished_run.values, changes)))
-        # one row is bad, so that a file of bad rows tells where it stood
+        # one bad row, so that the quarantine file names its source
         with finished_run.rows.open("a") as rows:
             rows.write('{"prompt": 5}\n')
 
         def thresher(*arguments: object) -> bytes:
             command = [sys.executable, "-m", "thresher", *map(str, arguments)]
-            ended = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
-            assert ended.returncode == 0, ended.stderr.decode()
-            return ended.stdout + ended.stderr
+            result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
+            assert result.returncode == 0, result.stderr.decode()
+            return result.stdout + result.stderr
 
         try:
             printed = thresher("train", config)
@@ -134,7 +136,7 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
             printed += thresher("cache", "ls", "--cache-dir", written / "cache")
         finally:
             finished_run.rows.write_text("".join(finished_run.rows.read_text().splitlines(keepends=True)[:-1]))
-    assert b"train.jsonl" in printed  # the file is named, without what may not be told
+    assert b"train.jsonl" in printed  # the file is named, without the secrets in its URL
     assert canaries_in(printed) == []
     assert (written / "store.quarantine.jsonl").read_text().startswith('{"file": "http://***@')
     assert any(home.rglob("*")) or any((written / "output" / "logs").glob("wandb/offline-*"))
@@ -144,21 +146,25 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
     shutil.rmtree(session)
 
 
-MISTAKES = {
-    "a file that is not there": {"actor_train": {"data_args": {"file_name": "URL/gone.jsonl?QUERY"}}},
-    "a server that is not there": {
+ERRORS = {
+    "a file that does not exist": {"actor_train": {"data_args": {"file_name": "URL/gone.jsonl?QUERY"}}},
+    "a server that does not exist": {
         "actor_train": {"data_args": {"file_name": "http://user:LOGIN@127.0.0.1:9/a.jsonl"}}
     },
-    "a format that is not known": {"actor_train": {"data_args": {"file_name": "URL/train.xyz?QUERY"}}},
-    "a scheme that is not there": {"actor_train": {"data_args": {"file_name": "nowhere://user:LOGIN@h/a.jsonl?QUERY"}}},
-    "a store that is not there": {
+    "an unknown format": {"actor_train": {"data_args": {"file_name": "URL/train.xyz?QUERY"}}},
+    "a scheme that does not exist": {
+        "actor_train": {"data_args": {"file_name": "nowhere://user:LOGIN@h/a.jsonl?QUERY"}}
+    },
+    "a store that does not exist": {
         "actor_train": {"data_args": {"store": "s3://user:LOGIN@h/a?QUERY", "file_name": []}}
     },
     "a bad row": {"actor_train": {"data_args": {"file_name": "URL/bad.jsonl?QUERY"}}},
-    "a model that is not there": {"pretrain": "https://user:LOGIN@h/m?QUERY"},
-    "a cluster that is not there": {"ray_address": "user:pw@127.0.0.1:9?QUERY"},
-    "a checkpoint that is not there": {"resume_from_checkpoint": "https://user:LOGIN@h/c?QUERY"},
-    "a template that is not there": {"actor_train": {"data_args": {"template": "https://user:LOGIN@h/t.jinja?QUERY"}}},
+    "a model that does not exist": {"pretrain": "https://user:LOGIN@h/m?QUERY"},
+    "a cluster that does not exist": {"ray_address": "user:pw@127.0.0.1:9?QUERY"},
+    "a checkpoint that does not exist": {"resume_from_checkpoint": "https://user:LOGIN@h/c?QUERY"},
+    "a template that does not exist": {
+        "actor_train": {"data_args": {"template": "https://user:LOGIN@h/t.jinja?QUERY"}}
+    },
     "a key for a tracker": {"tracker_kwargs": {"wandb_api_key": "KEY"}},
     "a token among the keys": {"hf_token": "KEY"},
     "a value of another type": {"max_steps": "https://user:LOGIN@h/c?QUERY"},
@@ -166,7 +172,7 @@ MISTAKES = {
 
 
 def filled_in(value: Any, host: str) -> Any:
-    """Put the canaries where their names stand."""
+    """Replace the placeholders by canaries."""
     if isinstance(value, dict):
         return {key: filled_in(each, host) for key, each in value.items()}
     if not isinstance(value, str):
@@ -175,16 +181,16 @@ def filled_in(value: Any, host: str) -> Any:
     return value.replace("LOGIN", IN_URLS["login"]).replace("KEY", IN_URLS["key"])
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_without_the_secret_in_it(attacked: Run, thresher: CommandLine, mistake: str) -> None:
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_reported_without_the_secret_in_it(attacked: Run, thresher: CommandLine, error: str) -> None:
     (attacked.directory / "bad.jsonl").write_text('{"prompt": 5, "chosen": "a", "rejected": "b"}\n')
     shutil.rmtree(attacked.output)
     with served(attacked.directory) as host:
-        config = attacked.config(**filled_in(MISTAKES[mistake], host))
-        ended = thresher("train", config)
+        config = attacked.config(**filled_in(ERRORS[error], host))
+        result = thresher("train", config)
     config.unlink()
-    assert ended.code == 2
-    assert canaries_in(ended.text.encode()) == []
+    assert result.code == 2
+    assert canaries_in(result.text.encode()) == []
     assert leaks(attacked.directory) == []
 
 
@@ -202,29 +208,31 @@ def test_a_mistake_is_told_without_the_secret_in_it(attacked: Run, thresher: Com
 def test_a_secret_on_the_command_line_is_not_repeated(
     attacked: Run, thresher: CommandLine, arguments: tuple[str, ...]
 ) -> None:
-    places = {"CONFIG": str(attacked.config()), "MODEL": str(attacked.model)}
-    ended = thresher(*(filled_in(places.get(each, each), "") for each in arguments))
-    assert ended.code == 2
-    assert IN_URLS["key"] not in ended.text
-    assert IN_URLS["token"] not in ended.text
-    assert "://user:" not in ended.text
+    values = {"CONFIG": str(attacked.config()), "MODEL": str(attacked.model)}
+    result = thresher(*(filled_in(values.get(each, each), "") for each in arguments))
+    assert result.code == 2
+    assert IN_URLS["key"] not in result.text
+    assert IN_URLS["token"] not in result.text
+    assert "://user:" not in result.text
 
 
-def test_a_tracker_that_fails_is_told_without_its_login(attacked: Run, thresher: CommandLine, monkeypatch: Any) -> None:
+def test_a_failing_tracker_is_reported_without_its_login(
+    attacked: Run, thresher: CommandLine, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     shutil.rmtree(attacked.output)
     uri = f"http://user:{IN_URLS['login']}@127.0.0.1:9/?{QUERY}"
     config = attacked.config(track_with=["console", "mlflow"], tracker_kwargs={"mlflow_tracking_uri": uri})
-    ended = thresher("train", config)
+    result = thresher("train", config)
     config.unlink()
-    assert ended.code == 0
-    assert "tracker mlflow failed" in ended.text
-    assert canaries_in(ended.text.encode()) == []
+    assert result.code == 0
+    assert "tracker mlflow failed" in result.text
+    assert canaries_in(result.text.encode()) == []
     assert leaks(attacked.directory) == []
 
 
-def test_a_defect_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Libraries quote URLs in errors that nobody foresaw."""
+def test_an_unexpected_error_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Libraries quote URLs in unexpected errors."""
     import thresher.cli
 
     def fail(**_: object) -> None:

@@ -1,4 +1,4 @@
-"""No call in the package can unpickle or run text: read from its syntax trees, whatever the tests reach."""
+"""No call in the package can unpickle or execute text, checked on the syntax trees."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def name_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def faults(tree: ast.AST) -> Iterator[str]:
-    """Name what can run code that a file holds."""
+def unsafe_calls(tree: ast.AST) -> Iterator[str]:
+    """Describe the imports and calls that can execute code from a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             from_module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -50,8 +50,8 @@ def faults(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_file_of_the_package_can_run_what_it_reads(path: Path) -> None:
-    assert list(faults(ast.parse(path.read_text(encoding="utf-8")))) == []
+def test_no_file_of_the_package_can_execute_its_input(path: Path) -> None:
+    assert list(unsafe_calls(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_no_file_of_the_package_can_run_what_it_reads(path: Path) -> None:
         "AutoModel.from_pretrained(path, trust_remote_code=True)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
-    assert list(faults(ast.parse(source)))
+def test_unsafe_code_is_found(source: str) -> None:
+    assert list(unsafe_calls(ast.parse(source)))
 
 
-def test_what_is_safe_is_not_found() -> None:
+def test_safe_code_is_not_reported() -> None:
     safe = "torch.load(path, weights_only=True); yaml.safe_load(text); np.load(path, allow_pickle=False); model.eval()"
-    assert list(faults(ast.parse(safe))) == []
+    assert list(unsafe_calls(ast.parse(safe))) == []

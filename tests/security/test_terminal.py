@@ -1,4 +1,4 @@
-"""What rows, names of files, stores and caches hold is shown as text: no terminal obeys it."""
+"""Control characters from rows, file names, stores and caches are escaped before they reach a terminal."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ def is_harmless(text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", [TITLE, CLEAR, "\r", "\b\b", "\x7f", "\x00"])
-def test_control_characters_are_spelled_out(text: str) -> None:
+def test_control_characters_are_escaped(text: str) -> None:
     assert is_harmless(escape_control_chars(f"a{text}b"))
     assert escape_control_chars("a\tb\nc é \U0001f600") == "a\tb\nc é \U0001f600"
 
 
-def test_rows_and_names_of_files_do_not_reach_the_terminal_as_they_are(
-    attacked: Run, thresher: CommandLine, tmp_path: Path
-) -> None:
-    sound = {"prompt": "w4 ", "chosen": "w5", "rejected": "w6", f"{TITLE}column": 1}
+def test_rows_and_file_names_are_escaped(attacked: Run, thresher: CommandLine, tmp_path: Path) -> None:
+    valid = {"prompt": "w4 ", "chosen": "w5", "rejected": "w6", f"{TITLE}column": 1}
     bad = {"prompt": [{"role": f"{TITLE}judge", "content": "x"}], "chosen": CLEAR, "rejected": "a"}
     path = tmp_path / f"{CLEAR}rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (sound, bad)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (valid, bad)))
     for how in ("fail", "skip"):
         options = ("--on-bad-row", how, "--template", "raw", "--model", attacked.model)
-        ended = thresher("prepare", path, *options, "--output", tmp_path / "store")
-        assert "rows.jsonl" in ended.text
-        assert is_harmless(ended.text)
+        result = thresher("prepare", path, *options, "--output", tmp_path / "store")
+        assert "rows.jsonl" in result.text
+        assert is_harmless(result.text)
 
 
-def test_stores_and_caches_do_not_reach_the_terminal_as_they_are(attacked: Run, thresher: CommandLine) -> None:
+def test_stores_and_caches_are_escaped(attacked: Run, thresher: CommandLine) -> None:
     manifest = attacked.store / "manifest.json"
     values = json.loads(manifest.read_text())
     values["report"]["files"][0]["name"] = f"{TITLE}file"
@@ -49,7 +47,7 @@ def test_stores_and_caches_do_not_reach_the_terminal_as_they_are(attacked: Run, 
     shown = thresher("inspect", attacked.store)
     assert shown.code == 0
     assert is_harmless(shown.text)
-    assert "[red]" in shown.text  # as text, not as a colour
+    assert "[red]" in shown.text  # as text, not as markup
     (reference,) = attacked.cache.iterdir()
     (reference / "identity.json").write_text(json.dumps({"model": f"[red]{TITLE}m", "dtype": CLEAR}))
     listed = thresher("cache", "ls", "--cache-dir", attacked.cache)

@@ -1,4 +1,4 @@
-"""What tests attack with, and what they attack: a pickle that leaves a trace, and all that a run left."""
+"""Attack tools for the security tests: a pickle that creates a file, and the output of a finished run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import yaml
 from tests.support.compared_runs import merge
 
 
-class Leave:
-    """Make a file when it is unpickled."""
+class CreateFile:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = str(path)
@@ -27,23 +27,23 @@ class Leave:
 
 @dataclass(frozen=True)
 class Canary:
-    """A file that must not come to be; `pickled` and `saved` make it when they are unpickled."""
+    """A file that must not be created; `pickled` and `saved` create it when they are unpickled."""
 
     path: Path
 
     @property
     def pickled(self) -> bytes:
-        return pickle.dumps(Leave(self.path))
+        return pickle.dumps(CreateFile(self.path))
 
     @property
     def saved(self) -> bytes:
-        """The same as torch.save writes it."""
+        """The same in the format of torch.save."""
         stream = io.BytesIO()
-        torch.save({"weight": Leave(self.path)}, stream)
+        torch.save({"weight": CreateFile(self.path)}, stream)
         return stream.getvalue()
 
     @property
-    def sings(self) -> bool:
+    def is_triggered(self) -> bool:
         return self.path.exists()
 
 
@@ -52,19 +52,19 @@ def unsafe_load(content: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended, and all that it printed."""
+class CommandResult:
+    """The exit code of a command, and everything that it printed."""
 
     code: int
     text: str
 
 
-CommandLine = Callable[..., Ended]
+CommandLine = Callable[..., CommandResult]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of two steps with all that it left: checkpoints, prepared pairs, logs and the reference cache."""
+    """A run of two steps and its output: checkpoints, prepared pairs, logs and the reference cache."""
 
     directory: Path
     values: dict[str, Any]
@@ -123,8 +123,8 @@ def values_of(directory: Path) -> dict[str, Any]:
     )
 
 
-def sign(checkpoint: Path) -> None:
-    """Write the manifest that a checkpoint's files deserve, as a hostile writer would: digests are no signatures."""
+def update_manifest(checkpoint: Path) -> None:
+    """Write a manifest that matches a checkpoint's files, as an attacker can: digests are not signatures."""
     from thresher.checkpoint.manifest import Manifest, list_files, record_files, write_manifest
 
     step = int(checkpoint.name.removeprefix("step-"))

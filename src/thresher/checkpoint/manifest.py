@@ -61,7 +61,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, including a digest of its own content."""
+    """Write the manifest, including a digest of its content."""
     files: dict[str, Json] = {
         name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(manifest.files.items())
     }
