@@ -118,7 +118,7 @@ def test_a_model_cannot_ask_for_kernels_to_be_fetched(attacked: Run, thresher: C
     shutil.rmtree(attacked.output)
     ended = thresher("train", attacked.config())
     assert ended.code == 2
-    assert "somebody/kernel, which would be fetched and run" in ended.text
+    assert "somebody/kernel, which would be downloaded and run" in ended.text
 
 
 @pytest.mark.parametrize(
