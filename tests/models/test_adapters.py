@@ -1,4 +1,4 @@
-"""LoRA: an adapter starts as nothing, can be taken off exactly, and can be folded in."""
+"""LoRA: a new adapter changes nothing, can be disabled exactly, and can be merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUT = PaddedLayout(pad_id=0)
 FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]
 
 
-def adapted(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
+def with_lora(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
     return attach_lora(tiny_model(family), rank=4, alpha=None, dropout=dropout, target=["all-linear"])
 
 
@@ -26,8 +26,8 @@ def score(model: torch.nn.Module) -> ChosenRejectedLogps:
 
 
 @torch.no_grad()
-def stir(model: torch.nn.Module) -> None:
-    """Give the adapters weights as a training would."""
+def randomize_lora_b(model: torch.nn.Module) -> None:
+    """Set lora_B to non-zero values, as training would."""
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -40,55 +40,55 @@ def assert_same(one: ChosenRejectedLogps, other: ChosenRejectedLogps) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_adapter_leaves_every_output_as_it_was(family):
-    assert_same(score(adapted(family)), score(tiny_model(family)))
+def test_a_new_adapter_does_not_change_the_output(family):
+    assert_same(score(with_lora(family)), score(tiny_model(family)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_its_adapter_a_trained_model_is_its_base_bit_for_bit(family):
-    model = adapted(family)
-    stir(model)
+def test_a_trained_model_with_its_adapter_disabled_equals_its_base_bit_for_bit(family):
+    model = with_lora(family)
+    randomize_lora_b(model)
     trained = score(model)
     with adapter_disabled(model):
         base = score(model)
     assert_same(base, score(tiny_model(family)))
     assert (trained.chosen.values - base.chosen.values).abs().max() > 1e-2
-    assert_same(score(model), trained)  # and the adapter is back
+    assert_same(score(model), trained)  # the adapter is enabled again
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_model_says_what_the_adapted_one_said(family):
-    model = adapted(family)
-    stir(model)
+def test_a_merged_model_gives_the_logps_of_the_adapted_model(family):
+    model = with_lora(family)
+    randomize_lora_b(model)
     trained = score(model)
-    plain = merge_adapter(model)
-    assert not any("lora" in name for name, _ in plain.named_parameters())
-    torch.testing.assert_close(score(plain).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
+    merged = merge_adapter(model)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(score(merged).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
 
 
-def test_only_the_adapter_is_trained_and_it_still_is_after_the_base_was_scored():
-    policy = NativeTrain(adapted("llama"), LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
+def test_only_the_adapter_is_trainable_also_after_the_base_was_scored():
+    policy = NativeTrain(with_lora("llama"), LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
     assert policy.weights()
     assert all("lora_" in name for name in policy.weights())
     policy.score_base(MIXED)
     assert all(p.requires_grad == ("lora_" in name) for name, p in policy.model.named_parameters())
 
 
-def test_adapter_dropout_acts_in_training_and_not_in_scoring():
-    model = adapted("llama", dropout=0.5)
-    stir(model)
+def test_adapter_dropout_is_active_in_training_and_not_in_scoring():
+    model = with_lora("llama", dropout=0.5)
+    randomize_lora_b(model)
     policy = NativeTrain(model, LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
-    arranged = LAYOUT.collate(MIXED)
-    once, again = (policy._pair_model.score(arranged).chosen.values for _ in range(2))
-    assert not torch.equal(once, again)
+    inputs = LAYOUT.collate(MIXED)
+    first, second = (policy._pair_model.score(inputs).chosen.values for _ in range(2))
+    assert not torch.equal(first, second)
     assert_same(policy.score(MIXED), policy.score(MIXED))
 
 
 def test_alpha_is_twice_the_rank_by_default():
-    assert adapted("llama").peft_config["default"].lora_alpha == 8
+    assert with_lora("llama").peft_config["default"].lora_alpha == 8
 
 
-def test_a_target_that_matches_nothing_is_answered_with_what_there_is():
+def test_a_target_that_matches_nothing_is_rejected_with_the_linear_modules_listed():
     with pytest.raises(UserError) as caught:
         attach_lora(tiny_model("llama"), rank=4, alpha=None, dropout=0.0, target=["qqq"])
     assert str(caught.value) == (

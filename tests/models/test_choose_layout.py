@@ -1,4 +1,4 @@
-"""A family gets the fastest layout that it allows, and a reason where it gets another."""
+"""A model family gets the fastest layout that it supports, and a reason if it is not `shared`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thresher.models.layouts.choose import choose_layout
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama_stray_window"])
-def test_plain_transformers_share_their_prompts(family):
+def test_supported_families_get_the_shared_layout(family):
     layout, note = choose_layout("auto", [FAMILIES[family]], None, pad_id=0)
     assert (layout.name, note) == ("shared", None)
 
@@ -21,26 +21,26 @@ def test_plain_transformers_share_their_prompts(family):
     [
         (MambaConfig(), "the model family mamba has linear_attention layers, which carry state from token to token"),
         (JambaConfig(), "the model family jamba has linear_attention layers, which carry state from token to token"),
-        (BloomConfig(), "the model family bloom does not go through transformers' attention interface"),
-        (GptOssConfig(), "the attention of the model family gpt_oss has sinks"),
+        (BloomConfig(), "the model family bloom does not use transformers' attention interface"),
+        (GptOssConfig(), "the model family gpt_oss uses attention sinks"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_other_families_step_back_to_padded_and_say_why(family, reason):
+def test_unsupported_families_fall_back_to_padded_with_a_reason(family, reason):
     layout, note = choose_layout("auto", [family], None, pad_id=7)
     assert layout.name == "padded"
     assert layout.pad_id == 7
-    assert note == f"layout padded, because {reason}"
-    with pytest.raises(UserError, match=r"layout shared is not possible, because .*; use layout=auto or layout=padded"):
+    assert note == f"using layout padded: {reason}"
+    with pytest.raises(UserError, match=r"layout shared is not possible: .*; use layout=auto or layout=padded"):
         choose_layout("shared", [family], None, pad_id=0)
 
 
-def test_a_wish_is_granted():
+def test_a_requested_layout_is_used():
     assert choose_layout("packed", [LlamaConfig()], None, 0)[0].name == "packed"
     assert choose_layout("padded", [LlamaConfig()], None, 0)[0].name == "padded"
 
 
-def test_a_reference_of_another_family_must_bear_the_layout_too():
+def test_the_reference_must_support_the_layout_too():
     layout, note = choose_layout("auto", [LlamaConfig(), BloomConfig()], None, 0)
     assert layout.name == "padded"
     assert "the model family bloom" in note
@@ -49,13 +49,13 @@ def test_a_reference_of_another_family_must_bear_the_layout_too():
 @pytest.mark.parametrize(
     "family", [Qwen2MoeConfig(sliding_window=64, use_sliding_window=True), PhimoeConfig(sliding_window=64)]
 )
-def test_a_window_that_may_live_in_the_mask_alone_is_not_packed(family):
+def test_a_window_that_may_be_applied_only_in_the_mask_is_not_packed(family):
     layout, note = choose_layout("auto", [family], None, 0)
     assert layout.name == "padded"
     assert "sliding window" in note
 
 
-def test_a_named_attention_implementation_is_honoured():
+def test_a_configured_attention_implementation_selects_padded():
     layout, note = choose_layout("auto", [LlamaConfig()], "eager", 0)
     assert layout.name == "padded"
     assert "attn_implementation is set to eager" in note

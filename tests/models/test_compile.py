@@ -1,4 +1,4 @@
-"""Compiled layers: the same numbers, one compilation for rows of any length."""
+"""Compiled layers: the same gradients, one compilation for rows of any length."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def _gradients(model: PairModel, batch) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_compiled_layers_give_the_same_gradients_and_compile_once(checkpointing):
-    plain, compiled = (PairModel.for_layout(tiny_model("llama").train(), torch.float32, LAYOUT) for _ in range(2))
+    eager, compiled = (PairModel.for_layout(tiny_model("llama").train(), torch.float32, LAYOUT) for _ in range(2))
     if checkpointing:
         compiled.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.compiler.reset()
     counters.clear()
     compile_layers(compiled.backbone)
     check_logps(compiled, LAYOUT, BATCHES[0])
-    assert counters["stats"]["unique_graphs"] == 0  # the check watches layers and runs them as they are
+    assert counters["stats"]["unique_graphs"] == 0  # the check runs the layers uncompiled
     graphs = []
     for batch in BATCHES:
-        theirs, ours = _gradients(plain, batch), _gradients(compiled, batch)
-        norm = torch.cat([grad.flatten() for grad in theirs.values()]).norm()
-        for name, grad in theirs.items():
-            torch.testing.assert_close(ours[name], grad, atol=float(1e-5 * norm), rtol=0, msg=name)
+        expected, found = _gradients(eager, batch), _gradients(compiled, batch)
+        norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, atol=float(1e-5 * norm), rtol=0, msg=name)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs == graphs[:1] * len(BATCHES)
 
 
-def test_a_model_without_a_stack_of_layers_is_refused():
-    with pytest.raises(UserError, match="leave torch_compile out"):
+def test_a_model_without_a_list_of_layers_is_rejected():
+    with pytest.raises(UserError, match="set torch_compile to false"):
         compile_layers(torch.nn.Linear(2, 2))

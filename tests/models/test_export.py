@@ -1,4 +1,4 @@
-"""What `thresher export` writes is a model that transformers loads on its own and that says what the policy said."""
+"""`thresher export` writes a model that plain transformers loads and that gives the policy's logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def trained(request, stories_dir, polite_file, tmp_path_factory):
-    """A run of two large steps: its config and its last checkpoint."""
+    """The config and the last checkpoint of a run of two large steps."""
     directory = tmp_path_factory.mktemp("run")
     rows = json.loads(polite_file.read_text())[:16]
     (directory / "rows.json").write_text(json.dumps(rows))
@@ -63,20 +63,20 @@ def ids(stories_dir) -> torch.Tensor:
     return AutoTokenizer.from_pretrained(stories_dir)("Once upon a time there was a", return_tensors="pt")["input_ids"]
 
 
-def test_plain_transformers_gives_the_policys_logits(trained, exported, stories_dir, ids):
+def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, stories_dir, ids):
     config, checkpoint = trained
     policy = build_policy(config, build_layout(config)[1])
     policy.load(checkpoint)
-    plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    start = AutoModelForCausalLM.from_pretrained(stories_dir, dtype=torch.float32).eval()
+    exported_model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    initial = AutoModelForCausalLM.from_pretrained(stories_dir, dtype=torch.float32).eval()
     with torch.no_grad(), original_forward(policy.model):
-        ours = policy.model.eval()(input_ids=ids).logits
-        # merging rounds each weight once more, so a few logits of LoRA move by a little over 1e-5
-        torch.testing.assert_close(plain(input_ids=ids).logits, ours, atol=2e-5, rtol=1e-5)
-        assert (start(input_ids=ids).logits - ours).abs().max() > 0.1  # the training did something
+        logits = policy.model.eval()(input_ids=ids).logits
+        # merging rounds each weight once more, so a few LoRA logits change by slightly more than 1e-5
+        torch.testing.assert_close(exported_model(input_ids=ids).logits, logits, atol=2e-5, rtol=1e-5)
+        assert (initial(input_ids=ids).logits - logits).abs().max() > 0.1  # training changed the weights
 
 
-def test_the_directory_holds_a_model_and_a_tokenizer_and_no_trace_of_the_trainer(exported, stories_dir):
+def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, stories_dir):
     assert {path.name for path in exported.iterdir()} == {
         "config.json",
         "generation_config.json",
@@ -89,10 +89,9 @@ def test_the_directory_holds_a_model_and_a_tokenizer_and_no_trace_of_the_trainer
     assert config["dtype"] == "float32"
     for trace in ("thresher", "lora", "peft", "quantization"):
         assert trace not in (exported / "config.json").read_text()
-    theirs = load_file(stories_dir / "model.safetensors")
-    ours = load_file(exported / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert not [path for path in exported.parent.iterdir() if path != exported]  # nothing staged is left
+    original = load_file(stories_dir / "model.safetensors")
+    assert load_file(exported / "model.safetensors").keys() == original.keys()
+    assert not [path for path in exported.parent.iterdir() if path != exported]  # no staging directory is left
 
 
 def test_the_exported_model_generates(exported, ids):
@@ -107,20 +106,20 @@ def test_the_precision_can_be_chosen(trained, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_directory_that_holds_something_is_left_alone(trained, exported):
+def test_a_directory_that_is_not_empty_is_not_changed(trained, exported):
     before = (exported / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="model is not an empty directory; name a new one"):
         export_checkpoint(trained[1], exported)
     assert (exported / "model.safetensors").read_bytes() == before
 
 
-def test_a_file_in_the_way_is_left_alone(trained, tmp_path):
+def test_an_existing_file_is_not_overwritten(trained, tmp_path):
     (tmp_path / "model").write_text("mine")
     with pytest.raises(UserError, match="model is not an empty directory; name a new one"):
         export_checkpoint(trained[1], tmp_path / "model")
 
 
-def test_a_checkpoint_that_was_changed_is_not_exported(trained, tmp_path):
+def test_a_corrupt_checkpoint_is_not_exported(trained, tmp_path):
     copy = shutil.copytree(trained[1], tmp_path / "step-00000002")
     weights = bytearray((copy / "weights.safetensors").read_bytes())
     weights[-1] ^= 1

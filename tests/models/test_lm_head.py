@@ -1,4 +1,4 @@
-"""Logps under a head whose logits are made a slice at a time: numbers, gradients, precision, memory."""
+"""Logps computed one vocabulary slice at a time: values, gradients, precision, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thresher.models.logps import PairModel
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(0.7, 1.5)]
 
 
-@pytest.fixture(params=[10**9, 64, 1], ids=["whole", "slices", "column by column"])
+@pytest.fixture(params=[10**9, 64, 1], ids=["one slice", "slices", "one column per slice"])
 def at_once(request, monkeypatch):
     monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", request.param)
 
@@ -31,7 +31,7 @@ def _case(num_rows: int, hidden: int, vocab: int, dtype: torch.dtype):
     return rows, weight, bias, torch.randint(0, vocab, (num_rows,), generator=generator)
 
 
-def _plain(rows, weight, bias, targets, transform):
+def _reference_logps(rows, weight, bias, targets, transform):
     logits = rows @ weight.T if bias is None else rows @ weight.T + bias
     logits = logits * transform.scale
     if transform.softcap is not None:
@@ -41,31 +41,31 @@ def _plain(rows, weight, bias, targets, transform):
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-def test_values_and_gradients_are_those_of_whole_logits(transform, has_bias, at_once):
+def test_values_and_gradients_equal_those_of_full_logits(transform, has_bias, at_once):
     rows, weight, bias, targets = _case(7, 5, 33, torch.float64)
     factors = torch.linspace(-2, 1.5, 7, dtype=torch.float64)
     found = []
-    for way in ("slices", "whole"):
+    for method in ("slices", "full"):
         leaves = [tensor.clone().requires_grad_() for tensor in (rows, weight, bias)]
-        own_bias = leaves[2] if has_bias else None
-        if way == "slices":
-            logps = target_logps(LMHead(leaves[1], own_bias, torch.float64, transform), leaves[0], targets)
+        leaf_bias = leaves[2] if has_bias else None
+        if method == "slices":
+            logps = target_logps(LMHead(leaves[1], leaf_bias, torch.float64, transform), leaves[0], targets)
         else:
-            logps = _plain(leaves[0], leaves[1], own_bias, targets, transform)
+            logps = _reference_logps(leaves[0], leaves[1], leaf_bias, targets, transform)
         (logps * factors).sum().backward()
         found.append([logps.detach(), *(leaf.grad for leaf in leaves[: 3 if has_bias else 2])])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-12)
+    for sliced, full in zip(*found, strict=True):
+        torch.testing.assert_close(sliced, full, atol=1e-13, rtol=1e-12)
 
 
-def test_the_collision_probability_does_not_depend_on_slices(at_once):
+def test_squared_probabilities_do_not_depend_on_slices(at_once):
     rows, weight, bias, _ = _case(7, 5, 33, torch.float64)
     expected = (rows @ weight.T + bias).softmax(-1).square().sum(-1).log()
     found = log_sum_squared_probs(LMHead(weight, bias, torch.float64, LogitTransform()), rows)
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-12)
 
 
-def test_a_frozen_head_gets_no_gradient_and_still_passes_one_on():
+def test_a_frozen_head_gets_no_gradient_but_its_input_does():
     rows, weight, _, targets = _case(4, 5, 33, torch.float32)
     rows.requires_grad_()
     target_logps(LMHead(weight, None, torch.float32, LogitTransform()), rows, targets).sum().backward()
@@ -76,8 +76,8 @@ def test_a_frozen_head_gets_no_gradient_and_still_passes_one_on():
 def test_bf16_rounds_factors_and_not_logits():
     """Logits near 100 are 0.5 apart in bf16; these must be as exact as the rounded factors allow."""
     rows, weight, _, targets = _case(64, 128, 500, torch.float32)
-    rows, weight = (rows * 3).bfloat16().float(), weight.bfloat16().float()  # factors that rounding leaves alone
-    exact = _plain(rows.double(), weight.double(), None, targets, LogitTransform())
+    rows, weight = (rows * 3).bfloat16().float(), weight.bfloat16().float()  # exact in bf16
+    exact = _reference_logps(rows.double(), weight.double(), None, targets, LogitTransform())
     assert (rows @ weight.T).abs().max() > 64
     found = target_logps(LMHead(weight, None, torch.bfloat16, LogitTransform()), rows.bfloat16(), targets)
     assert found.dtype == torch.float32
@@ -86,8 +86,8 @@ def test_bf16_rounds_factors_and_not_logits():
     assert (rounded - exact).abs().max() > 0.05
 
 
-def test_products_elsewhere_keep_their_precision():
-    """bf16 inside the head is a setting of the whole process: it must be as it was afterwards, also after a failure."""
+def test_other_matmuls_keep_their_precision():
+    """bf16 matmul precision is a global setting: it must be restored, also after an error."""
     before = torch.backends.mkldnn.matmul.fp32_precision
     head = LMHead(torch.randn(8, 4), None, torch.bfloat16, LogitTransform())
     target_logps(head, torch.randn(3, 4), torch.tensor([1, 2, 3]))
@@ -97,7 +97,7 @@ def test_products_elsewhere_keep_their_precision():
 
 
 class LargestActivation(TorchDispatchMode):
-    """The largest tensor of a step that is not shaped like a weight: those, their gradients and optimizer's state."""
+    """Records the largest tensor of a step; weight shapes (weights, gradients, optimizer state) are excluded."""
 
     def __init__(self, weight_shapes: set[tuple[int, ...]]):
         super().__init__()
@@ -112,7 +112,7 @@ class LargestActivation(TorchDispatchMode):
         return result
 
 
-def test_the_largest_tensor_of_a_step_is_under_an_eighth_of_the_logits():
+def test_the_largest_tensor_of_a_step_is_less_than_an_eighth_of_the_logits():
     vocab, layout = 8_000, PackedLayout(shares_prompt=True)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -125,12 +125,12 @@ def test_the_largest_tensor_of_a_step_is_under_an_eighth_of_the_logits():
         )
     )
     pairs = tuple(pair_of(90, 45, 60, seed=seed) for seed in range(8))
-    arranged = layout.collate(PairBatch(torch.arange(8).numpy(), pairs))
+    inputs = layout.collate(PairBatch(torch.arange(8).numpy(), pairs))
     shapes = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
     pair_model = PairModel.for_layout(model, torch.float32, layout)
-    with LargestActivation(shapes) as watch:
-        scored = pair_model.score(arranged)
+    with LargestActivation(shapes) as largest:
+        scored = pair_model.score(inputs)
         (scored.chosen.values.sum() - scored.rejected.values.sum()).backward()
         torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    num_rows = arranged.model_inputs["input_ids"].numel()  # fewer than the tokens of both sequences: the harder bound
-    assert 0 < watch.numel < num_rows * vocab / 8
+    num_rows = inputs.model_inputs["input_ids"].numel()  # fewer than the tokens of both sequences: the stricter bound
+    assert 0 < largest.numel < num_rows * vocab / 8

@@ -1,4 +1,4 @@
-"""Lean norms and MLPs against the model as its authors wrote it: values, gradients, what is kept for the backward."""
+"""Memory-efficient norms and MLPs against the original layers: values, gradients, saved tensors."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ def _forward_and_gradients(model, autocast: bool) -> tuple[torch.Tensor, dict[st
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-6), (True, 3e-2)], ids=["fp32", "bf16"])
-def test_values_and_gradients_are_those_of_the_model_as_written(family, autocast, tolerance):
+def test_values_and_gradients_equal_those_of_the_original_layers(family, autocast, tolerance):
     model = tiny_model(family).train()
     use_memory_efficient_layers(model.model)
-    ours, our_gradients = _forward_and_gradients(model, autocast)
+    found, found_gradients = _forward_and_gradients(model, autocast)
     with original_forwards(model):
-        theirs, their_gradients = _forward_and_gradients(model, autocast)
-    assert (ours - theirs).norm() <= tolerance * theirs.norm()
-    assert our_gradients.keys() == their_gradients.keys()
-    norm = torch.cat([grad.flatten() for grad in their_gradients.values()]).norm()
-    for name, grad in their_gradients.items():
-        assert (our_gradients[name] - grad).norm() <= tolerance * norm, name
+        expected, expected_gradients = _forward_and_gradients(model, autocast)
+    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert found_gradients.keys() == expected_gradients.keys()
+    norm = torch.cat([grad.flatten() for grad in expected_gradients.values()]).norm()
+    for name, grad in expected_gradients.items():
+        assert (found_gradients[name] - grad).norm() <= tolerance * norm, name
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_less_is_kept_for_the_backward(autocast):
+def test_less_memory_is_saved_for_the_backward(autocast):
     model = tiny_model("llama").train()
-    kept = []
-    for lean in (False, True):
-        if lean:
+    saved_bytes = []
+    for memory_efficient in (False, True):
+        if memory_efficient:
             use_memory_efficient_layers(model.model)
-        held: dict[int, torch.Tensor] = {}  # by storage: what two functions keep is counted once
+        saved: dict[int, torch.Tensor] = {}  # by storage: a tensor saved twice counts once
 
-        def hold(tensor: torch.Tensor, held: dict[int, torch.Tensor] = held) -> torch.Tensor:
-            held[tensor.untyped_storage().data_ptr()] = tensor
+        def save(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             _forward_and_gradients(model, autocast)
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept.append(sum(t.untyped_storage().nbytes() for place, t in held.items() if place not in parameters))
-    assert kept[1] < 0.85 * kept[0]
+        saved_bytes.append(sum(t.untyped_storage().nbytes() for ptr, t in saved.items() if ptr not in parameters))
+    assert saved_bytes[1] < 0.85 * saved_bytes[0]
 
 
-def test_other_families_and_other_activations_are_left_as_written():
+def test_other_families_and_other_activations_are_unchanged():
     for family in ("gemma2", "olmo2", "gpt_neox"):
         model = tiny_model(family)
         use_memory_efficient_layers(model.base_model)
@@ -68,7 +68,7 @@ def test_other_families_and_other_activations_are_left_as_written():
     assert "forward" in vars(model.model.layers[0].input_layernorm)
 
 
-def test_a_forward_of_somebody_else_is_left_alone():
+def test_a_forward_patched_by_another_library_is_unchanged():
     model = tiny_model("llama")
     norm = model.model.layers[0].input_layernorm
     norm.forward = lambda hidden: hidden

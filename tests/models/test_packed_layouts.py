@@ -1,4 +1,4 @@
-"""`packed` and `shared` say what `padded` says, for every family, and let no token see what it must not."""
+"""`packed` and `shared` give the logps of `padded` for every family, and attention does not cross segments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from thresher.models.logps import PairModel
 
 
 def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> torch.Tensor:
-    """The whole mask, [queries, num_keys] bool: True where a query sees a key. The oracle of our attention."""
+    """Full mask, [queries, num_keys] bool: True where a query attends to a key. The oracle of the attention tests."""
     visible = torch.zeros(sum(segment.length for segment in segments), num_keys, dtype=torch.bool)
     for segment, queries in query_slices(segments):
         own = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
         prefix = torch.ones(segment.length, segment.prefix_length, dtype=torch.bool)
         if window is not None:
-            # distances are those of positions: a segment goes on where its prefix ends
+            # distances are between positions: a segment continues where its prefix ends
             own &= torch.ones(segment.length, segment.length, dtype=torch.bool).triu(1 - window)
             rows = torch.arange(segment.length)[:, None] + segment.prefix_length
             prefix &= rows - torch.arange(segment.prefix_length)[None] < window
@@ -42,8 +42,8 @@ SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_p
 PACKABLE = list(FAMILIES)
 
 
-def alike(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
-    """A pair with chosen token ids by hand."""
+def pair_with_responses(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
+    """A pair with given response tokens and a fixed random prompt."""
     tokens = np.random.default_rng(9).integers(3, VOCAB, prompt).astype(np.int32)
     return Pair(tokens, np.array(chosen, dtype=np.int32), np.array(rejected, dtype=np.int32))
 
@@ -51,16 +51,16 @@ def alike(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
 ODD = batch_of(
     pair_of(1, 1, 1, seed=4),  # one token each
     pair_of(1, 6, 1, seed=5),
-    alike(5, [7, 8, 9, 10], [7, 8]),  # one side a prefix of the other
-    alike(5, [11, 12], [13, 12, 11]),  # the same prompt again
-    pair_of(40, 12, 30, seed=6),  # longer than everything else together
+    pair_with_responses(5, [7, 8, 9, 10], [7, 8]),  # one side a prefix of the other
+    pair_with_responses(5, [11, 12], [13, 12, 11]),  # the same prompt again
+    pair_of(40, 12, 30, seed=6),  # longer than all others together
 )
 
 
 def score(
     model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32
 ) -> ChosenRejectedLogps:
-    if layout.name == "padded":  # soft-capped scores are beyond sdpa
+    if layout.name == "padded":  # sdpa does not support soft-capped scores
         model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
     return PairModel.for_layout(model, dtype, layout).score(layout.collate(batch))
 
@@ -95,11 +95,11 @@ def test_logps_and_gradients_equal_those_of_the_padded_layout(model, layout, bat
 
 
 @pytest.mark.parametrize("layout", [SHARED, PACKED], ids=lambda layout: layout.name)
-def test_bf16_compute_agrees_to_its_own_tolerance(model, layout):
+def test_bf16_compute_agrees_within_bf16_error(model, layout):
     padded = values(score(model, PADDED, MIXED, torch.bfloat16))
     exact = values(score(model, PADDED, MIXED))
     found = values(score(model, layout, MIXED, torch.bfloat16))
-    # no further from the padded bf16 forward than that is from fp32, give or take a little
+    # the error against padded bf16 is about that of padded bf16 against fp32
     assert (found - padded).abs().mean() <= 2 * (padded - exact).abs().mean() + 1e-3
 
 
@@ -110,23 +110,23 @@ def changed(pair: Pair, side: str, at: int) -> Pair:
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_no_token_of_one_side_reaches_the_other_side_or_a_neighbour_bitwise(model, side):
+def test_a_token_of_one_side_does_not_affect_the_other_side_or_another_pair_bitwise(model, side):
     pairs = list(MIXED.pairs)
     before = score(model, SHARED, MIXED)
     for at in range(len(pairs[1].chosen_ids if side == "chosen" else pairs[1].rejected_ids)):
         after = score(model, SHARED, batch_of(pairs[0], changed(pairs[1], f"{side}_ids", at), pairs[2]))
         other = "rejected" if side == "chosen" else "chosen"
         assert torch.equal(getattr(after, other).values, getattr(before, other).values)
-        own, was = getattr(after, side), getattr(before, side)
-        starts = np.cumsum([0, *was.lengths.tolist()])
+        changed_side, unchanged_side = getattr(after, side), getattr(before, side)
+        starts = np.cumsum([0, *unchanged_side.lengths.tolist()])
         for neighbour in (0, 2):
-            part = slice(starts[neighbour], starts[neighbour + 1])
-            assert torch.equal(own.values[part], was.values[part])
-        assert not torch.equal(own.values, was.values)
+            tokens = slice(starts[neighbour], starts[neighbour + 1])
+            assert torch.equal(changed_side.values[tokens], unchanged_side.values[tokens])
+        assert not torch.equal(changed_side.values, unchanged_side.values)
 
 
-def test_layouts_by_hand():
-    """Prompt 7 8, chosen 20 21 22, rejected 30 31: the last token of a response predicts nothing and is left out."""
+def test_layouts_of_a_small_pair():
+    """Prompt 7 8, chosen 20 21 22, rejected 30 31: the last token of a response predicts nothing and is omitted."""
     pair = Pair(*(np.array(ids, dtype=np.int32) for ids in ([7, 8], [20, 21, 22], [30, 31])))
     shared = SHARED.collate(batch_of(pair))
     assert shared.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 30]]
@@ -139,13 +139,13 @@ def test_layouts_by_hand():
     assert packed.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert packed.segments == (Segment(0, 4), Segment(4, 7))
     assert packed.scored_rows.tolist() == [1, 2, 3, 5, 6]
-    for arranged in (shared, packed):
-        assert arranged.num_padding_tokens == 0
-        assert arranged.num_useful_tokens == 2 + 3 + 2 + 2  # both whole sequences, in every layout
-        assert arranged.num_shared_tokens == 9 - arranged.model_inputs["input_ids"].numel()
+    for inputs in (shared, packed):
+        assert inputs.num_padding_tokens == 0
+        assert inputs.num_useful_tokens == 2 + 3 + 2 + 2  # both full sequences, in every layout
+        assert inputs.num_shared_tokens == 9 - inputs.model_inputs["input_ids"].numel()
 
 
-def test_an_empty_prompt_is_refused_by_its_number():
+def test_an_empty_prompt_is_rejected_with_its_pair_id():
     with pytest.raises(UserError, match="pair 0 has an empty prompt"):
         SHARED.collate(batch_of(pair_of(0, 2, 2)))
 
@@ -158,7 +158,7 @@ def random_heads(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return torch.randn(1, 4, rows, 8), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
 
 
-def test_flash_over_segments_equals_the_formula_forward_and_backward():
+def test_flash_over_segments_equals_dense_attention_forward_and_backward():
     weights = torch.randn(1, 4, 17, 8)
     results = []
     for attend in (dense_attention, SegmentedFlash.apply):
@@ -166,13 +166,13 @@ def test_flash_over_segments_equals_the_formula_forward_and_backward():
         out = attend(*heads, SEGMENTS, 0.3)
         (out * weights).sum().backward()
         results.append([out.detach(), *(part.grad for part in heads)])
-    for formula, flash in zip(*results, strict=True):
-        torch.testing.assert_close(flash, formula, atol=1e-5, rtol=1e-5)
+    for dense, flash in zip(*results, strict=True):
+        torch.testing.assert_close(flash, dense, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5), (3, 1.5)])
-def test_flex_attention_sees_what_the_formula_sees(window, softcap):
+def test_flex_attention_equals_dense_attention(window, softcap):
     """The GPU path; its forward runs on the CPU, its backward needs a GPU."""
     heads = random_heads(17)
     mask = block_mask(SEGMENTS, 17, window, torch.device("cpu"))
@@ -185,8 +185,8 @@ KEPT = (Segment(3, 5, 0, 3), Segment(5, 9, 0, 3), Segment(10, 17, 9, 10))
 KEPT_ROWS = [3, 4, *range(5, 9), *range(10, 17)]
 
 
-def test_queries_of_some_rows_see_what_those_rows_saw():
-    """The kept rows of a last layer: rows 3-4 of the first segment, the second whole, the fourth whole."""
+def test_kept_rows_attend_to_the_same_rows_as_before():
+    """Kept rows of a last layer: rows 3-4 of the first segment, all of the second and of the fourth."""
     for window in (None, 3):
         assert torch.equal(visibility(KEPT, 17, window), visibility(SEGMENTS, 17, window)[KEPT_ROWS])
     query, key, value = random_heads(17)
@@ -199,7 +199,7 @@ def test_queries_of_some_rows_see_what_those_rows_saw():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 3])
-def test_flex_attention_of_some_rows(window):
+def test_flex_attention_of_kept_rows_equals_dense_attention(window):
     query, key, value = random_heads(17)
     query = query[:, :, KEPT_ROWS]
     found = flex_segment_attention(query, key, value, block_mask(KEPT, 17, window, torch.device("cpu")), 0.3, None)
@@ -207,15 +207,15 @@ def test_flex_attention_of_some_rows(window):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-PRUNED = ["llama", "llama_stray_window", "mistral", "qwen2", "qwen2_windowed", "qwen3"]
+SKIPS_ROWS = ["llama", "llama_stray_window", "mistral", "qwen2", "qwen2_windowed", "qwen3"]
 
 
 @pytest.mark.parametrize("family", PACKABLE)
-def test_the_last_layer_computes_scored_rows_only_where_the_family_allows_it(family):
+def test_the_last_layer_skips_unscored_rows_if_the_family_supports_it(family):
     model = tiny_model(family).eval()
     disable_dropout(model)
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
-    assert pair_model.skips_unscored_rows == (family in PRUNED)
+    assert pair_model.skips_unscored_rows == (family in SKIPS_ROWS)
     rows: list[int] = []
 
     def count(_module: object, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -223,15 +223,15 @@ def test_the_last_layer_computes_scored_rows_only_where_the_family_allows_it(fam
 
     for layer in pair_model.backbone.layers:
         layer.register_forward_hook(count)
-    arranged = SHARED.collate(ODD)
-    pair_model.score(arranged)
-    whole, kept = arranged.model_inputs["input_ids"].numel(), len(arranged.kept.rows)
-    assert kept < 0.7 * whole
-    assert rows == ([whole, kept] if family in PRUNED else [whole, whole])
+    inputs = SHARED.collate(ODD)
+    pair_model.score(inputs)
+    num_rows, kept = inputs.model_inputs["input_ids"].numel(), len(inputs.kept.rows)
+    assert kept < 0.7 * num_rows
+    assert rows == ([num_rows, kept] if family in SKIPS_ROWS else [num_rows, num_rows])
 
 
-def test_visibility_by_hand():
-    """Rows 0-1 are a prompt, 2 its chosen, 3-4 its rejected response; in a window of 2 only one row back is seen."""
+def test_the_mask_oracle_of_a_small_row():
+    """Rows 0-1 are a prompt, 2 its chosen, 3-4 its rejected response; a window of 2 reaches one row back."""
     segments = (Segment(0, 3), Segment(3, 5, 0, 2))
     assert visibility(segments, 5).int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -249,8 +249,8 @@ def test_visibility_by_hand():
     ]
 
 
-def formula_with_the_whole_mask(query, key, value, segments, scale, softcap=None, window=None):
-    """softmax(capped scores + mask) @ value over the whole row, keys repeated, in double precision."""
+def attention_with_full_mask(query, key, value, segments, scale, softcap=None, window=None):
+    """softmax(capped scores + mask) @ value over the full row, with keys repeated, in double precision."""
     query, key, value = (part.double() for part in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, dim=1)) * scale
@@ -264,15 +264,15 @@ def formula_with_the_whole_mask(query, key, value, segments, scale, softcap=None
 @pytest.mark.parametrize("value_dim", [8, 5])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (3, None), (None, 1.5), (3, 1.5)])
-@pytest.mark.parametrize(("segments", "rows"), [(SEGMENTS, [*range(17)]), (KEPT, KEPT_ROWS)], ids=["whole", "kept"])
-def test_dense_attention_by_segments_equals_the_whole_mask_forward_and_backward(
+@pytest.mark.parametrize(("segments", "rows"), [(SEGMENTS, [*range(17)]), (KEPT, KEPT_ROWS)], ids=["all", "kept"])
+def test_dense_attention_by_segments_equals_the_full_mask_forward_and_backward(
     segments, rows, window, softcap, kv_heads, value_dim
 ):
     generator = torch.Generator().manual_seed(7)
     shapes = ((4, len(rows), 8), (kv_heads, 17, 8), (kv_heads, 17, value_dim), (4, len(rows), value_dim))
     *heads, weights = (torch.randn(1, *shape, generator=generator) for shape in shapes)
     results = []
-    for attend in (formula_with_the_whole_mask, dense_attention):
+    for attend in (attention_with_full_mask, dense_attention):
         leaves = [part.clone().requires_grad_() for part in heads]
         out = attend(*leaves, segments, 0.3, softcap=softcap, window=window)
         (out * weights).sum().backward()
@@ -283,12 +283,12 @@ def test_dense_attention_by_segments_equals_the_whole_mask_forward_and_backward(
 
 def test_dense_attention_keeps_double_precision():
     heads = [part.double() for part in random_heads(17)]
-    expected = formula_with_the_whole_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
+    expected = attention_with_full_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
     found = dense_attention(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
 
 
-def test_dense_attention_holds_no_matrix_of_the_whole_row():
+def test_dense_attention_saves_no_matrix_of_the_full_row():
     """64 segments of 16 rows: no tensor saved for backward is as large as a head's 1,024 x 1,024 scores."""
     segments = tuple(Segment(start, start + 16) for start in range(0, 1024, 16))
     heads = [part.requires_grad_() for part in random_heads(1024)]
@@ -303,31 +303,31 @@ def test_dense_attention_holds_no_matrix_of_the_whole_row():
     assert 0 < max(sizes) <= max(part.numel() for part in heads)
 
 
-def test_the_start_up_check_names_the_layer_where_a_layout_parts_from_the_model():
+def test_the_start_up_check_names_the_first_divergent_layer():
     model = tiny_model("granite").eval()
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
     check_logps(pair_model, SHARED, MIXED)
     calls = []
 
-    def spoil_packed_rows(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
+    def corrupt_packed_rows(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
         calls.append(kwargs.get("pair_visibility"))
         return None if kwargs.get("pair_visibility") is None else output.roll(1, -1)
 
-    model.model.layers[1].register_forward_hook(spoil_packed_rows, with_kwargs=True)
+    model.model.layers[1].register_forward_hook(corrupt_packed_rows, with_kwargs=True)
     with pytest.raises(
-        UserError, match=r"layout `shared` differ .*family `granite`, they part in layer 1\); use layout"
+        UserError, match=r"layout `shared` differ .*family `granite`, first divergence at layer 1\); use layout"
     ):
         check_logps(pair_model, SHARED, MIXED)
     assert calls[0] is not None
 
 
-def test_a_family_that_cannot_be_packed_is_told_so_at_the_start():
+def test_the_start_up_check_rejects_a_model_that_drops_the_segments():
     model = tiny_model("llama").eval()
     pair_model = PairModel.for_layout(model, torch.float32, SHARED)
 
-    def lose_segments(_layer: object, args: tuple, kwargs: dict) -> tuple:
+    def drop_segments(_layer: object, args: tuple, kwargs: dict) -> tuple:
         return args, {name: value for name, value in kwargs.items() if name != "pair_visibility"}
 
-    model.model.layers[0].register_forward_pre_hook(lose_segments, with_kwargs=True)
+    model.model.layers[0].register_forward_pre_hook(drop_segments, with_kwargs=True)
     with pytest.raises(UserError, match=r"layout `shared` does not work with model family `llama`.*use layout=padded"):
         check_logps(pair_model, SHARED, MIXED)

@@ -1,4 +1,4 @@
-"""Our logps are those of the model's own logits, for every family, whatever stands beside a pair in the batch."""
+"""Logps equal log_softmax of the model's logits, for every family and independent of the other pairs in the batch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def model(family):
-    """In training mode, as a policy is, with every dropout off."""
+    """In training mode, as a policy is, with dropout disabled."""
     model = tiny_model(family).train()
     disable_dropout(model)
     return model
 
 
 def score(model: torch.nn.Module, batch, **options) -> ChosenRejectedLogps:
-    return PairModel(model, torch.float32).score(LAYOUT.collate(batch), **options)
+    return PairModel.for_layout(model, torch.float32, LAYOUT).score(LAYOUT.collate(batch), **options)
 
 
 @torch.no_grad()
-def own_logps(model: torch.nn.Module, prompt, response, mask) -> torch.Tensor:
-    """The oracle: one sequence alone, its whole logits, log_softmax, and the scored tokens picked by hand."""
+def reference_logps(model: torch.nn.Module, prompt, response, mask) -> torch.Tensor:
+    """The oracle: one sequence at a time, full logits, log_softmax, and the scored tokens."""
     ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
     logits = model.eval()(input_ids=ids, use_cache=False).logits[0].double()
     logps = [
@@ -53,22 +53,22 @@ def own_logps(model: torch.nn.Module, prompt, response, mask) -> torch.Tensor:
 
 def expected_sides(model: torch.nn.Module, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        own_logps(model, pair.prompt_ids, pair.chosen_ids, pair.chosen_mask),
-        own_logps(model, pair.prompt_ids, pair.rejected_ids, pair.rejected_mask),
+        reference_logps(model, pair.prompt_ids, pair.chosen_ids, pair.chosen_mask),
+        reference_logps(model, pair.prompt_ids, pair.rejected_ids, pair.rejected_mask),
     )
 
 
-def test_token_logps_are_log_softmax_of_the_models_own_logits(model):
+def test_token_logps_are_log_softmax_of_the_logits(model):
     scored = score(model, MIXED)
     expected = [expected_sides(model, pair) for pair in MIXED.pairs]
-    for side, ours in enumerate((scored.chosen, scored.rejected)):
-        assert ours.lengths.tolist() == [len(sides[side]) for sides in expected]
-        torch.testing.assert_close(ours.values, torch.cat([sides[side] for sides in expected]), atol=1e-5, rtol=0)
+    for side, found in enumerate((scored.chosen, scored.rejected)):
+        assert found.lengths.tolist() == [len(sides[side]) for sides in expected]
+        torch.testing.assert_close(found.values, torch.cat([sides[side] for sides in expected]), atol=1e-5, rtol=0)
     spread = torch.cat([scored.chosen.values, scored.rejected.values]).std()
-    assert spread > 0.1  # not a model that says the same of every token
+    assert spread > 0.1  # the logps differ between tokens
 
 
-def test_a_pair_scores_the_same_alone_and_beside_a_longer_one(model):
+def test_a_pair_scores_the_same_alone_and_with_a_longer_one(model):
     alone, longer = pair_of(2, 3, 4, seed=5), pair_of(20, 30, 12, seed=6)
     by_itself = score(model, batch_of(alone))
     beside = score(model, batch_of(alone, longer))
@@ -76,38 +76,38 @@ def test_a_pair_scores_the_same_alone_and_beside_a_longer_one(model):
     torch.testing.assert_close(beside.rejected.values[:4], by_itself.rejected.values, atol=1e-5, rtol=0)
 
 
-def test_nothing_is_random_in_training_mode(model):
+def test_scores_in_training_mode_are_deterministic(model):
     assert model.training
-    once, again = score(model, MIXED), score(model, MIXED)
-    assert torch.equal(once.chosen.values, again.chosen.values)
-    assert torch.equal(once.rejected.values, again.rejected.values)
+    first, second = score(model, MIXED), score(model, MIXED)
+    assert torch.equal(first.chosen.values, second.chosen.values)
+    assert torch.equal(first.rejected.values, second.rejected.values)
 
 
-def test_gradients_are_those_of_the_models_own_logits(model):
+def test_gradients_equal_those_of_the_logits(model):
     model.zero_grad()
     scored = score(model, MIXED)
     (scored.chosen.values.sum() - 2 * scored.rejected.values.sum()).backward()
-    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    arranged = LAYOUT.collate(MIXED)
-    logits = model(**arranged.model_inputs, use_cache=False).logits
-    rows = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].float()
-    own = rows.log_softmax(-1).gather(1, arranged.targets[:, None]).squeeze(1)
-    split = int(arranged.chosen_lengths.sum())
-    (own[:split].sum() - 2 * own[split:].sum()).backward()
-    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == theirs.keys()
-    scale = max(grad.abs().max().item() for grad in theirs.values())
-    for name, grad in theirs.items():
-        torch.testing.assert_close(ours[name], grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+    inputs = LAYOUT.collate(MIXED)
+    logits = model(**inputs.model_inputs, use_cache=False).logits
+    rows = logits.reshape(-1, logits.shape[-1])[inputs.scored_rows].float()
+    logps = rows.log_softmax(-1).gather(1, inputs.targets[:, None]).squeeze(1)
+    split = int(inputs.chosen_lengths.sum())
+    (logps[:split].sum() - 2 * logps[split:].sum()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    scale = max(grad.abs().max().item() for grad in expected.values())
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
-def test_the_collision_probability_is_the_sum_of_squared_probabilities(model):
+def test_log_sum_squared_probs_is_the_log_of_the_sum_of_squared_probabilities(model):
     scored = score(model, MIXED, with_squared_probs=True)
-    arranged = LAYOUT.collate(MIXED)
+    inputs = LAYOUT.collate(MIXED)
     with torch.no_grad():
-        logits = model(**arranged.model_inputs, use_cache=False).logits
-    probabilities = logits.reshape(-1, logits.shape[-1])[arranged.scored_rows].double().softmax(-1)
+        logits = model(**inputs.model_inputs, use_cache=False).logits
+    probabilities = logits.reshape(-1, logits.shape[-1])[inputs.scored_rows].double().softmax(-1)
     expected = probabilities.square().sum(-1).log().float()
     found = torch.cat([scored.chosen.log_sum_squared_probs, scored.rejected.log_sum_squared_probs])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -115,12 +115,12 @@ def test_the_collision_probability_is_the_sum_of_squared_probabilities(model):
 
 
 def test_the_start_up_check_accepts_every_family(model):
-    check_logps(PairModel(model, torch.float32), LAYOUT, MIXED)
+    check_logps(PairModel.for_layout(model, torch.float32, LAYOUT), LAYOUT, MIXED)
     assert model.training
 
 
 class LargestTensor(TorchDispatchMode):
-    """Watch for tensors whose last dimension is the vocabulary, and remember their largest number of rows."""
+    """Records the largest number of rows of a tensor whose last dimension is the vocabulary."""
 
     def __init__(self):
         super().__init__()
@@ -136,17 +136,17 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"], indirect=True)
 def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
-    """8 scored rows of 2 x 84 positions; the head's own weight has 32 rows in its transposed form."""
+    """8 scored rows of 2 x 84 positions; the transposed head weight has 32 rows."""
     batch = batch_of(pair_of(80, 4, 4, seed=7))
-    with LargestTensor() as watch:
+    with LargestTensor() as largest:
         scored = score(model, batch, with_squared_probs=True)
         (scored.chosen.values.sum() + scored.rejected.values.sum()).backward()
-    assert 8 <= watch.rows <= 32
+    assert 8 <= largest.rows <= 32
     model.zero_grad()
 
 
-def test_a_soft_cap_and_a_scale_change_the_logps():
-    """Otherwise the families above would prove nothing about them."""
+def test_soft_cap_and_scale_are_read_from_the_config_and_applied():
+    """The other tests cover them only if these models have them."""
     assert logit_transform(tiny_model("gemma2")) == LogitTransform(1.0, 2.0)
     assert logit_transform(tiny_model("granite")) == LogitTransform(1 / 8, None)
     assert logit_transform(tiny_model("cohere")) == LogitTransform(0.25, None)
@@ -154,7 +154,7 @@ def test_a_soft_cap_and_a_scale_change_the_logps():
     assert LogitTransform(0.5, 2.0)(logits).tolist() == pytest.approx([2 * 0.7615942, 2 * -0.2449187])
 
 
-def test_a_head_with_a_bias_is_scaled_with_it():
+def test_the_bias_of_a_head_is_scaled_too():
     model = tiny_model("granite").eval()
     head = torch.nn.Linear(32, VOCAB, bias=True)
     torch.nn.init.normal_(head.bias, std=3.0)
@@ -168,7 +168,7 @@ def test_a_head_with_a_bias_is_scaled_with_it():
     )
 
 
-def test_a_family_that_changes_its_logits_in_an_unknown_way_is_stopped_at_the_start():
+def test_the_start_up_check_rejects_a_model_with_an_unknown_logit_transform():
     model = tiny_model("llama").eval()
     forward = model.forward
 
@@ -179,14 +179,14 @@ def test_a_family_that_changes_its_logits_in_an_unknown_way_is_stopped_at_the_st
 
     model.forward = shifted
     with pytest.raises(
-        UserError, match=r"layout `padded` differ from the model's own forward by .* \(model family `llama`"
+        UserError, match=r"layout `padded` differ from the model's original forward by .* \(model family `llama`"
     ):
-        check_logps(PairModel(model, torch.float32), LAYOUT, MIXED)
+        check_logps(PairModel.for_layout(model, torch.float32, LAYOUT), LAYOUT, MIXED)
 
 
 def test_logps_stay_fp32_when_the_backbone_computes_in_bf16():
     model = tiny_model("llama")
-    exact = PairModel(model, torch.float32).score(LAYOUT.collate(MIXED)).chosen.values
-    mixed = PairModel(model, torch.bfloat16).score(LAYOUT.collate(MIXED)).chosen.values
+    exact = PairModel.for_layout(model, torch.float32, LAYOUT).score(LAYOUT.collate(MIXED)).chosen.values
+    mixed = PairModel.for_layout(model, torch.bfloat16, LAYOUT).score(LAYOUT.collate(MIXED)).chosen.values
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - exact).abs().max() < 0.3

@@ -193,12 +193,12 @@ def test_a_mistake_that_only_workers_see_is_told_in_their_words(base, ray_here, 
     message = str(caught.value)
     assert "ray::" not in message
     assert "Traceback" not in message
-    assert message.startswith(f"no model can be loaded from {base['reference']['model_args']['model_name_or_path']}: ")
+    assert message.startswith(f"cannot load the model from {base['reference']['model_args']['model_name_or_path']}: ")
 
 
 def test_a_policy_that_cannot_be_loaded_is_told_before_the_reference_is_there(base, ray_here, tmp_path):
     """Neither can be. The policy's workers are there first, and nobody waits for the reference's to say the same."""
-    with pytest.raises(UserError, match=f"no model can be loaded from {re.escape(base['pretrain'])}: "):
+    with pytest.raises(UserError, match=f"cannot load the model from {re.escape(base['pretrain'])}: "):
         run(merge(merge(base, TWO), cannot_be_loaded("actor_train", "reference")), tmp_path / "out")
 
 

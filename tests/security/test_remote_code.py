@@ -116,7 +116,7 @@ def test_a_model_cannot_request_a_kernel_download(attacked: Run, thresher: Comma
     shutil.rmtree(attacked.output)
     result = thresher("train", attacked.config())
     assert result.code == 2
-    assert "owner/kernel, which would be fetched and run" in result.text
+    assert "owner/kernel, which would be downloaded and run" in result.text
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_families_that_hand_on_hidden_states(family):
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("granite", "changes what it is given"), ("gpt_neox", "under other names"), ("opt", "under other names")],
+    [("granite", "changes them before"), ("gpt_neox", "no attributes of these"), ("opt", "no attributes of these")],
 )
 def test_families_that_cannot_be_cut_are_refused(family, reason):
     with pytest.raises(UserError, match=reason):

@@ -1,4 +1,4 @@
-"""A Llama that is made of noise and loads in milliseconds."""
+"""A tiny Llama with random weights that loads in milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCAB = 64
 
 
 def save_tiny_llama(directory: Path, seed: int) -> Path:
-    """Write a Llama of two layers with random weights."""
+    """Save a two-layer Llama with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,

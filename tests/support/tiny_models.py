@@ -1,4 +1,4 @@
-"""Causal language models of many families with random weights, small enough to load in milliseconds."""
+"""Causal language models of many families with random weights, small enough to build in milliseconds."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A model whose logits are spread enough for a mistake in them to show."""
+    """Build a model whose logits vary enough to reveal errors."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
     with torch.no_grad():
@@ -92,9 +92,9 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
 def pair_of(
     prompt: int, chosen: int, rejected: int, *, seed: int = 0, masks: tuple[Sequence[int], Sequence[int]] | None = None
 ) -> Pair:
-    """Random tokens of these lengths; masks list 1 for a scored token."""
-    draw = np.random.default_rng(seed)
-    sides = [draw.integers(3, VOCAB, length).astype(np.int32) for length in (prompt, chosen, rejected)]
+    """Make a pair of random tokens with these lengths; masks have 1 for a scored token."""
+    rng = np.random.default_rng(seed)
+    sides = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (prompt, chosen, rejected)]
     scored = [None, None] if masks is None else [np.array(mask, dtype=bool) for mask in masks]
     return Pair(*sides, *scored)
 
@@ -103,7 +103,7 @@ def batch_of(*pairs: Pair) -> PairBatch:
     return PairBatch(np.arange(len(pairs)), pairs)
 
 
-# prompts of one token, a long and a short side, and masks that leave out the first, the last and inner tokens
+# a one-token prompt, long and short sides, and masks that exclude first, last and inner tokens
 MIXED = batch_of(
     pair_of(1, 4, 2, seed=1),
     pair_of(7, 3, 9, seed=2),

@@ -1,7 +1,7 @@
-"""Context parallelism on packed rows: every process computes a part of the row, and attention sees the whole (Ulysses).
+"""Context parallelism for packed rows (Ulysses): each rank computes one shard of the sequence.
 
-A process has all heads of its part of the row. For attention the parts are traded by one all-to-all, so that it has the
-whole row of its part of the heads, and back. Everything else in a decoder works row by row and needs no other part.
+Attention needs the full sequence: one all-to-all turns [all heads, sequence shard] into [head shard, full sequence],
+and a second one reverses it. Everything else in a decoder is per token and needs no communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """One of `size` equal parts of every packed row."""
+    """One of `size` equal sequence shards of every packed row."""
 
     rank: int
     size: int
@@ -25,49 +25,53 @@ class ContextParallel:
     def shard_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.chunk(self.size, dim=1)[self.rank] for name, tensor in inputs.items()}
 
-    def local_scored_rows(self, scored: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
-        """Which of the scored rows are ours, and their places in our part."""
-        places = scored - self.rank * num_own
-        own = ((places >= 0) & (places < num_own)).nonzero().squeeze(1)
-        return own, places[own]
+    def local_scored_rows(self, scored: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """Return the indices of the scored rows in this rank's shard, and their row numbers within the shard."""
+        rows = scored - self.rank * num_local
+        index = ((rows >= 0) & (rows < num_local)).nonzero().squeeze(1)
+        return index, rows[index]
 
-    def all_gather_logps(self, values: Tensor, own: Tensor, count: int) -> Tensor:
-        """Give every process the values of all: [own] -> [count]. A gradient goes to whose value it is."""
-        whole = values.new_zeros(count).index_copy(0, own, values)
-        joined: Tensor = _SumAlike.apply(whole, self.group)  # type: ignore[no-untyped-call]
-        return joined
+    def all_gather_logps(self, values: Tensor, index: Tensor, count: int) -> Tensor:
+        """Gather per-token values from all ranks: [local] -> [count]. Gradients reach only the rank that owns a value.
+
+        index: [local] position of each local value in the result.
+        """
+        full = values.new_zeros(count).index_copy(0, index, values)
+        gathered: Tensor = _AllReduceIdentityGrad.apply(full, self.group)  # type: ignore[no-untyped-call]
+        return gathered
 
     def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._trade(query), self._trade(self._enough(key)), self._trade(self._enough(value))
+        key, value = self._repeat_kv(key), self._repeat_kv(value)
+        return self._all_to_all_heads(query), self._all_to_all_heads(key), self._all_to_all_heads(value)
 
     def scatter_sequence(self, attended: Tensor) -> Tensor:
         """[1, heads / size, rows, dim] -> [1, heads, rows / size, dim]."""
         _, heads, rows, dim = attended.shape
-        parts = attended.reshape(heads, self.size, rows // self.size, dim).transpose(0, 1)
-        traded: Tensor = _AllToAll.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
-        return traded.reshape(1, self.size * heads, rows // self.size, dim)
+        shards = attended.reshape(heads, self.size, rows // self.size, dim).transpose(0, 1)
+        received: Tensor = _AllToAll.apply(shards.contiguous(), self.group)  # type: ignore[no-untyped-call]
+        return received.reshape(1, self.size * heads, rows // self.size, dim)
 
-    def _trade(self, states: Tensor) -> Tensor:
+    def _all_to_all_heads(self, states: Tensor) -> Tensor:
         """[1, heads, rows / size, dim] -> [1, heads / size, rows, dim]."""
         _, heads, rows, dim = states.shape
-        parts = states.reshape(self.size, heads // self.size, rows, dim)
-        traded: Tensor = _AllToAll.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
-        return traded.transpose(0, 1).reshape(1, heads // self.size, self.size * rows, dim)
+        shards = states.reshape(self.size, heads // self.size, rows, dim)
+        received: Tensor = _AllToAll.apply(shards.contiguous(), self.group)  # type: ignore[no-untyped-call]
+        return received.transpose(0, 1).reshape(1, heads // self.size, self.size * rows, dim)
 
-    def _enough(self, states: Tensor) -> Tensor:
-        """Repeat heads of keys or values where there are fewer of them than parts."""
+    def _repeat_kv(self, states: Tensor) -> Tensor:
+        """Repeat key/value heads if there are fewer of them than ranks."""
         repeats = self.size // states.shape[1] if states.shape[1] < self.size else 1
         return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i: [size, ...] -> [size, ...]; its own inverse."""
+    """Send slice i of the first dimension to rank i: [size, ...] -> [size, ...]. It is its own inverse."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, shards: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
+        received = torch.empty_like(shards)
+        dist.all_to_all_single(received, shards, group=group)
         return received
 
     @staticmethod
@@ -75,12 +79,12 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad.contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
 
 
-class _SumAlike(torch.autograd.Function):
-    """A sum over processes that all go on with it in the same way: each one's gradient is whole already."""
+class _AllReduceIdentityGrad(torch.autograd.Function):
+    """All-reduce whose backward is the identity: every rank computes the same loss from the sum."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
-        total = own.clone()
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+        total = local.clone()
         dist.all_reduce(total, group=group)
         return total
 

@@ -1,6 +1,7 @@
-"""The processes of a policy: which share of the data is ours, and the few things that they do together.
+"""Process groups and the collectives that training uses.
 
-One process is the only rank of one. Nothing is sent then, and no other code can tell the difference.
+A single process is a group of size 1: its collectives return their input without communication, so callers need no
+special case.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, Response
 
 T = TypeVar("T")
 Metrics = dict[str, MetricSum]
-# numbers in one message: large enough to keep a network busy, small beside the gradient itself
-_BUCKET_NUMBERS = 1 << 24
+# elements per all-reduce: large enough to saturate a network, small compared with the gradient
+_BUCKET_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some processes, and which of them we are. A group of one has no process group and sends nothing."""
+    """A process group and this process's rank in it. A group of size 1 has no process group."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def all_reduce_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
-        """Add up metrics and whole numbers, in one message; every process has the same names."""
+        """Sum metrics and integer counts over the group in one all-reduce; metric names must match on all ranks."""
         if self.size == 1:
             return metrics, list(counts)
         flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
@@ -42,11 +43,11 @@ class Group:
         }, total
 
     def only_on_rank0(self, metrics: Metrics) -> Metrics:
-        """Keep what all have measured alike on one of them, so that their sum counts it once."""
+        """Zero the metrics on all ranks but 0, so that summing replicated values counts them once."""
         return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
 
     def gather_object(self, value: T) -> list[T] | None:
-        """Bring one value of every process to the first; None on the others."""
+        """Gather one value per rank on rank 0; None on the other ranks."""
         if self.size == 1:
             return [value]
         values: list[T] | None = [value] * self.size if self.rank == 0 else None
@@ -54,7 +55,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T) -> T:
-        """Give every process the first one's value; those that are not connected keep their own."""
+        """Return rank 0's value on every rank; without a process group, return the local value."""
         if self.size == 1 or self.group is None:
             return value
         values = [value]
@@ -62,19 +63,19 @@ class Group:
         return values[0]
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Give every process the values of all, in the order of the ranks."""
+        """Return the values of all ranks, in rank order, on every rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def names_on_other_ranks(self, names: Iterable[str]) -> set[str]:
-        """Say which names other processes have that this one has not; all take part."""
-        own = set(names)
-        return {name for theirs in self.all_gather_object(sorted(own)) for name in theirs} - own
+        """Return the names that other ranks have and this rank does not; a collective call."""
+        local = set(names)
+        return set().union(*self.all_gather_object(sorted(local))) - local
 
     def clone_for_thread(self) -> Group:
-        """The same processes on a line of their own: messages of another thread must not mix with those of training."""
+        """Create a separate gloo group of the same processes, so that collectives of two threads do not interleave."""
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -82,10 +83,10 @@ class Group:
         return Group(self.rank, self.size, group)
 
     def all_reduce(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:
-        """Add up numbers and whole numbers, place by place."""
+        """Sum floats and integer counts elementwise over the group."""
         if self.size == 1:
             return list(numbers), list(counts)
-        # fp64 is exact for whole numbers to 2**53, so counts travel with the rest
+        # fp64 represents integers up to 2**53 exactly, so counts share the all-reduce
         vector = torch.tensor([*numbers, *map(float, counts)], dtype=torch.float64)
         dist.all_reduce(vector, group=self.group)
         sums = vector.tolist()
@@ -97,16 +98,16 @@ SINGLE_PROCESS = Group()
 
 @dataclass(frozen=True)
 class DataParallelGroup(Group):
-    """`size` data-parallel ranks, each with a share of every step.
+    """`size` data-parallel ranks, each with a subset of the pairs of every step.
 
-    The group connects the processes that differ in their share alone, with gloo for host memory and, on GPUs, NCCL for
-    device memory. A rank may be several processes that split its model.
+    The group connects processes that hold the same model shard and different data, with gloo for host memory and, on
+    GPUs, NCCL for device memory. One data-parallel rank may be several processes (pp, cp, tp).
 
-    of_metrics: all data ranks and all stages of a pipeline, of which the last tells the metrics; None: the ranks.
-    of_all: every process of the policy; None: the ranks.
-    keeps_step: a forward of one rank needs all others, so that all make the same number of them.
-    sums_gradients: gradients are left for us to sum, not done by the engine in its backward.
-    speaks: of the processes of one rank, we are the one that writes what they all know.
+    metrics_ranks: all data-parallel ranks of all pipeline stages, of which the last computes the metrics; None: self.
+    all_ranks: every process of the policy; None: self.
+    needs_lockstep: a forward is a collective (FSDP), so all ranks must run the same number of forwards.
+    reduces_gradients: `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so.
+    is_writer: this process writes results on behalf of its data-parallel rank.
     """
 
     metrics_ranks: Group | None = None
@@ -124,7 +125,7 @@ class DataParallelGroup(Group):
         return self.all_ranks or self
 
     def max_over_ranks(self, count: int) -> int:
-        """The largest of the ranks' counts where they must keep step; otherwise our own."""
+        """Return the largest count of all ranks if they run in lockstep, else the local count."""
         if self.size == 1 or not self.needs_lockstep:
             return count
         largest = torch.tensor([count])
@@ -132,57 +133,58 @@ class DataParallelGroup(Group):
         return int(largest)
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave the sum over all ranks in every gradient: the loss is divided by the pairs of the whole step.
+        """Sum every gradient over the ranks, in place: the loss is already divided by the pairs of the global step.
 
-        DistributedDataParallel would average, and reduce inside the one backward that micro-batches do not have.
+        DistributedDataParallel would average, and would reduce in every micro-batch's backward.
         """
         if self.size == 1 or not self.reduces_gradients:
             return
-        # a parameter that no rank has a gradient of keeps none, as in one process: AdamW would decay it
+        # a parameter without a gradient on any rank keeps None, as in one process: AdamW would apply weight decay
         holders, _ = self.all_reduce([float(p.grad is not None) for p in parameters])
         gradients = []
         for parameter, num_holders in zip(parameters, holders, strict=True):
             if num_holders:
-                # a rank without pairs in this step adds nothing
+                # a rank without pairs in this step contributes zeros
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients.append(to_local(parameter.grad))
         all_reduce_bucketed(gradients, self)
 
-    def all_gather_pairs(self, own: ObjectiveInputs) -> list[ObjectiveInputs]:
-        """Give every rank the pairs of all ranks, in the order of the ranks; no gradient passes."""
+    def all_gather_pairs(self, local: ObjectiveInputs) -> list[ObjectiveInputs]:
+        """Return the pairs of every rank, in rank order, without gradients."""
         if self.size == 1:
-            return [own]
-        device = own.policy.chosen.values.device
-        parts = [self._gather_ragged(tensor) for tensor in _tensors(own)]
-        return [_pairs([part[rank].to(device) for part in parts], own) for rank in range(self.size)]
+            return [local]
+        device = local.policy.chosen.values.device
+        gathered = [self._gather_ragged(tensor) for tensor in _flatten(local)]
+        return [_unflatten([by_rank[rank].to(device) for by_rank in gathered], local) for rank in range(self.size)]
 
-    def _gather_ragged(self, own: Tensor) -> list[Tensor]:
+    def _gather_ragged(self, local: Tensor) -> list[Tensor]:
+        """All-gather 1-D tensors of different lengths, on the CPU."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
+        dist.all_gather(sizes, torch.tensor([local.numel()]), group=self.group)
         lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=own.dtype)
-        padded[: own.numel()] = own.detach().cpu()
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        padded = torch.zeros(max(lengths), dtype=local.dtype)
+        padded[: local.numel()] = local.detach().cpu()
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [tensor[:length] for tensor, length in zip(gathered, lengths, strict=True)]
 
 
-def all_reduce_bucketed(tensors: Sequence[Tensor], over: Group) -> None:
-    """Leave the sum over a group in every tensor; many small ones travel as one message, in fp32 at least."""
+def all_reduce_bucketed(tensors: Sequence[Tensor], group: Group) -> None:
+    """Sum every tensor over a group, in place. Small tensors share one all-reduce; sums are fp32 or wider."""
     for bucket in _buckets(tensors):
         wide = torch.promote_types(bucket[0].dtype, torch.float32)
         flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
-        dist.all_reduce(flat, group=over.group)
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        dist.all_reduce(flat, group=group.group)
+        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(total.view_as(tensor))
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group neighbours of one dtype into messages of bounded size."""
+    """Group consecutive tensors of one dtype into buckets of bounded size."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
-        if bucket and (size + gradient.numel() > _BUCKET_NUMBERS or gradient.dtype != bucket[0].dtype):
+        if bucket and (size + gradient.numel() > _BUCKET_ELEMENTS or gradient.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)
@@ -196,8 +198,8 @@ def _sides(pairs: ObjectiveInputs) -> list[ResponseLogps]:
     return [side for model in models for side in (model.chosen, model.rejected)]
 
 
-def _tensors(pairs: ObjectiveInputs) -> list[Tensor]:
-    """Every tensor of some pairs; an absent column is empty. Its inverse is `_pairs`."""
+def _flatten(pairs: ObjectiveInputs) -> list[Tensor]:
+    """List every tensor of some pairs; an absent column becomes an empty tensor. Inverse of `_unflatten`."""
     tensors = []
     for side in _sides(pairs):
         tensors += [side.values, side.lengths]
@@ -206,7 +208,7 @@ def _tensors(pairs: ObjectiveInputs) -> list[Tensor]:
     return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
 
 
-def _pairs(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
+def _unflatten(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
     remaining = iter(tensors)
     sides = [
         ResponseLogps(next(remaining), next(remaining), None if side.log_sum_squared_probs is None else next(remaining))

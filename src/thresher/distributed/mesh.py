@@ -1,8 +1,8 @@
-"""The one mesh of a policy: how many processes each axis has, and which groups of processes follow from them.
+"""Device mesh of a policy: the size of each parallel axis and the process groups that follow from it.
 
-Axes from the outside in: pp (stages of a pipeline), dp_replicate (whole copies), dp_shard (ranks that split weights,
-gradients and optimizer), cp (parts of a row), tp (parts of every matrix). Neighbours along tp talk most and have
-neighbouring numbers, so that they sit on one node.
+Axes from the outermost in: pp (pipeline stages), dp_replicate (full replicas), dp_shard (FSDP: weights, gradients and
+optimizer state), cp (sequence shards), tp (matrix shards). tp is innermost because it communicates most: adjacent ranks
+are on the same node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Processes along each axis; their product is the number of processes."""
+    """Size of each axis; their product is the number of processes."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -44,30 +44,30 @@ class ParallelDims:
 
     @property
     def fsdp_size(self) -> int:
-        """Processes over which each weight is split, beside tp: parts of a row sum gradients as data ranks do."""
+        """FSDP shards per weight: cp ranks sum gradients as data-parallel ranks do, so both shard weights."""
         return self.dp_shard * self.cp
 
     @property
     def is_replicated(self) -> bool:
-        """Every process has a whole model and whole rows."""
+        """Every process has the full model and full rows."""
         return self.pp == self.fsdp_size == self.tp == 1
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups that this process is in."""
+    """The device mesh, and the process groups of this process."""
 
     dims: ParallelDims
     device_mesh: DeviceMesh
 
     @classmethod
-    def create(cls, sizes: ParallelDims, device: torch.device) -> Mesh:
-        """Make the groups of every axis; all processes take part."""
-        mesh = init_device_mesh(device.type, sizes.sizes, mesh_dim_names=AXES)
+    def create(cls, dims: ParallelDims, device: torch.device) -> Mesh:
+        """Create the process groups of every axis; a collective call."""
+        mesh = init_device_mesh(device.type, dims.sizes, mesh_dim_names=AXES)
         mesh["dp_replicate", "dp_shard"]._flatten("data")
         mesh["dp_shard", "cp"]._flatten("shard")
         mesh["pp", "dp_replicate", "dp_shard"]._flatten("metrics")
-        return cls(sizes, mesh)
+        return cls(dims, mesh)
 
     def data_parallel_group(self) -> DataParallelGroup:
         data = self.group("data")
@@ -89,6 +89,6 @@ class Mesh:
     def context_parallel(self) -> ContextParallel | None:
         if self.dims.cp == 1:
             return None
-        parts = self.group("cp")
-        assert parts.group is not None  # noqa: S101
-        return ContextParallel(parts.rank, parts.size, parts.group)
+        cp = self.group("cp")
+        assert cp.group is not None  # noqa: S101
+        return ContextParallel(cp.rank, cp.size, cp.group)

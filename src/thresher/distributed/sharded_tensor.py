@@ -1,4 +1,4 @@
-"""Tensors that are split over processes: which part of the whole a process has."""
+"""Local shard of a tensor that may be a DTensor: its data and its position in the full tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this process's part of a tensor lies in the whole."""
+    """Return the slices of the full tensor that this process holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -16,5 +16,5 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return the local shard; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,9 @@
-"""Log-probabilities under the LM head, a slice of the vocabulary at a time: the logits are never whole in memory.
+"""Log-probabilities under the LM head, one vocabulary slice at a time: the full logits are never in memory.
 
-One autograd function for plain, scaled and soft-capped logits. Each slice's logits are made, folded into a running
-log-sum-exp and dropped; the backward makes them again. Slicing the vocabulary instead of the rows writes each slice of
-the weight's gradient once, and is how a head that is split over processes is scored: each folds its own slices, and
-two numbers a row are exchanged.
+One autograd function for plain, scaled and soft-capped logits. The logits of each slice are computed, folded into a
+running log-sum-exp and freed; the backward recomputes them. Slicing the vocabulary, not the rows, writes each slice of
+the weight's gradient once, and extends to a vocab-parallel head: each rank folds its slices, and two numbers per row
+are all-reduced.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# on a CPU a slice should fit into the cache; a GPU wants large products
+# logits per slice: on a CPU a slice should fit into the cache; a GPU needs large products
 LOGITS_AT_ONCE = 1 << 20
 LOGITS_AT_ONCE_ON_GPU = 1 << 26
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model family does between its head and the softmax."""
+    """Scale and soft cap that a model applies between its head and the softmax."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Work in place where it can: logits are large."""
+        """Transform logits, in place if possible: they are large."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def chain(self, grad: Tensor, transformed: Tensor) -> Tensor:
-        """The gradient before the transform, in place; `transformed` is what the transform gave."""
+    def backward(self, grad: Tensor, transformed: Tensor) -> Tensor:
+        """Return the gradient of the input, computed in place; `transformed` is the output."""
         if self.softcap is not None:
             grad = grad.mul_((transformed / self.softcap).square_().neg_().add_(1.0))
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
@@ -45,27 +45,27 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Where a process's rows of a split head begin in the vocabulary, and who holds the others."""
+    """Vocabulary shards of a head: the offset of the local shard, and the group that holds all shards."""
 
-    first: int
+    offset: int
     group: dist.ProcessGroup
 
-    def log_sum(self, own: Tensor) -> Tensor:
-        """The log-sum-exp over all shares from that of each: [num_rows] -> [num_rows]."""
-        largest = own.clone()
+    def log_sum(self, local: Tensor) -> Tensor:
+        """Combine the log-sum-exp of every shard: [num_rows] -> [num_rows]."""
+        largest = local.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return self.sum((own - largest).exp_()).log_().add_(largest)
+        return self.sum((local - largest).exp_()).log_().add_(largest)
 
-    def sum(self, own: Tensor) -> Tensor:
-        dist.all_reduce(own, group=self.group)
-        return own
+    def sum(self, local: Tensor) -> Tensor:
+        dist.all_reduce(local, group=self.group)
+        return local
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """The last linear map of a model, the precision of its products, and what follows it.
+    """The output projection of a model, the precision of its products, and the transform of its logits.
 
-    weight: [vocab, hidden]; bias: [vocab] or None; of a split head, the rows that are ours. Factors are rounded to
+    weight: [vocab, hidden]; bias: [vocab] or None; with vocab_parallel, the local shard. Factors are rounded to
     compute_dtype; sums are fp32 or wider.
     """
 
@@ -73,37 +73,37 @@ class LMHead:
     bias: Tensor | None
     compute_dtype: torch.dtype
     transform: LogitTransform
-    share: VocabParallel | None = None
+    vocab_parallel: VocabParallel | None = None
 
     @property
     def sum_dtype(self) -> torch.dtype:
         return torch.promote_types(self.compute_dtype, torch.float32)
 
-    def logits(self, rows: Tensor, part: slice) -> Tensor:
-        """Transformed logits of a slice of the vocabulary: [num_rows, slice]."""
-        logits = self.product(rows, self.weight[part].T)
+    def logits(self, rows: Tensor, vocab: slice) -> Tensor:
+        """Transformed logits of a vocabulary slice: [num_rows, slice]."""
+        logits = self.product(rows, self.weight[vocab].T)
         if self.bias is not None:
-            logits += self.bias[part].to(logits.dtype)
+            logits += self.bias[vocab].to(logits.dtype)
         return self.transform(logits)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right in compute_dtype, its sums unrounded.
+        """left @ right with factors in compute_dtype and fp32 sums.
 
-        bf16 logits would be off by up to 0.06 nats at 16, per token.
+        Rounding logits near 16 to bf16 would cost up to 0.06 nats per token.
         """
         if self.compute_dtype == self.sum_dtype:
             return left.to(self.sum_dtype) @ right.to(self.sum_dtype)
         if left.device.type == "cpu":
-            with _bf16_inside():
+            with _bf16_matmul():
                 return left.float() @ right.float()
         return torch.mm(left.to(self.compute_dtype), right.to(self.compute_dtype), out_dtype=torch.float32)
 
     def vocab_slices(self, num_rows: int) -> Iterator[slice]:
-        """Slices of the vocabulary, of nearly the same size, whose logits are at most so many numbers."""
+        """Split the vocabulary into slices of nearly equal size, with at most LOGITS_AT_ONCE logits each."""
         vocab = self.weight.shape[0]
         at_once = LOGITS_AT_ONCE if self.weight.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
         count = min(vocab, max(1, -(-num_rows * vocab // at_once)))
-        edges = [vocab * number // count for number in range(count + 1)]
+        edges = [vocab * index // count for index in range(count + 1)]
         return (slice(start, stop) for start, stop in pairwise(edges))
 
 
@@ -117,31 +117,31 @@ def target_logps(head: LMHead, rows: Tensor, targets: Tensor) -> Tensor:
 def log_sum_squared_probs(head: LMHead, rows: Tensor) -> Tensor:
     """log(sum_v p(v)^2) at each row, without gradient."""
     log_sum, log_square_sum = (rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype) for _ in range(2))
-    for part in head.vocab_slices(len(rows)):
-        logits = head.logits(rows, part)
+    for vocab in head.vocab_slices(len(rows)):
+        logits = head.logits(rows, vocab)
         log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
         log_square_sum = torch.logaddexp(log_square_sum, logits.mul_(2.0).logsumexp(1))
-    if head.share is not None:
-        log_sum, log_square_sum = head.share.log_sum(log_sum), head.share.log_sum(log_square_sum)
+    if (shards := head.vocab_parallel) is not None:
+        log_sum, log_square_sum = shards.log_sum(log_sum), shards.log_sum(log_square_sum)
     return log_square_sum - 2.0 * log_sum
 
 
 class _TargetLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: LMHead) -> Tensor:
-        share = head.share
-        targets = targets if share is None else targets - share.first
+        shards = head.vocab_parallel
+        targets = targets if shards is None else targets - shards.offset
         log_sum = rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype)
         found = torch.zeros_like(log_sum)
-        for part in head.vocab_slices(len(rows)):
-            logits = head.logits(rows, part)
-            is_here, columns = _targets_in(part, targets)
-            found = torch.where(is_here, logits.gather(1, columns).squeeze(1), found)
+        for vocab in head.vocab_slices(len(rows)):
+            logits = head.logits(rows, vocab)
+            is_target, columns = _targets_in(vocab, targets)
+            found = torch.where(is_target, logits.gather(1, columns).squeeze(1), found)
             log_sum = torch.logaddexp(log_sum, _log_sum(logits))
-        if share is not None:
-            log_sum, found = share.log_sum(log_sum), share.sum(found)
+        if shards is not None:
+            log_sum, found = shards.log_sum(log_sum), shards.sum(found)
         ctx.save_for_backward(rows, weight, bias, targets, log_sum)
-        ctx.compute_dtype, ctx.transform, ctx.share = head.compute_dtype, head.transform, share
+        ctx.compute_dtype, ctx.transform, ctx.shards = head.compute_dtype, head.transform, shards
         return found - log_sum
 
     @staticmethod
@@ -152,47 +152,47 @@ class _TargetLogps(torch.autograd.Function):
         grad_rows = rows.new_zeros(rows.shape, dtype=head.sum_dtype) if needs_rows else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        # each row's factor goes to the narrow side of both products, never over the logits
+        # scale rows by their incoming gradient, not the logits: they are smaller
         weighted_rows = rows.to(head.sum_dtype) * grad[:, None]
-        for part in head.vocab_slices(len(rows)):
-            logits = head.logits(rows, part)
+        for vocab in head.vocab_slices(len(rows)):
+            logits = head.logits(rows, vocab)
             errors = (logits.clone() if head.transform.softcap is not None else logits).sub_(log_sum[:, None])
             errors = errors.exp_().neg_()
-            is_here, columns = _targets_in(part, targets)
-            errors.scatter_add_(1, columns, is_here[:, None].to(errors.dtype))
-            errors = head.transform.chain(errors, logits)
+            is_target, columns = _targets_in(vocab, targets)
+            errors.scatter_add_(1, columns, is_target[:, None].to(errors.dtype))
+            errors = head.transform.backward(errors, logits)
             if grad_rows is not None:
-                grad_rows += head.product(errors, weight[part])
+                grad_rows += head.product(errors, weight[vocab])
             if grad_weight is not None:
-                grad_weight[part] = head.product(errors.T, weighted_rows)
+                grad_weight[vocab] = head.product(errors.T, weighted_rows)
             if grad_bias is not None:
-                grad_bias[part] = errors.T @ grad
+                grad_bias[vocab] = errors.T @ grad
         if grad_rows is not None:
-            grad_rows = grad_rows if ctx.share is None else ctx.share.sum(grad_rows)
+            grad_rows = grad_rows if ctx.shards is None else ctx.shards.sum(grad_rows)
             grad_rows = grad_rows.mul_(grad[:, None]).to(rows.dtype)
         return grad_rows, grad_weight, grad_bias, None, None
 
 
-def _targets_in(part: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets lie in a slice, and their columns there: [num_rows] bool, [num_rows, 1]."""
-    columns = targets - part.start
-    is_here = (columns >= 0) & (columns < part.stop - part.start)
-    return is_here, columns.clamp(0, part.stop - part.start - 1)[:, None]
+def _targets_in(vocab: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which targets are in a slice, and their columns there: [num_rows] bool, [num_rows, 1]."""
+    columns = targets - vocab.start
+    is_target = (columns >= 0) & (columns < vocab.stop - vocab.start)
+    return is_target, columns.clamp(0, vocab.stop - vocab.start - 1)[:, None]
 
 
 def _log_sum(logits: Tensor) -> Tensor:
-    """logsumexp over the last dimension that overwrites its input."""
+    """logsumexp over the last dimension; overwrites its input."""
     largest = logits.amax(1)
     return logits.sub_(largest[:, None]).exp_().sum(1).log_().add_(largest)
 
 
 @contextmanager
-def _bf16_inside() -> Iterator[None]:
-    """fp32 products on the CPU with factors rounded to bf16 and unrounded sums, where the processor can; else in fp32.
+def _bf16_matmul() -> Iterator[None]:
+    """Let fp32 matmuls on the CPU round their factors to bf16, with fp32 sums, if the processor supports it.
 
-    On a processor with AMX they take a quarter to a half of the time.
+    With AMX they take a quarter to a half of the time.
     """
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # created at run time
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

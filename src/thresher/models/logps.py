@@ -1,6 +1,6 @@
-"""Pairs in, per-token logps out: the one forward that training, evaluation and the reference share.
+"""Per-token logps of pairs: the one forward that training, evaluation and the reference share.
 
-Only rows that predict scored tokens reach the LM head, and their logits are never whole in memory.
+Only rows that predict scored tokens reach the LM head, and their full logits are never in memory (see lm_head.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
@@ -33,21 +33,16 @@ from thresher.models.pipeline_chunk import Chunk
 
 @dataclass(frozen=True)
 class PairModel:
-    """A causal LM taken apart at the hidden states: backbone, head, and what the family does to its logits.
+    """A causal LM that scores pairs; create one with `for_layout`, which prepares the model.
 
-    row_share: the part of every packed row that this process computes; None where it computes all of them.
+    skips_unscored_rows: the last layer computes only the rows that `ModelInputs.kept` lists.
+    context_parallel: the sequence shard of every packed row that this process computes; None: full rows.
     """
 
     causal_lm: nn.Module
     compute_dtype: torch.dtype
     skips_unscored_rows: bool = False
     context_parallel: ContextParallel | None = None
-
-    def __post_init__(self) -> None:
-        plain: Any = self.base_model
-        if getattr(plain.forward, "__func__", None) is not _forward_or_score:
-            plain.original_forward = plain.forward
-            plain.forward = MethodType(_forward_or_score, plain)
 
     @classmethod
     def for_layout(
@@ -57,16 +52,17 @@ class PairModel:
         layout: Layout,
         context_parallel: ContextParallel | None = None,
     ) -> PairModel:
-        """Give a model the attention that a layout's rows need, and the savings that its shape allows."""
+        """Attach the pair forward and, for packed rows, their attention and the optimizations that the model allows."""
+        model = base_model(causal_lm)
+        attach_pair_forward(model)
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype)
         register_pair_attention()
-        plain = base_model(causal_lm)
-        plain.set_attn_implementation(PAIR_ATTENTION)
-        use_memory_efficient_layers(plain.get_decoder())
-        # which rows the last layer may leave out is known of whole rows only
-        prunes = context_parallel is None and skip_unscored_rows(plain.get_decoder())
-        return cls(causal_lm, compute_dtype, prunes, context_parallel)
+        model.set_attn_implementation(PAIR_ATTENTION)
+        use_memory_efficient_layers(model.get_decoder())
+        # the rows to keep are numbered in the full row, so a sequence shard computes all of its rows
+        skips_rows = context_parallel is None and skip_unscored_rows(model.get_decoder())
+        return cls(causal_lm, compute_dtype, skips_rows, context_parallel)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -78,17 +74,12 @@ class PairModel:
         return decoder
 
     @property
-    def head(self) -> nn.Linear:
-        head: nn.Linear = self.base_model.get_output_embeddings()
-        return head
-
-    @property
     def device(self) -> torch.device:
         return next(self.causal_lm.parameters()).device
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The precision of the weights, and of the hidden states that layers add to."""
+        """Precision of the weights and of the residual stream."""
         return next(self.base_model.parameters()).dtype
 
     @property
@@ -100,33 +91,33 @@ class PairModel:
         return max_positions(self.base_model.config)
 
     def score(self, batch: ModelInputs, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
-        """Score the response tokens of a micro-batch; gradients flow unless the caller forbids them."""
-        # through the model's own call, not past it: engines hang on to it what they do before and after a forward
+        """Score the response tokens of a micro-batch, with gradients unless the caller disables them."""
         return self.split_sides(batch, *self.base_model(pair_request=partial(self._score, batch, with_squared_probs)))
 
     def compute_chunk(
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute some layers of a micro-batch: the hidden states after them or, after the last ones, what `sides`
-        takes. Those that enter are None for the first layers.
+        """Compute the layers of a chunk: hidden states or, for the last chunk, the arguments of `split_sides`.
+
+        entering: hidden states of the previous chunk; None for the first.
         """
         request = partial(self._compute_chunk, chunk, batch, entering, with_squared_probs)
-        computed: tuple[Tensor, Tensor | None] = self.base_model(pair_request=request)
-        return computed
+        out: tuple[Tensor, Tensor | None] = self.base_model(pair_request=request)
+        return out
 
     def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
-        """The shape of a micro-batch's hidden states in this process, before and after every layer but a pruned one."""
+        """Shape of a micro-batch's hidden states in this process, except after a last layer that skips rows."""
         sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
-        parts = 1 if self.context_parallel is None else self.context_parallel.size
-        return sequences, rows // parts, self.hidden_size
+        cp_size = 1 if self.context_parallel is None else self.context_parallel.size
+        return sequences, rows // cp_size, self.hidden_size
 
-    def split_sides(self, batch: ModelInputs, values: Tensor, collision: Tensor | None) -> ChosenRejectedLogps:
-        """Take the logps of all scored tokens apart: those of chosen responses come first."""
+    def split_sides(self, batch: ModelInputs, values: Tensor, squared_probs: Tensor | None) -> ChosenRejectedLogps:
+        """Split per-token values into chosen and rejected; chosen responses come first."""
         chosen_lengths, rejected_lengths = batch.chosen_lengths.to(self.device), batch.rejected_lengths.to(self.device)
         split = int(batch.chosen_lengths.sum())
         return ChosenRejectedLogps(
-            ResponseLogps(values[:split], chosen_lengths, None if collision is None else collision[:split]),
-            ResponseLogps(values[split:], rejected_lengths, None if collision is None else collision[split:]),
+            ResponseLogps(values[:split], chosen_lengths, None if squared_probs is None else squared_probs[:split]),
+            ResponseLogps(values[split:], rejected_lengths, None if squared_probs is None else squared_probs[split:]),
         )
 
     def _score(self, batch: ModelInputs, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
@@ -137,7 +128,7 @@ class PairModel:
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
         batch = self._padded(batch)
-        with chunk.alone(self.backbone):
+        with chunk.activate(self.backbone):
             hidden = self._hidden_states(batch, entering)
         if chunk.is_last:
             return self._logps(batch, hidden, with_squared_probs)
@@ -147,27 +138,32 @@ class PairModel:
         return batch if self.context_parallel is None else pad_to_multiple(batch, self.context_parallel.size)
 
     def _logps(self, batch: ModelInputs, hidden: Tensor, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
-        rows, places = self._scored_states(batch, hidden)
-        targets = batch.targets.to(rows.device)
-        head = self.head_for(rows)
-        values = target_logps(head, rows, targets if places is None else targets[places])
-        collision = log_sum_squared_probs(head, rows) if with_squared_probs else None
-        if self.context_parallel is not None and places is not None:
-            values = self.context_parallel.all_gather_logps(values, places, len(targets))
-            collision = (
-                None if collision is None else self.context_parallel.all_gather_logps(collision, places, len(targets))
-            )
-        return values, collision
+        states = hidden.reshape(-1, hidden.shape[-1])
+        in_kept = None if self._kept_rows(batch) is None else batch.scored_in_kept
+        rows = (batch.scored_rows if in_kept is None else in_kept).to(hidden.device)
+        targets = batch.targets.to(hidden.device)
+        cp, count = self.context_parallel, len(targets)
+        if cp is not None:
+            index, rows = cp.local_scored_rows(rows, len(states))
+            targets = targets[index]
+        scored = states.index_select(0, rows)
+        head = self._lm_head(scored.dtype)
+        values = target_logps(head, scored, targets)
+        squared_probs = log_sum_squared_probs(head, scored) if with_squared_probs else None
+        if cp is not None:
+            values = cp.all_gather_logps(values, index, count)
+            squared_probs = None if squared_probs is None else cp.all_gather_logps(squared_probs, index, count)
+        return values, squared_probs
 
     def _hidden_states(self, batch: ModelInputs, entering: Tensor | None = None) -> Tensor:
-        """What the decoder makes of a micro-batch, or of the hidden states that earlier layers made of it."""
+        """Run the decoder on a micro-batch, or on the hidden states that a previous pipeline stage made of it."""
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
         context: dict[str, object] = {}
         if batch.segments is not None:
-            # segments reach our attention function through the keyword arguments that transformers hands down
+            # transformers passes unknown keyword arguments down to the attention function
             context["pair_visibility"] = PackedAttention(batch.segments, self.context_parallel)
-        if (kept := self._kept(batch)) is not None:
+        if (kept := self._kept_rows(batch)) is not None:
             context["pair_kept"] = KeptRows(kept.rows.to(device), kept.visibility)
         if self.context_parallel is not None:
             inputs = self.context_parallel.shard_inputs(inputs)
@@ -178,31 +174,24 @@ class PairModel:
             hidden: Tensor = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
         return hidden
 
-    def _kept(self, batch: ModelInputs) -> KeptRows | None:
-        """The rows that our last layer computes; None where it computes all."""
+    def _kept_rows(self, batch: ModelInputs) -> KeptRows | None:
+        """Return the rows that the last layer computes; None: all."""
         return batch.kept if self.skips_unscored_rows and len(batch.scored_rows) else None
 
-    def _scored_states(self, batch: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The hidden states of scored rows, and which of them these are where another process has the rest."""
-        states = hidden.reshape(-1, hidden.shape[-1])
-        in_kept = None if self._kept(batch) is None else batch.scored_in_kept
-        scored = (batch.scored_rows if in_kept is None else in_kept).to(hidden.device)
-        if self.context_parallel is None:
-            return states.index_select(0, scored), None
-        own, places = self.context_parallel.local_scored_rows(scored, len(states))
-        return states.index_select(0, places), own
-
-    def head_for(self, rows: Tensor) -> LMHead:
-        """The head as it scores such rows: in our precision, or in fp64 where everything is."""
-        compute_dtype = rows.dtype if rows.dtype == torch.float64 else self.compute_dtype
-        weight: Tensor = self.head.weight
-        bias: Tensor | None = self.head.bias
-        transform = logit_transform(self.causal_lm)
-        if not isinstance(weight, DTensor):
-            return LMHead(weight, bias, compute_dtype, transform)
-        share = VocabParallel(first_row(weight), weight.device_mesh.get_group())
-        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-        return LMHead(weight.to_local(), own_bias, compute_dtype, transform, share)
+    def _lm_head(self, hidden_dtype: torch.dtype) -> LMHead:
+        """Return this process's shard of the head; it computes in compute_dtype, or in fp64 for fp64 hidden states."""
+        head: nn.Linear = self.base_model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        vocab_parallel = None
+        if isinstance(weight, DTensor):
+            vocab_parallel = VocabParallel(local_slices(weight)[0].start, weight.device_mesh.get_group())
+        return LMHead(
+            to_local(weight),
+            None if bias is None else to_local(bias),
+            hidden_dtype if hidden_dtype == torch.float64 else self.compute_dtype,
+            logit_transform(self.causal_lm),
+            vocab_parallel,
+        )
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         if self.compute_dtype == self.stored_dtype:
@@ -210,19 +199,24 @@ class PairModel:
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
 
-def _forward_or_score(model: Any, *args: Any, pair_request: Callable[[], Any] | None = None, **rest: Any) -> Any:
-    """A causal LM's forward, which also answers a request for logps."""
+def attach_pair_forward(model: PreTrainedModel) -> None:
+    """Let `model(pair_request=function)` call the function instead of the original forward; idempotent.
+
+    The function then runs inside the model's `__call__`, so that hooks around a forward (FSDP2 gathers the weights in
+    one) also run around it. The original forward stays available as `model.original_forward`.
+    """
+    module: Any = model
+    if getattr(module.forward, "__func__", None) is not _pair_forward:
+        module.original_forward = module.forward
+        module.forward = MethodType(_pair_forward, module)
+
+
+def _pair_forward(model: Any, *args: Any, pair_request: Callable[[], Any] | None = None, **rest: Any) -> Any:
     return model.original_forward(*args, **rest) if pair_request is None else pair_request()
 
 
-def first_row(weight: DTensor) -> int:
-    """The number of the first row that this process holds of a matrix that is split by rows."""
-    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return int(offsets[0])
-
-
 def logit_transform(model: nn.Module) -> LogitTransform:
-    """Read from a model's config what its family does to logits."""
+    """Read the scale and soft cap of a model's logits from its config."""
     config = base_model(model).config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
@@ -234,22 +228,22 @@ def logit_transform(model: nn.Module) -> LogitTransform:
 
 @contextmanager
 def original_forward(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as its authors wrote it, for the length of a `with` block."""
-    plain = base_model(model)
-    before = plain.config._attn_implementation
+    """Use the model's original layers and attention within a `with` block."""
+    transformers_model = base_model(model)
+    before = transformers_model.config._attn_implementation
     if before != PAIR_ATTENTION:
         yield
         return
-    # not every family has sdpa: the scores of Gemma 2 are capped
-    plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
+    # sdpa is not available to all: Gemma 2 soft-caps its scores
+    transformers_model.set_attn_implementation("sdpa" if transformers_model._supports_sdpa else "eager")
     try:
-        with original_forwards(plain):
+        with original_forwards(transformers_model):
             yield
     finally:
-        plain.set_attn_implementation(before)
+        transformers_model.set_attn_implementation(before)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper (adapters live in its layers and stay active)."""
+    """Return the transformers model inside a PEFT wrapper; adapters are in its layers and stay active."""
     unwrap = getattr(model, "get_base_model", None)
     return cast("PreTrainedModel", model if unwrap is None else unwrap())

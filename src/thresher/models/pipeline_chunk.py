@@ -1,7 +1,7 @@
-"""Some layers of a decoder that a process computes in one go, while others hold the rest.
+"""Pipeline chunks: consecutive decoder layers that one process computes.
 
-A decoder keeps its whole list of layers, each under its number: names, windows and kinds of layers go by it. In the
-place of what another process computes stands a `IdentityModule`, which has no weights and hands on what it gets.
+The decoder keeps its full list of layers, because parameter names, windows and layer types depend on the layer's index.
+Modules of other processes are replaced by `IdentityModule`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from thresher.errors import UserError
 
 
 class IdentityModule(nn.Module):
-    """Stands where a layer, a norm, an embedding or a head of another process was."""
+    """Identity placeholder for a module owned by another pipeline stage."""
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_rest: Any) -> Tensor:
         return hidden_states
 
 
-def own_layers(decoder: nn.Module, setting: str, mend: str) -> list[nn.Module]:
-    """The layers that this process computes; `setting` and `mend` are for a model that is no stack of layers."""
+def local_layers(decoder: nn.Module, setting: str, hint: str) -> list[nn.Module]:
+    """Return the layers that this process computes; `setting` and `hint` go into the error if there are no layers."""
     layers = getattr(decoder, "layers", None)
     if not layers:
         raise UserError(
-            f"{setting} needs a model that is a stack of layers, and {type(decoder).__name__} keeps none under "
-            f"`layers`; {mend}"
+            f"{setting} needs a decoder with a list of layers, and {type(decoder).__name__} has no attribute `layers`; "
+            f"{hint}"
         )
     return [layer for layer in layers if not isinstance(layer, IdentityModule)]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers by their numbers; the last chunk has the last norm and the head, too."""
+    """Consecutive layers by index; the last chunk also has the final norm and the LM head."""
 
     index: int
     layers: range
@@ -49,11 +49,11 @@ class Chunk:
         return self.index == 0
 
     @contextmanager
-    def alone(self, decoder: Any) -> Iterator[None]:
-        """Let a decoder compute these layers and no others, for the length of a `with` block."""
-        layers, norm, other = decoder.layers, decoder.norm, IdentityModule()
-        decoder.layers = nn.ModuleList(layer if number in self.layers else other for number, layer in enumerate(layers))
-        decoder.norm = norm if self.is_last else other
+    def activate(self, decoder: Any) -> Iterator[None]:
+        """Let a decoder compute only these layers within a `with` block."""
+        layers, norm, identity = decoder.layers, decoder.norm, IdentityModule()
+        decoder.layers = nn.ModuleList(layer if i in self.layers else identity for i, layer in enumerate(layers))
+        decoder.norm = norm if self.is_last else identity
         try:
             yield
         finally:
@@ -62,10 +62,10 @@ class Chunk:
 
 @torch.no_grad()
 def check_accepts_hidden_states(model: PreTrainedModel) -> None:
-    """Refuse a family whose layers cannot be given the hidden states of the layers before them.
+    """Reject a model whose decoder cannot start from the hidden states of a previous stage.
 
-    A decoder without layers must give back its input, to the bit: one that scales embeddings or adds positions in its
-    own forward would do that once in every stage.
+    A decoder without layers must return `inputs_embeds` bit for bit: one that scales embeddings or adds positions in
+    its forward would do so in every stage.
     """
     decoder = model.get_decoder()
     family = model.config.model_type
@@ -73,20 +73,20 @@ def check_accepts_hidden_states(model: PreTrainedModel) -> None:
         getattr(decoder, "norm", None), nn.Module
     ):
         raise UserError(
-            f"pipeline stages need a decoder with `layers` and a last `norm`, and {type(decoder).__name__} of the "
-            f"model family {family} has them under other names; set pp_size to 1"
+            f"pipeline stages need a decoder with `layers` and a final `norm`, and {type(decoder).__name__} of the "
+            f"model family {family} has no attributes of these names; set pp_size to 1"
         )
     width = model.config.get_text_config().hidden_size
     hidden = torch.linspace(-1.0, 1.0, 2 * width, dtype=next(model.parameters()).dtype).reshape(1, 2, width)
-    nothing = Chunk(index=0, layers=range(0), is_last=False)
+    no_layers = Chunk(index=0, layers=range(0), is_last=False)
     try:
-        with nothing.alone(decoder):
+        with no_layers.activate(decoder):
             out = decoder(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False)
         is_same = torch.equal(out.last_hidden_state, hidden)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         is_same = False
     if not is_same:
         raise UserError(
-            f"pipeline stages hand hidden states from one to the next, and the forward of the model family {family} "
-            "changes what it is given before its first layer; set pp_size to 1"
+            f"pipeline stages pass hidden states as `inputs_embeds`, and the decoder of the model family {family} "
+            "changes them before its first layer; set pp_size to 1"
         )

@@ -1,1 +1,1 @@
-"""Attention over packed pairs: which rows see which, on every device, behind transformers' attention interface."""
+"""Attention over packed pairs, on CPU and GPU, registered with transformers' attention interface."""

@@ -1,4 +1,4 @@
-"""Attention by the formula, a segment at a time: for soft-capped scores and windows, and to check the fast paths."""
+"""Reference attention, one segment at a time: for soft-capped scores and sliding windows, and to check the kernels."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def dense_attention(
 ) -> Tensor:
     """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, value dim].
 
-    Memory is that of each segment's scores, the sum of length * context_length, not queries * rows.
+    Memory is the sum of length * context_length over segments, not queries * rows.
     """
-    # split and cat, never slices: a slice's gradient is as large as the row and filled with zeros, that of a split is
-    # one cat
+    # split and cat, not slices: the gradient of a slice is a zero-filled tensor of the full row, that of a split is one
+    # cat
     keys, values = _SplitRows(key, segments), _SplitRows(value, segments)
     queries = query.split([segment.length for segment in segments], dim=2)
-    parts = [
-        _attend(part, keys.seen_by(segment), values.seen_by(segment), scale, softcap, window)
-        for segment, part in zip(segments, queries, strict=True)
+    outputs = [
+        _attend(segment_query, keys.visible_to(segment), values.visible_to(segment), scale, softcap, window)
+        for segment, segment_query in zip(segments, queries, strict=True)
     ]
-    return torch.cat(parts, dim=2)
+    return torch.cat(outputs, dim=2)
 
 
 class _SplitRows:
-    """Keys or values, split wherever some segment or prefix begins or ends."""
+    """Keys or values, split at every segment and prefix boundary."""
 
     def __init__(self, rows: Tensor, segments: tuple[Segment, ...]) -> None:
         cuts = {0, rows.shape[2]}
@@ -44,45 +44,45 @@ class _SplitRows:
             cuts |= {segment.start, segment.stop}
             if segment.prefix_length:
                 cuts |= {segment.prefix_start, segment.prefix_stop}
-        places = sorted(cuts)
-        self._number_at = {place: number for number, place in enumerate(places)}
-        self._pieces: tuple[Tensor, ...] = rows.split([stop - start for start, stop in pairwise(places)], dim=2)
+        edges = sorted(cuts)
+        self._index_of = {edge: index for index, edge in enumerate(edges)}
+        self._pieces: tuple[Tensor, ...] = rows.split([stop - start for start, stop in pairwise(edges)], dim=2)
 
-    def seen_by(self, segment: Segment) -> Tensor:
-        """Join the rows of a segment's prefix, then its own, which is the order of their positions."""
-        pieces = self._run(segment.start, segment.stop)
+    def visible_to(self, segment: Segment) -> Tensor:
+        """Concatenate the rows of a segment's prefix and of the segment: the order of their positions."""
+        pieces = self._between(segment.start, segment.stop)
         if segment.prefix_length:
-            pieces = self._run(segment.prefix_start, segment.prefix_stop) + pieces
+            pieces = self._between(segment.prefix_start, segment.prefix_stop) + pieces
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
-    def _run(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        return self._pieces[self._number_at[start] : self._number_at[stop]]
+    def _between(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        return self._pieces[self._index_of[start] : self._index_of[stop]]
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
 ) -> Tensor:
-    """Attend from the last `length` of `context` positions.
+    """Attend from the last `length` positions to all `context` positions.
 
     query [1, heads, length, dim], key and value [1, kv heads, context, dim] -> [1, heads, length, value dim].
     """
     (_, heads, length, _), (_, kv_heads, context, _) = query.shape, key.shape
     groups = heads // kv_heads
-    # the query heads that share a key head lie one after another, as rows of one matrix: no key is repeated
+    # query heads of one key/value head are consecutive, so they become rows of one matrix and no key is repeated
     scores = (query.reshape(1, kv_heads, groups * length, -1) @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(1, kv_heads, groups, length, context).masked_fill(
-        ~_looks_back(length, context, window, query.device), -torch.inf
+        ~_causal_window_mask(length, context, window, query.device), -torch.inf
     )
-    # fp32 at least: bf16 holds too few digits for a sum over many keys
+    # fp32 or wider: bf16 loses too much precision in a sum over many keys
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     out = weights.view(1, kv_heads, groups * length, context) @ value
     return out.view(1, heads, length, value.shape[-1])
 
 
-def _looks_back(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, context] bool: a row sees its own and earlier positions, no further back than the window."""
+def _causal_window_mask(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, context] bool: True for the same and earlier positions, at most `window` - 1 back."""
     distance = torch.arange(context - length, context, device=device)[:, None] - torch.arange(context, device=device)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

@@ -1,4 +1,4 @@
-"""FlexAttention over segments, for GPUs: the same visibility as a block mask. Its backward has no CPU kernel."""
+"""FlexAttention over segments, for GPUs, with the segments as a block mask. Its backward has no CPU kernel."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from thresher.models.attention.segments import Segment, query_slices
 
 
 def block_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None, device: torch.device) -> BlockMask:
-    """Visibility as a function of (query, key), from four numbers a query and one a key."""
+    """Build the mask from five integers per query and one per key."""
     num_queries = sum(segment.length for segment in segments)
-    own_start, row, prefix_start, prefix_stop = (torch.zeros(num_queries, dtype=torch.int32) for _ in range(4))
+    segment_start, row, prefix_start, prefix_stop = (torch.zeros(num_queries, dtype=torch.int32) for _ in range(4))
     position = torch.zeros(num_queries, dtype=torch.int32)
     key_position = torch.zeros(num_keys, dtype=torch.int32)
     for segment, queries in query_slices(segments):
         inner = torch.arange(segment.length, dtype=torch.int32)
-        own_start[queries], row[queries] = segment.start, segment.start + inner
+        segment_start[queries], row[queries] = segment.start, segment.start + inner
         prefix_start[queries], prefix_stop[queries] = segment.prefix_start, segment.prefix_stop
         position[queries] = segment.prefix_length + inner
         key_position[segment.start : segment.stop] = segment.prefix_length + inner
-        if segment.prefix_length and segment.prefix_stop == segment.start:  # the tail of a run: its head are keys only
+        if segment.prefix_length and segment.prefix_stop == segment.start:  # a tail: its first rows are keys only
             key_position[segment.prefix_start : segment.prefix_stop] = torch.arange(segment.prefix_length)
-    own_start, row, prefix_start, prefix_stop, position, key_position = (
-        column.to(device) for column in (own_start, row, prefix_start, prefix_stop, position, key_position)
+    segment_start, row, prefix_start, prefix_stop, position, key_position = (
+        column.to(device) for column in (segment_start, row, prefix_start, prefix_stop, position, key_position)
     )
 
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_prefix = (key >= prefix_start[query]) & (key < prefix_stop[query])
-        seen = in_prefix | ((key >= own_start[query]) & (key <= row[query]))
-        return seen if window is None else seen & (position[query] - key_position[key] < window)
+        visible = in_prefix | ((key >= segment_start[query]) & (key <= row[query]))
+        return visible if window is None else visible & (position[query] - key_position[key] < window)
 
-    return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
+    return create_block_mask(is_visible, None, None, num_queries, num_keys, device=device)
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Tensor]:
-    # uncompiled it would hold the whole score matrix; lengths differ from batch to batch, hence dynamic
+    # uncompiled, it would materialize the full score matrix; dynamic, because lengths change with every batch
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
     return compiled
 

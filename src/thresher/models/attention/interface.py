@@ -1,4 +1,4 @@
-"""The seam to transformers: an attention function and a mask function that every model of its interface honours."""
+"""Attention and mask functions registered with transformers; models that use its attention interface call them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PAIR_ATTENTION = "thresher_pairs"
 
 
 def register_pair_attention() -> None:
-    """Make `attn_implementation="thresher_pairs"` known; calling it again changes nothing."""
+    """Register `attn_implementation="thresher_pairs"`; idempotent."""
     AttentionInterface.register(PAIR_ATTENTION, pair_attention)
     AttentionMaskInterface.register(PAIR_ATTENTION, _no_mask)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pair_attention(
-    module: nn.Module,  # noqa: ARG001  transformers passes it
+    module: nn.Module,  # noqa: ARG001  part of the interface
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  segments say it all
+    attention_mask: Tensor | None,  # noqa: ARG001  segments replace it
     *,
     pair_visibility: PackedAttention | None = None,
     scaling: float | None = None,
@@ -39,12 +39,14 @@ def pair_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments; [1, heads, queries, dim] comes in, [1, queries, heads, dim] goes back to transformers."""
+    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim]."""
     if pair_visibility is None:
-        raise RuntimeError("a model with the attention of packed pairs was called without segments; see own_forward")
+        raise RuntimeError(
+            "the model uses attention over packed pairs but was called without segments; see original_forward"
+        )
     if rest.get("s_aux") is not None:
-        raise UserError("this model's attention has sinks, which packed layouts do not know; set layout=padded")
-    # under autocast the rotary embedding leaves queries and keys in fp32
+        raise UserError("this model uses attention sinks, which packed layouts do not support; set layout=padded")
+    # under autocast, the rotary embedding returns queries and keys in fp32
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     segments, exchange = pair_visibility.segments, pair_visibility.exchange

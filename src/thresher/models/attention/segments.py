@@ -1,7 +1,7 @@
-"""Who sees whom in a packed row: runs of rows that are causal within, and see a common prefix whole.
+"""Segments of a packed row: each attends causally within itself and to all of an optional prefix.
 
-Queries stand segment after segment. Where the segments tile the row, that is the row itself; where a layer computes
-only some rows, its queries are those rows alone, and keys and values are still the whole row.
+Queries are ordered by segment. If the segments tile the row, the queries are the row; if a layer computes only some
+rows, the queries are those rows, and keys and values are still the full row.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 
 
 class UlyssesExchange(Protocol):
-    """Trade a part of the row with all heads for the whole row with a part of the heads."""
+    """Ulysses all-to-all: shard by heads instead of by sequence."""
 
     def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, part of the rows, dim] each -> [1, part of the heads, rows, dim] each."""
+        """[1, heads, row shard, dim] each -> [1, head shard, rows, dim] each."""
         ...
 
     def scatter_sequence(self, attended: Tensor) -> Tensor:
-        """[1, part of the heads, rows, dim] -> [1, heads, part of the rows, dim]."""
+        """[1, head shard, rows, dim] -> [1, heads, row shard, dim]."""
         ...
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows start..stop of a packed row. They see themselves causally and every row of prefix_start..prefix_stop.
+    """Rows start..stop of a packed row; they attend causally within and to all rows of prefix_start..prefix_stop.
 
-    A rejected response is a segment whose prefix is its prompt; prompt and chosen response are one segment without.
+    A rejected response is a segment whose prefix is its prompt; prompt and chosen response form one without a prefix.
     """
 
     start: int
@@ -47,23 +47,23 @@ class Segment:
 
     @property
     def context_length(self) -> int:
-        """Rows that the last row of this segment sees."""
+        """Rows that the last row of this segment attends to."""
         return self.prefix_length + self.length
 
     def tail(self, first: int, stop: int) -> Segment:
-        """The rows first..stop of this segment as one of its own, which sees what they saw."""
+        """Return a segment that computes rows first..stop and attends to the same rows."""
         if self.prefix_length or first == self.start:
-            # a prefix and earlier rows of its own would be two places to see: keep the segment from its start
+            # a segment has one prefix, so the rows before `first` cannot become a second one: keep them
             return Segment(self.start, stop, self.prefix_start, self.prefix_stop)
         return Segment(first, stop, self.start, first)
 
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """The segments as one object, which compiled layers hand on without looking inside.
+    """The segments as one object that compiled layers pass on as opaque.
 
-    Of a bare tuple they would note the length, and be compiled again for every number of pairs. Where the row is split
-    over processes, exchange brings every process the whole row of some heads, and back.
+    With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs. exchange: the
+    all-to-all of context parallelism.
     """
 
     segments: tuple[Segment, ...]
@@ -72,15 +72,15 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows that a last layer need compute: rows of the packed row, and the segments that they form."""
+    """The rows that the last layer computes, and the segments that they form."""
 
     rows: Tensor
     visibility: PackedAttention
 
 
 def query_slices(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, slice]]:
-    """Each segment with the place of its queries."""
-    place = 0
+    """Yield each segment with the slice of its queries."""
+    start = 0
     for segment in segments:
-        yield segment, slice(place, place + segment.length)
-        place += segment.length
+        yield segment, slice(start, start + segment.length)
+        start += segment.length

@@ -1,4 +1,4 @@
-"""Layouts: how the pairs of a micro-batch lie in a model's input. One interface, one numerics."""
+"""Layouts: how the pairs of a micro-batch are arranged in a model's input. All layouts give the same logps."""
 
 from thresher.models.layouts.layout import Layout, ModelInputs
 from thresher.models.layouts.packed import PackedLayout

@@ -1,4 +1,4 @@
-"""Which layout a model can have: the fastest that its family allows, with the reason where it is not `shared`."""
+"""Choose the fastest layout that a model family supports, with the reason if it is not `shared`."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from thresher.models.layouts.padded import PaddedLayout
 
 LayoutName = Literal["auto", "shared", "packed", "padded"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# families known to tell the attention function of their window; others put it into the mask, which packed rows lack
-_WINDOWS_TOLD = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
+# model types known to pass their window to the attention function; others apply it in the mask, which packed rows lack
+_PASSES_SLIDING_WINDOW = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
 
 
 def choose_layout(
-    wish: LayoutName, families: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
+    requested: LayoutName, configs: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
 ) -> tuple[Layout, str | None]:
-    """Return the layout that all families bear and, where `auto` had to step back, one line that says why."""
-    obstacles = [why_not_packable(family, attn_implementation) for family in families]
-    obstacle = next((found for found in obstacles if found is not None), None)
-    if wish == "padded" or (wish == "auto" and obstacle is not None):
-        return PaddedLayout(pad_id), None if obstacle is None else f"layout padded, because {obstacle}"
-    if obstacle is not None:
-        raise UserError(f"layout {wish} is not possible, because {obstacle}; use layout=auto or layout=padded")
-    return PackedLayout(shares_prompt=wish != "packed"), None
+    """Return a layout that all models support and, if packing is not possible, a line that says why.
 
-
-def why_not_packable(family: PreTrainedConfig, attn_implementation: str | None) -> str | None:
-    """Say what keeps a family from sharing a row between sequences; None where nothing does.
-
-    Packing needs attention to be the only way from token to token, and to go through transformers' interface.
+    configs: the transformers config of every model that scores with the layout.
     """
-    name = family.model_type
+    reason = next(filter(None, (_why_not_packable(config, attn_implementation) for config in configs)), None)
+    if requested == "padded" or (requested == "auto" and reason is not None):
+        return PaddedLayout(pad_id), None if reason is None else f"using layout padded: {reason}"
+    if reason is not None:
+        raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
+    return PackedLayout(shares_prompt=requested != "packed"), None
+
+
+def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:
+    """Return why a model cannot have several sequences in one row; None if it can.
+
+    Packing requires that only attention mixes tokens, and that it is called through transformers' interface.
+    """
+    name = config.model_type
     if attn_implementation is not None:
-        return f"attn_implementation is set to {attn_implementation}, and packed rows need our own"
-    if type(family) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"transformers does not know the model family {name}"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(family)]
-    text = family.get_text_config()  # models of several modalities keep their language part inside
-    strange = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if getattr(model_class, "_is_stateful", False) or strange:
-        kinds = ", ".join(sorted(strange)) or "recurrent"
+        return f"attn_implementation is set to {attn_implementation}, and packed rows need thresher's attention"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"transformers has no causal LM for the model family {name}"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config()  # multimodal models nest the config of their language model
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if getattr(model_class, "_is_stateful", False) or unknown:
+        kinds = ", ".join(sorted(unknown)) or "recurrent"
         return f"the model family {name} has {kinds} layers, which carry state from token to token"
     if not getattr(model_class, "_supports_attention_backend", False):
-        return f"the model family {name} does not go through transformers' attention interface"
+        return f"the model family {name} does not use transformers' attention interface"
     if name == "gpt_oss":
-        return f"the attention of the model family {name} has sinks"
-    if getattr(text, "sliding_window", None) is not None and name not in _WINDOWS_TOLD:
-        return f"the model family {name} has a sliding window that it may keep in its mask alone"
+        return f"the model family {name} uses attention sinks"
+    if getattr(text, "sliding_window", None) is not None and name not in _PASSES_SLIDING_WINDOW:
+        return f"the model family {name} has a sliding window that it may apply only in its mask"
     return None

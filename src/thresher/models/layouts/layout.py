@@ -1,4 +1,4 @@
-"""The seam between pairs and a model's forward: a layout arranges tokens and says which rows are scored."""
+"""Interface between pairs and a model's forward: a layout builds the model inputs and lists the scored rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from thresher.models.attention.segments import KeptRows, Segment
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Model inputs of one micro-batch and where its response tokens are predicted.
+    """Model inputs of one micro-batch, and the rows that predict its response tokens.
 
     model_inputs: keyword arguments of the backbone's forward.
     scored_rows: [num_scored] flat row of the hidden states that predicts each scored token, all chosen sides first,
         then all rejected sides, pair after pair.
-    targets: [num_scored] the tokens predicted there.
+    targets: [num_scored] the tokens to be predicted.
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
     num_useful_tokens: tokens of both sequences of every pair, the same in every layout.
-    segments: who sees whom, for layouts that pack several sequences into one row; None leaves it to the model.
-    kept, scored_in_kept: the rows that a pruned last layer computes, and where the scored rows are among them.
+    segments: attention segments, for layouts that pack several sequences into one row; None: plain causal attention.
+    kept, scored_in_kept: the rows that the last layer computes if it skips others, and the scored rows among them.
     """
 
     model_inputs: dict[str, Tensor]
@@ -39,7 +39,7 @@ class ModelInputs:
 
 
 class Layout(Protocol):
-    """Arrange pairs for a model, on the host; moving to a device is the engine's business."""
+    """Build model inputs from pairs, on the host; the engine moves them to a device."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class Layout(Protocol):
 
     @property
     def needs_pair_attention(self) -> bool:
-        """Say whether several sequences share a row, which plain causal attention would mix."""
+        """Whether several sequences share a row, which plain causal attention would mix."""
         ...
 
     def collate(self, batch: PairBatch) -> ModelInputs: ...

@@ -1,7 +1,7 @@
-"""Packed layouts: all pairs of a micro-batch in one row, no padding.
+"""Packed layouts: all pairs of a micro-batch in one row, without padding.
 
-`packed` lays two sequences a pair; `shared` computes the prompt once: [prompt | chosen | rejected], where the rejected
-side does not see the chosen side and its positions go on after the prompt.
+`packed` has two sequences per pair; `shared` computes the prompt once: [prompt | chosen | rejected], where the rejected
+side does not attend to the chosen side and its positions continue after the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass
 class _PackedRow:
-    """A row that grows by runs of tokens."""
+    """A packed row under construction."""
 
     tokens: list[TokenIds]
     positions: list[Rows]
@@ -31,7 +31,7 @@ class _PackedRow:
     length: int = 0
 
     def add(self, ids: TokenIds, first_position: int) -> int:
-        """Append tokens and return where they start."""
+        """Append tokens and return the row of the first."""
         start = self.length
         self.tokens.append(ids)
         self.positions.append(np.arange(first_position, first_position + len(ids)))
@@ -41,7 +41,7 @@ class _PackedRow:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """One row, `shares_prompt` or not."""
+    """One row per micro-batch; shares_prompt: `shared`, else `packed`."""
 
     shares_prompt: bool
 
@@ -54,21 +54,21 @@ class PackedLayout:
         return True
 
     def collate(self, batch: PairBatch) -> ModelInputs:
-        """Lay the pairs out; the last token of a response predicts nothing and is left out."""
+        """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
         row = _PackedRow([], [], [])
         sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
-        for number, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+        for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
             if len(pair.prompt_ids) == 0:
-                raise UserError(f"pair {number} has an empty prompt, so nothing predicts its first token")
-            placed = self._place_shared(row, pair) if self.shares_prompt else self._place_apart(row, pair)
+                raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
+            packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
             for side, predictors, ids, mask in zip(
-                sides, placed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
+                sides, packed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
             ):
                 scored = scored_positions(ids, mask)
                 side.append((predictors[scored], ids[scored]))
         both = [*sides[0], *sides[1]]
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
-        kept, scored_in_kept = _keep(row.segments, scored_rows)
+        kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows)
         num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
         return ModelInputs(
             model_inputs={
@@ -88,32 +88,32 @@ class PackedLayout:
         )
 
     @staticmethod
-    def _place_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        """Place prompt, chosen, rejected; return the rows that predict each side's tokens."""
-        after = len(pair.prompt_ids)
+    def _pack_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        """Append prompt, chosen and rejected; return the rows that predict each side's tokens."""
+        prompt_length = len(pair.prompt_ids)
         start = row.add(pair.prompt_ids, 0)
-        chosen = row.add(pair.chosen_ids[:-1], after)
+        chosen = row.add(pair.chosen_ids[:-1], prompt_length)
         row.segments.append(Segment(start, row.length))
-        rejected = row.add(pair.rejected_ids[:-1], after)
+        rejected = row.add(pair.rejected_ids[:-1], prompt_length)
         if row.length > rejected:
-            row.segments.append(Segment(rejected, row.length, start, start + after))
+            row.segments.append(Segment(rejected, row.length, start, start + prompt_length))
         # the last prompt token predicts the first token of both sides
-        last = start + after - 1
+        last = start + prompt_length - 1
         return _predictors(last, chosen, len(pair.chosen_ids)), _predictors(last, rejected, len(pair.rejected_ids))
 
     @staticmethod
-    def _place_apart(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        found = []
+    def _pack_separate(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        predictors = []
         for ids in (pair.chosen_ids, pair.rejected_ids):
             start = row.add(pair.prompt_ids, 0)
             response = row.add(ids[:-1], len(pair.prompt_ids))
             row.segments.append(Segment(start, row.length))
-            found.append(_predictors(response - 1, response, len(ids)))
-        return found[0], found[1]
+            predictors.append(_predictors(response - 1, response, len(ids)))
+        return predictors[0], predictors[1]
 
 
-def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
-    """Find the rows from each segment's first scored row to its last, and the scored rows among them."""
+def _rows_to_keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
+    """Return the rows from each segment's first scored row to its last, and the scored rows' indices among them."""
     needed = np.unique(scored_rows)
     tails = []
     for segment in segments:
@@ -125,19 +125,20 @@ def _keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
 
 
 def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:
-    return np.concatenate([[last_of_prompt], np.arange(first_of_response, first_of_response + max(0, length - 1))])[
-        :length
-    ].astype(np.int64)
+    """Return the rows that predict the `length` tokens of a response."""
+    rows = np.arange(first_of_response - 1, first_of_response - 1 + length)
+    rows[:1] = last_of_prompt
+    return rows
 
 
 def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
-    """Lengthen a packed row to a multiple of `size`; the padding is a segment of its own that no scored row sees."""
+    """Pad a packed row to a multiple of `size`; the padding is a separate segment that no scored row attends to."""
     assert batch.segments is not None  # noqa: S101
     rows = batch.model_inputs["input_ids"].shape[1]
     extra = -rows % size
     if not extra:
         return batch
-    # ordinary tokens from position 0 on: some models treat the padding token in a special way
+    # token 0, not the padding token, which some models treat specially
     inputs = {name: F.pad(tensor, (0, extra)) for name, tensor in batch.model_inputs.items()}
     inputs["position_ids"][:, rows:] = torch.arange(extra)
     return replace(

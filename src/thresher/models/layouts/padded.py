@@ -1,4 +1,4 @@
-"""The padded layout: two rows a pair, padded on the right to the longest. The oracle that other layouts answer to."""
+"""Padded layout: two rows per pair, right-padded to the longest. Tests compare the other layouts with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PaddedLayout:
     needs_pair_attention: bool = False
 
     def collate(self, batch: PairBatch) -> ModelInputs:
-        """Pad and stack both sides; only positions that predict scored response tokens are listed."""
+        """Pad and stack both sides; list the positions that predict scored response tokens."""
         sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
         sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
         width = max(len(prompt) + len(response) for prompt, response, _ in sides)

@@ -1,12 +1,14 @@
-"""Load models and tokenizers: Hugging Face directories (safetensors) and GGUF files.
+"""Load models and tokenizers from Hugging Face directories (safetensors) and GGUF files.
 
-Decides: no code from model repositories unless trusted, no pickled weights, every dropout off.
+Code in model repositories runs only if trusted, pickled weights are rejected, and all dropout is disabled.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +28,39 @@ from thresher.file_names import is_safe_relative_path
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)  # what transformers raises of a model that cannot be had
 
 
-def not_loadable(path: str, error: Exception) -> UserError:
-    return UserError(f"no model can be loaded from {path}: {_reason(error)}")
+@contextmanager
+def translate_load_errors(what: str, path: str) -> Iterator[None]:
+    """Turn the errors that transformers raises for an unusable model into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"cannot load the {what} from {path}: {_reason(error)}") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies with a model."""
+    """Load the tokenizer of a model."""
     directory, gguf = _location(path)
-    try:
+    with translate_load_errors("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, **gguf
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no tokenizer can be loaded from {path}: {_reason(error)}") from error
     return tokenizer
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load a model's own config: what it is built of, without its weights."""
+    """Load the transformers config of a model; reject one that names a kernel to download."""
     directory, gguf = _location(path)
-    try:
+    with translate_load_errors("model config", path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no model config can be loaded from {path}: {_reason(error)}") from error
-    _refuse_kernels(config, path)
+    _reject_hub_kernels(config, path)
     return config
 
 
-def max_positions(family: PreTrainedConfig) -> int | None:
-    """Longest sequence that a model was built for; None where it has no limit."""
-    limit = getattr(family.get_text_config(), "max_position_embeddings", None)
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the longest supported sequence; None if there is no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 
@@ -69,13 +71,11 @@ def load_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model with every dropout off."""
+    """Load a causal language model with dropout disabled."""
     directory, gguf = _location(path)
     if not gguf:
-        load_model_config(
-            path, trust_remote_code=trust_remote_code
-        )  # refuses what the model's own config may not ask for
-    try:
+        load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
+    with translate_load_errors("model", path):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -84,38 +84,32 @@ def load_model(
             use_safetensors=None if gguf else True,
             **gguf,
         )
-    except LOAD_ERRORS as error:
-        raise not_loadable(path, error) from error
     if gguf:
         model = _without_quantization(model, dtype)
     return without_dropout(model)
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Turn every dropout off, and the cache that only generation needs."""
+    """Disable dropout in modules and config, and the key/value cache, which only generation needs."""
     disable_dropout(model)
-    _turn_config_dropout_off(model.config)
+    # some models read a rate from their config in every forward
+    for config in (model.config, model.config.get_text_config()):
+        for name, value in vars(config).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(config, name, 0.0)
     model.config.use_cache = False
     return model
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to zero: policy and reference must agree at step 0, and a step must be repeatable."""
+    """Set every dropout rate to zero: policy and reference must agree at step 0, and steps must be reproducible."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # many layers of transformers keep a rate as a plain float: dropout, attention_dropout, layerdrop, jitter_noise
+        # many transformers layers store a rate as a float: dropout, attention_dropout, layerdrop, jitter_noise
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
-
-
-def _turn_config_dropout_off(config: PreTrainedConfig) -> None:
-    # some families read a rate from their config at every forward
-    for part in (config, config.get_text_config()):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and "drop" in name:
-                setattr(part, name, 0.0)
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int:
@@ -126,7 +120,7 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, pat
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
         known = [token for token in (tokenizer.unk_token, tokenizer.eos_token) if token]
-        example = known[0] if known else "<a token of its vocabulary>"
+        example = known[0] if known else "<a token of the vocabulary>"
         raise UserError(
             f"the tokenizer of {path} has no pad token; name one that exists, such as "
             f"`actor_train.model_args.pad_token={example}`"
@@ -135,7 +129,7 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, pat
 
 
 def _location(path: str) -> tuple[str, dict[str, Any]]:
-    """Split a GGUF file into what transformers wants: its directory and its name."""
+    """Return the directory or hub id to load from, and the `gguf_file` argument for a GGUF file."""
     location = Path(path)
     if location.suffix == ".gguf":
         if not location.is_file():
@@ -149,7 +143,8 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
                 f"model directory {path} has no config.json; give a Hugging Face model directory, or the path of a "
                 "`.gguf` file"
             )
-        _check_weight_index(location)
+        for index in location.glob("*.index.json"):
+            weight_files(index)  # rejects an index that points outside of the directory
         return str(location), {}
     if not _HUB_ID.fullmatch(path):
         raise UserError(
@@ -158,50 +153,45 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
     return path, {}
 
 
-def _refuse_kernels(config: PreTrainedConfig, path: str) -> None:
-    """A model's config may name native code on the hub, which transformers would fetch and run."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        kernel = getattr(part, "_attn_implementation", None)
+def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:
+    """Raise if a config names an attention kernel on the hub: transformers would download native code and run it."""
+    for nested in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        kernel = getattr(nested, "_attn_implementation", None)
         if kernel is not None and "/" in str(kernel):
             raise UserError(
-                f"the config.json of {path} asks for the attention kernel {kernel}, which would be fetched and run; "
-                "remove it there, or name the kernel as model_args.attn_implementation if you trust it"
+                f"the config.json of {path} names the attention kernel {kernel}, which would be downloaded and run; "
+                "remove it, or set model_args.attn_implementation to the kernel if you trust it"
             )
 
 
-def _check_weight_index(directory: Path) -> None:
-    for index in directory.glob("*.index.json"):
-        weight_files(index)
-
-
 def weight_files(index: Path) -> dict[str, str]:
-    """Read which file has which tensor; an index that leads out of its directory is refused."""
+    """Read the file name of each tensor from an index; reject file names outside of its directory."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = set(file_of.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} is no index of weights ({error}); copy or download the model again") from error
+        raise UserError(f"{index} is not a weight index ({error}); copy or download the model again") from error
     if outside := [name for name in names if not is_safe_relative_path(name)]:
-        raise UserError(f"{index} names {outside[0]!r}, which is no file of the model; do not use this model")
+        raise UserError(f"{index} names {outside[0]!r}, which is outside of the model directory; do not use this model")
     return dict(file_of)
 
 
 def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Rebuild a dequantised model: one that was loaded from GGUF refuses to be saved."""
+    """Rebuild a dequantized model: transformers refuses to save a model that was loaded from GGUF."""
     values = model.config.to_dict()
     values.pop("quantization_config", None)
     config = AutoConfig.for_model(**values)
     config._attn_implementation = model.config._attn_implementation
-    plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    return plain
+    rebuilt: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rebuilt.load_state_dict(model.state_dict())
+    rebuilt.generation_config = model.generation_config
+    return rebuilt
 
 
 def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            "it brings Python code of its own, which is not run; read that code, and if you trust it, set "
-            "model_args.trust_remote_code: true under actor_train (under reference, for a model of its own)"
+            "it includes Python code, which is not run by default; review the code and, if you trust it, set "
+            "model_args.trust_remote_code: true under actor_train (under reference, for a separate reference model)"
         )
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,6 +1,6 @@
-"""A model whose weights are split over processes, filled from safetensors: nobody ever holds it whole.
+"""Load a sharded model from safetensors: no process ever holds the full model.
 
-First the empty model (no memory), then the axes split its parameters, then each process reads its own slices.
+The model is built on the meta device, its parameters are sharded, and each process then reads its shards.
 """
 
 from __future__ import annotations
@@ -16,40 +16,34 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.errors import UserError
-from thresher.models.loading.load import LOAD_ERRORS, load_model_config, not_loadable, weight_files, without_dropout
+from thresher.models.loading.load import load_model_config, translate_load_errors, weight_files, without_dropout
 
 _INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 
 
 def build_on_meta(
     path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Build a model with the shapes of its weights and none of their numbers; buffers are real."""
+    """Build a model whose parameters are on the meta device; buffers are real."""
     if not Path(path).is_dir():
         raise UserError(
-            f"a model that is split over workers is read from a directory with safetensors, and {path} is none; "
-            "download the model, or convert it with `thresher export`, and give that directory"
+            f"a sharded model is read from a directory with safetensors, and {path} is not a directory; download the "
+            "model, or convert it with `thresher export`, and use that directory"
         )
-    family = load_model_config(path, trust_remote_code=trust_remote_code)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                family, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-            )
-    except LOAD_ERRORS as error:
-        raise not_loadable(path, error) from error
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    with translate_load_errors("model", path), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
     model.tie_weights()
     return without_dropout(model)
 
 
 def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Give every parameter memory on a device, and the numbers of the file to those that the file has.
-
-    Those of adapters get theirs from `init_adapters`.
-    """
+    """Allocate every parameter on a device and read its local shard; `init_adapters` sets those of adapters."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # giving memory to a shared parameter made two of it
+    model.tie_weights()  # allocating a tied parameter made two of it
     reader = SafetensorsReader(Path(path))
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
@@ -57,7 +51,7 @@ def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -
 
 
 class SafetensorsReader:
-    """The safetensors of a model directory, opened as they are needed."""
+    """Reads tensor shards from the safetensors files of a model directory; files are opened on first use."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -66,24 +60,24 @@ class SafetensorsReader:
         index = directory / _INDEX
         if index.is_file():
             self._file_of = weight_files(index)
-        elif (directory / _WHOLE).is_file():
-            self._file_of = dict.fromkeys(self._open(_WHOLE).keys(), _WHOLE)
+        elif (directory / _SINGLE_FILE).is_file():
+            self._file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
         else:
-            raise UserError(f"{directory} has no {_WHOLE} and no {_INDEX}; save the model as safetensors")
+            raise UserError(f"{directory} has neither {_SINGLE_FILE} nor {_INDEX}; save the model as safetensors")
 
     @torch.no_grad()
     def read(self, name: str, into: Tensor) -> None:
-        """Copy this process's part of a tensor from its file."""
+        """Copy this process's shard of a tensor from its file."""
         if name not in self._file_of:
             raise UserError(
-                f"the weight files of {self._directory} have no tensor {name}; load the model with transformers, save "
-                "it again, and give that directory, or use one worker"
+                f"the weight files of {self._directory} have no tensor {name}; load the model with transformers and "
+                "save it to a new directory, or use one worker"
             )
         source = self._open(self._file_of[name]).get_slice(name)
         if tuple(source.get_shape()) != tuple(into.shape):
             raise UserError(
-                f"{name} is {source.get_shape()} in {self._directory} and {list(into.shape)} in the model; the weight "
-                "files and config.json do not belong together"
+                f"{name} has shape {source.get_shape()} in {self._directory} and {list(into.shape)} in the model; use "
+                "the config.json that belongs to the weight files"
             )
         local = to_local(into)
         if local.numel():

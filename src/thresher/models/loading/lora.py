@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT: attach, switch off for the reference, merge for export."""
+"""LoRA adapters with PEFT: attach, disable for the reference, merge for export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thresher.errors import UserError
 def attach_lora(
     model: PreTrainedModel, *, rank: int, alpha: float | None, dropout: float, target: Sequence[str]
 ) -> nn.Module:
-    """Freeze a model and add trainable adapters, whose numbers come from `init_adapters`."""
+    """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -30,34 +30,31 @@ def attach_lora(
         task_type="CAUSAL_LM",
     )
     try:
-        is_empty = next(model.parameters()).is_meta
-        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+        is_on_meta = next(model.parameters()).is_meta
+        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
         linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise UserError(
             f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
         ) from error
-    # the log-probabilities read the head's weight directly, so an adapter on it would never be trained
+    # logps use the head's weight directly, so an adapter on it would never be trained
     if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
-        raise UserError(f"lora_target {list(target)} reaches the LM head, which takes no adapter; leave it out")
+        raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
     return adapted
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Give adapters their first numbers, with which every output is as it was.
+    """Initialize adapters so that the initial output equals the base model's.
 
-    Each tensor has its own stream of random numbers, by its name: adapters start alike whatever part of a model a
-    process has.
+    The random generator of each tensor is seeded by its name, so that values do not depend on how the model is sharded.
     """
     for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            continue
-        whole = _first_numbers(name, parameter.shape, seed)
-        to_local(parameter).copy_(whole[local_slices(parameter)])
+        if ".lora_" in name:
+            to_local(parameter).copy_(_init_values(name, parameter.shape, seed)[local_slices(parameter)])
 
 
-def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:
+def _init_values(name: str, shape: torch.Size, seed: int) -> Tensor:
     if ".lora_B." in name:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -67,12 +64,12 @@ def _first_numbers(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def adapter_disabled(model: Any) -> AbstractContextManager[None]:
-    """Give the exact base model for the length of a `with` block."""
+    """Use the exact base model within a `with` block."""
     context: AbstractContextManager[None] = model.disable_adapter()
     return context
 
 
 def merge_adapter(model: Any) -> PreTrainedModel:
-    """Fold the adapters into the base weights."""
-    plain: PreTrainedModel = model.merge_and_unload()
-    return plain
+    """Merge the adapters into the base weights."""
+    merged: PreTrainedModel = model.merge_and_unload()
+    return merged

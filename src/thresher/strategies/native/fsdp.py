@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from thresher.models.pipeline_chunk import own_layers
+from thresher.models.pipeline_chunk import local_layers
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
     """Split every parameter over the last axis of a mesh; a first axis, if there is one, replicates."""
     mend = "use one worker, or dp_replicate with as many copies as there are workers"
-    layers = own_layers(model.get_decoder(), "sharding", mend)
+    layers = local_layers(model.get_decoder(), "sharding", mend)
     rest: dict[str, Any] = {"mesh": mesh}
     if offload:
         rest["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

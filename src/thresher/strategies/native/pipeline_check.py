@@ -61,7 +61,7 @@ class _AsWritten(PairModel):
         model: Any = self.base_model
         width = batch.model_inputs["input_ids"].shape[1]
         columns, places = (batch.scored_rows % width).unique(return_inverse=True)
-        with chunk.alone(self.backbone), self.precision(self.device):
+        with chunk.activate(self.backbone), self.precision(self.device):
             logits: Tensor = model.original_forward(
                 inputs_embeds=entering, **inputs, logits_to_keep=columns.to(self.device), use_cache=False
             ).logits
