@@ -165,14 +165,14 @@ def test_the_start_up_check_accepts_sound_stages(two_ranks, model_dirs, case):
 def test_the_start_up_check_stops_wrong_positions_on_every_stage(two_ranks, model_dirs):
     for found in two_ranks.run(check_logps, Case(TWO_STAGES), model_dirs("llama")[0], True):
         assert found is not None
-        assert "differ from those of the model's own layers and head" in found
+        assert "differ from those of the model's original layers" in found
 
 
 def test_layers_are_dealt_evenly_and_what_is_left_over_goes_to_the_middle():
     assert partition_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert [len(part) for part in partition_layers(30, 4)] == [7, 8, 8, 7]
     assert [len(part) for part in partition_layers(7, 2)] == [4, 3]  # the last has the head
-    with pytest.raises(UserError, match="3 layers cannot be cut into 4 chunks"):
+    with pytest.raises(UserError, match="3 layers cannot be split into 4 pipeline chunks"):
         partition_layers(3, 4)
 
 

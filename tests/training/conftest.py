@@ -37,6 +37,6 @@ def base(models, tmp_path):
 
 
 @pytest.fixture
-def clone_for_thread(base, models):
+def different_reference(base, models):
     """Policy and reference from different weights, so that margins are not 0."""
     return merge(base, {"reference": {"model_args": {"model_name_or_path": str(models[1])}}})

@@ -43,11 +43,11 @@ def margins(run: TinyRun, pairs: PairsInMemory, ids) -> tuple[torch.Tensor, torc
     return policy[0] - reference[0], policy[1] - reference[1]
 
 
-def test_beta_ipo_and_label_smoothing_reach_the_loss(apart):
+def test_beta_ipo_and_label_smoothing_reach_the_loss(different_reference):
     """ROLL reads all three from a dict that nobody fills; TRL's sigmoid ignores label smoothing."""
     pairs = noise_pairs(12)
     for values in ({"beta": 0.5}, {"label_smoothing": 0.3}, {"ipo": True, "beta": 0.2, "length_normalization": False}):
-        run = build_run(merge(apart, values), pairs)
+        run = build_run(merge(different_reference, values), pairs)
         chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
         z, beta, eps = chosen - rejected, values.get("beta", BETA), values.get("label_smoothing", 0.0)
         if values.get("ipo"):
@@ -66,10 +66,10 @@ def test_the_learning_rate_falls_to_the_end_of_the_run_and_no_sooner(base):
     assert rates == pytest.approx([0.01 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
 
 
-def test_an_evaluation_covers_the_whole_set_and_its_tail(apart):
+def test_an_evaluation_covers_the_whole_set_and_its_tail(different_reference):
     """ROLL reports its last batch only and drops the tail; mcore_adapter drops tails."""
     held_out = noise_pairs(11, seed=5)
-    run = build_run(apart, noise_pairs(12), held_out)
+    run = build_run(different_reference, noise_pairs(12), held_out)
     metrics = run.trainer.evaluate()
     chosen, rejected = margins(run, held_out, range(11))
     z = chosen - rejected
@@ -79,13 +79,13 @@ def test_an_evaluation_covers_the_whole_set_and_its_tail(apart):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 11, 64])
-def test_an_evaluation_does_not_depend_on_its_batches(apart, size):
+def test_an_evaluation_does_not_depend_on_its_batches(different_reference, size):
     changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": size}}}
     held_out = noise_pairs(11, seed=5)
-    one_by_one = build_run(apart, noise_pairs(12), held_out).trainer.evaluate()
-    assert build_run(merge(apart, changes), noise_pairs(12), held_out).trainer.evaluate() == pytest.approx(
-        one_by_one, rel=1e-4, abs=1e-6
-    )
+    one_by_one = build_run(different_reference, noise_pairs(12), held_out).trainer.evaluate()
+    assert build_run(
+        merge(different_reference, changes), noise_pairs(12), held_out
+    ).trainer.evaluate() == pytest.approx(one_by_one, rel=1e-4, abs=1e-6)
 
 
 def test_a_validation_set_smaller_than_one_batch_still_gives_metrics(base):
@@ -206,12 +206,12 @@ def test_file_names_device_lists_and_unknown_keys_are_read_as_written():
         parse_config({"betta": 0.1})
 
 
-def test_a_loss_is_divided_once_whatever_the_accumulation(apart):
+def test_a_loss_is_divided_once_whatever_the_accumulation(different_reference):
     """ColossalChat does not divide by its accumulation steps."""
     norms, losses = [], []
     for size, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        run = build_run(merge(apart, {"actor_train": {"training_args": sizes}}), noise_pairs(12))
+        run = build_run(merge(different_reference, {"actor_train": {"training_args": sizes}}), noise_pairs(12))
         losses.append(run.trainer.training_step()["loss"].mean)
         norms.append(run.trainer.state.grad_norm)
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
@@ -243,9 +243,9 @@ def test_lora_with_evaluation_runs_through_several_epochs(base):
     assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
 
 
-def test_metrics_are_wide_also_when_the_model_computes_in_bf16(apart):
+def test_metrics_are_wide_also_when_the_model_computes_in_bf16(different_reference):
     """ColossalChat casts its metrics to fp16."""
-    run = build_run(merge(apart, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
+    run = build_run(merge(different_reference, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
     metrics = run.trainer.training_step()
     assert {metric.sum.dtype for metric in metrics.values()} == {torch.float64}
     loss = metrics["loss"].mean
@@ -306,10 +306,10 @@ def test_throughput_counts_the_reference(base, monkeypatch):
     assert all(metrics["pairs_per_second"] < 1 / 50 for _, metrics in run.log.records)
 
 
-def test_rewards_follow_the_f_divergence(apart):
+def test_rewards_follow_the_f_divergence(different_reference):
     """TRL reports reverse-KL rewards whatever the divergence. Jensen-Shannon: f'(u) = log(2u / (1 + u)), u = e^r."""
     pairs = noise_pairs(12)
-    run = build_run(merge(apart, {"f_divergence_type": "js_divergence"}), pairs)
+    run = build_run(merge(different_reference, {"f_divergence_type": "js_divergence"}), pairs)
     chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
     expected = BETA * ((2 * chosen.sigmoid()).log() - (2 * rejected.sigmoid()).log())
     metrics = run.trainer.training_step()

@@ -42,9 +42,9 @@ def losses_of(values: dict) -> list[float]:
     return [run.trainer.training_step()["loss"].mean for _ in range(6)]
 
 
-def test_a_reference_scored_in_advance_equals_a_live_one(apart):
-    live = losses_of(merge(apart, {"reference": {"mode": "concurrent"}}))
-    assert losses_of(merge(apart, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
+def test_a_reference_scored_in_advance_equals_a_live_one(different_reference):
+    live = losses_of(merge(different_reference, {"reference": {"mode": "concurrent"}}))
+    assert losses_of(merge(different_reference, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
     assert live[0] != pytest.approx(live[-1], abs=1e-3)
 
 
@@ -133,15 +133,17 @@ def test_a_resumed_run_tells_which_settings_changed(base, tmp_path):
         (True, False, True, False),
     ],
 )
-def test_trust_in_code_is_given_to_one_model(base, apart, policy, own, same_model, expected):
+def test_trust_in_code_is_given_to_one_model(base, different_reference, policy, own, same_model, expected):
     trust = {"actor_train": {"model_args": {"trust_remote_code": policy}}}
     if own is not None:
         trust["reference"] = {"model_args": {"trust_remote_code": own}}
-    assert parse_config(merge(base if same_model else apart, trust)).trusts_reference_code is expected
+    assert parse_config(merge(base if same_model else different_reference, trust)).trusts_reference_code is expected
 
 
 @pytest.mark.real
-def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, models, monkeypatch, stories_dir):
+def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(
+    different_reference, models, monkeypatch, stories_dir
+):
     trusted = {}
     load = assembly_run.load_model_config
 
@@ -150,6 +152,8 @@ def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, mode
         return load(path, trust_remote_code=trust_remote_code)
 
     monkeypatch.setattr(assembly_run, "load_model_config", load_and_note)
-    values = merge(apart, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)})
+    values = merge(
+        different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)}
+    )
     build_layout(parse_config(values))
     assert trusted == {str(stories_dir): False, str(models[1]): True}

@@ -65,9 +65,11 @@ def weights_of(run: TinyRun) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["all weights", "lora"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("poison", ["policy logps", "loss", "gradient"])
-def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_with_a_nan, poison, dtype, adapter):
+def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(
+    different_reference, model_with_a_nan, poison, dtype, adapter
+):
     sound = noise_pairs(12)
-    values = merge(merge(apart, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
+    values = merge(merge(different_reference, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
     if poison == "policy logps":
         sound = with_pair(sound, rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
         values = merge(values, {"pretrain": str(model_with_a_nan)})
@@ -124,34 +126,34 @@ def test_a_reference_that_knows_no_answer_is_named_as_the_cause(base, models, mo
     ] * 2
 
 
-def test_a_loss_that_couples_pairs_blames_the_one_whose_logps_are_bad(apart, model_with_a_nan):
+def test_a_loss_that_couples_pairs_blames_the_one_whose_logps_are_bad(different_reference, model_with_a_nan):
     pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
-    run = build_run(merge(apart, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
+    run = build_run(merge(different_reference, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
     run.fit()
     assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
         [(POISONED, "policy logps")]
     ] * 2
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(apart):
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(different_reference):
     pairs = PairsInMemory([replace(pair, weight=HUGE, margin=20.0) for pair in noise_pairs(12).pairs])
-    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2}), pairs)
-    with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* which .*skipped_steps\.jsonl names"):
+    run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2}), pairs)
+    with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* listed in .*skipped_steps\.jsonl,"):
         run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1, 2]
     assert [len(record["pairs"]) for record in records(run)] == [4, 4]
     assert run.trainer.state.step == 2
 
 
-def test_a_step_that_is_made_starts_the_count_anew(apart):
+def test_a_step_that_is_made_starts_the_count_anew(different_reference):
     pairs = with_pair(noise_pairs(12), weight=HUGE, margin=20.0)
-    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
+    run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
     run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1] * 4
 
 
-def test_a_run_without_skipped_steps_has_no_record_of_them(apart):
-    run = build_run(apart, noise_pairs(12))
+def test_a_run_without_skipped_steps_has_no_record_of_them(different_reference):
+    run = build_run(different_reference, noise_pairs(12))
     run.fit()
     assert not (Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl").exists()
 

@@ -78,9 +78,9 @@ def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised, c
     (line,) = [json.loads(line) for line in supervised.record.read_text().splitlines()]
     assert line.pop("seconds") >= 0
     assert line == {"cause": "worker 1 died: killed; start again", "step": 7, "from_step": 5, "steps_repeated": 2}
-    assert supervised.lines[0].startswith("worker 1 died: killed; start again; the run goes on from ")
-    assert supervised.lines[0].endswith("step-00000005 in 1 s (restart 1 of at most 3 without a new checkpoint)")
-    assert supervised.lines[1].startswith("back at step 6 after ")
+    assert supervised.lines[0].startswith("worker 1 died: killed; start again; restarting from ")
+    assert supervised.lines[0].endswith("step-00000005 in 1 s (attempt 1/3 since the last new checkpoint)")
+    assert supervised.lines[1].startswith("recovered at step 6 after ")
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
 
 
@@ -166,7 +166,7 @@ def test_workers_that_join_cost_no_wait_and_no_restart(supervised):
     attempts = [grow, grow_again, finish_from(supervised, "step-00000004", 5)]
     assert supervised.run(attempts, max_restarts=0) == 4
     assert supervised.waits == []
-    assert supervised.lines[0].endswith("step-00000002 with them")
+    assert supervised.lines[0].endswith("step-00000002 to use them")
 
 
 @pytest.mark.parametrize("error", [UserError, ValueError, KeyboardInterrupt])

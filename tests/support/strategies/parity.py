@@ -107,7 +107,7 @@ class Outcome:
 
 def axes_text(sizes: ParallelDims) -> str:
     """The axes that are more than one process wide, as in `dp_shard 2 x tp 2`."""
-    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.all, strict=True) if size > 1) or "1 process"
+    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.sizes, strict=True) if size > 1) or "1 process"
 
 
 def save_model(directory: Path, family: str, seed: int) -> Path:
