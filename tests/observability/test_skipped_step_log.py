@@ -10,7 +10,7 @@ import pytest
 from thresher.errors import DiskError
 from thresher.training.skipped_steps import NonFinitePair, SkippedStep, SkippedStepLog
 
-STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), in_a_row=1, ends_run=False)
+STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), consecutive=1, ends_run=False)
 
 
 def test_a_record_is_json_without_words_that_json_lacks(tmp_path):

@@ -147,7 +147,7 @@ def test_a_lost_node_and_a_new_one(base, cluster, tmp_path):
     assert "on 1 x cpu on 1 node" in alone, told
     assert "on 2 x cpu on 2 nodes" in grown, told
     assert "elastic: 1 of 2 workers of actor_train" in told
-    assert "the cluster has room for 1 more worker; the run goes on from" in told
+    assert "the cluster has room for 1 more worker; restarting from" in told
     assert "step-00000009" in grown  # joined during step 8, used after the next checkpoint
 
     whole = merge(values, {"ray_address": None, "runtime": "local", "actor_train": {"num_workers": None}})

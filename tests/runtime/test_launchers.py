@@ -133,7 +133,7 @@ def test_a_worker_ends_the_command_with_its_own_message_and_exit_code_2(tiny, he
     assert done.returncode == 2, done.stderr
     message = done.stderr.rpartition("error: ")[2]
     assert message.startswith("the loss or gradient was not finite in 1 steps in a row, up to step 2; lower the learn")
-    assert f"which {tmp_path}/logs/skipped_steps.jsonl names" in message
+    assert f"listed in {tmp_path}/logs/skipped_steps.jsonl" in message
     assert len((tmp_path / "logs" / "skipped_steps.jsonl").read_text().splitlines()) == 1
     assert "Traceback" not in done.stderr
 

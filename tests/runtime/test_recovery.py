@@ -62,7 +62,7 @@ def test_a_killed_policy_worker_changes_nothing(values, whole, tmp_path, step):
     killer = Killer(step, "ActorWorker")
     lines = run(values, tmp_path / "killed", killer)
     assert killer.killed
-    assert any("the run goes on" in line for line in lines)
+    assert any("restarting from" in line for line in lines)
     assert_equal_runs(tmp_path / "killed", whole)
     recovery = recovery_of(tmp_path / "killed")
     assert recovery["from_step"] == (0 if step == 1 else 2)
@@ -81,7 +81,7 @@ def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, 
     words = r"actor_train worker [01] of 2 hangs: no answer for 12 s; the last thing it told, begun \d+ s ago: "
     # asked every 2 s, a worker may have told nothing since it was built; these steps take milliseconds
     work = r"(step \d: |saving step|evaluating after|building the|checking that|loading the|meeting the)[^;]*"
-    assert re.match(rf"{words}{work}\(process {stopper.killed}\); the run goes on from", told), told
+    assert re.match(rf"{words}{work}\(process {stopper.killed}\); restarting from", told), told
     # looked for within the timeout; until it is told, the other workers are ended and checkpoints verified
     assert record.created - stopper.time <= heartbeat_timeout + 8
     assert not Path(f"/proc/{stopper.killed}").exists()
@@ -107,7 +107,7 @@ def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray
     with logged(logging.WARNING) as records, stopped as caught:
         DPOPipeline(config, console=Asker(3, "")).run()
     assert caught.value.exit_code == 128 + signal.SIGTERM
-    assert records[-1].getMessage().startswith("SIGTERM: the step that is under way is finished and saved, within 60 s")
+    assert records[-1].getMessage().startswith("SIGTERM: finishing and saving the current step (up to 60 s)")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
     assert 3 <= int(saved.name.removeprefix("step-")) < 150
     assert signal.getsignal(signal.SIGTERM) is before

@@ -112,6 +112,6 @@ def test_the_command_ends_with_exit_code_2_and_names_the_file(poisoned, tmp_path
         main()
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert f"which {tmp_path / 'out' / 'logs' / 'skipped_steps.jsonl'} names" in told
+    assert f"listed in {tmp_path / 'out' / 'logs' / 'skipped_steps.jsonl'}" in told
     assert "Traceback" not in told
     assert len(records(tmp_path / "out")) == 1

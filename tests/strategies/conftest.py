@@ -1,4 +1,4 @@
-"""Pools of ranks that serve the tests of a file, what they are compared with, and the table of what agreed.
+"""Rank pools shared by the tests of a file, the expected outcomes, and the table of cases that agreed.
 
 `pytest tests/strategies --parity-table docs/concepts/parallelism.md` writes the table.
 """
@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strategies.parity import Case, Outcome, save_model, train_alone, train_oracle
+from tests.support.strategies.parity import Case, Outcome, save_model, train_oracle, train_single_process
 from tests.support.strategies.parity_cases import ALL_CASES, write_table
 from tests.support.strategies.rank_pool import RankPool
 from thresher.distributed.mesh import ParallelDims
 
-# every group of gloo has threads that wake a hundred times a second, also when nobody speaks
-_MOST_THREADS = 150
+# idle gloo groups have threads that wake a hundred times per second
+_MAX_THREADS = 150
 
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by their number of ranks, started when first asked for; one that was given up or has grown is replaced."""
+    """Pools by number of ranks, started on first use; a dead pool or one with too many threads is replaced."""
     pools: dict[int, RankPool] = {}
 
     def find(size: int) -> RankPool:
-        if size in pools and pools[size].is_alive and pools[size].num_threads > _MOST_THREADS:
+        if size in pools and pools[size].is_alive and pools[size].num_threads > _MAX_THREADS:
             pools[size].close()
         if size not in pools or not pools[size].is_alive:
             pools[size] = RankPool(size)
@@ -50,7 +50,7 @@ def four_ranks(pool_of) -> RankPool:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
-    """A policy and a reference of a family, which differ."""
+    """A policy and a different reference of an architecture."""
 
     @cache
     def save(family: str) -> tuple[Path, Path]:
@@ -62,30 +62,30 @@ def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
 
 @pytest.fixture(scope="session")
 def oracle(model_dirs) -> Callable[[Case], Outcome]:
-    """What examples/minimal_dpo.py makes of a case; how it is split and cut is none of its concern."""
+    """The outcome of examples/minimal_dpo.py, which ignores mesh, layout and micro-batches."""
     train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
     plain = Case(ParallelDims())
-    not_its_concern = {
+    ignored_by_oracle = {
         name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size")
     }
-    return lambda case: train(replace(case, recomputes_activations=False, **not_its_concern))
+    return lambda case: train(replace(case, recomputes_activations=False, **ignored_by_oracle))
 
 
 @pytest.fixture(scope="session")
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
-    """What one process of our own engine makes of a case."""
-    train = cache(lambda case: train_alone(case, *model_dirs(case.family)))
+    """The outcome of the native engine in one process."""
+    train = cache(lambda case: train_single_process(case, *model_dirs(case.family)))
     return lambda case: train(replace(case, sizes=ParallelDims(), also="", virtual_pp_size=1))
 
 
 @pytest.fixture
 def agreed(record_property) -> Callable[[Case], None]:
-    """Note that a case may stand in the table, if its test passes."""
+    """Record a case for the table, if its test passes."""
     return lambda case: record_property("parity", str(case))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-table", type=Path, help="write the table of cases that agreed between the marks of FILE")
+    parser.addoption("--parity-table", type=Path, help="write the table of passed cases between the markers in FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _ParityTable:
-    """Collect what passed, from processes of xdist too."""
+    """Collect the cases that passed, also from xdist workers."""
 
     def __init__(self, file: Path):
         self._file = file

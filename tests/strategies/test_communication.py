@@ -1,4 +1,4 @@
-"""Bytes that a step sends along each axis are those of the formulas in docs/concepts/parallelism.md."""
+"""Bytes that a step sends along each axis equal the formulas in docs/concepts/parallelism.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MESHES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of a model: P, L, H, A and K of the docs."""
+    """Sizes of a model: P, L, H, A and K of the docs."""
 
     parameters: int
     layers: int
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """What a data rank has in a step: M, T, S and R of the docs."""
+    """Work of a data-parallel rank in a step: M, T, S and R of the docs."""
 
     micro_batches: int
     tokens: int
@@ -65,17 +65,17 @@ def shape_of(model_dir) -> Shape:
 def work_of(case: Case, data_rank: int) -> Work:
     store = PairsInMemory(PAIRS)
     cut = micro_batching_of(case).split(case.plan.pair_ids(1), data_rank, case.sizes.num_data_ranks)
-    arranged = [LAYOUTS[case.layout].collate(store.read(pair_ids)) for pair_ids in cut]
-    parts = case.sizes.cp
-    # rows are filled up to a multiple of their parts
-    tokens = sum(-(-batch.model_inputs["input_ids"].numel() // parts) * parts for batch in arranged)
-    # the last layer leaves rows out where a process has whole ones
-    kept = tokens if parts > 1 else sum(len(batch.kept.rows) for batch in arranged)
-    return Work(len(cut), tokens, sum(len(batch.scored_rows) for batch in arranged), kept)
+    inputs = [LAYOUTS[case.layout].collate(store.read(pair_ids)) for pair_ids in cut]
+    cp = case.sizes.cp
+    # rows are padded to a multiple of cp
+    tokens = sum(-(-batch.model_inputs["input_ids"].numel() // cp) * cp for batch in inputs)
+    # the last layer skips unscored rows only without context parallelism
+    kept = tokens if cp > 1 else sum(len(batch.kept.rows) for batch in inputs)
+    return Work(len(cut), tokens, sum(len(batch.scored_rows) for batch in inputs), kept)
 
 
 def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
-    """As in docs/concepts/parallelism.md, of one process."""
+    """The formulas of docs/concepts/parallelism.md, per process."""
     weights = shape.parameters / sizes.tp
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
@@ -94,22 +94,22 @@ def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=axes_text)
-def test_a_step_sends_what_the_formula_says(sizes, pool_of, model_dirs):
-    case = Case(sizes, loss="simpo")  # no reference: what is sent is the policy's
+def test_a_step_sends_the_bytes_of_the_formula(sizes, pool_of, model_dirs):
+    case = Case(sizes, loss="simpo")  # no reference: only the policy sends
     model_dir, _ = model_dirs("llama")
     shape = shape_of(model_dir)
 
     for process, counted in enumerate(pool_of(sizes.num_processes).run(count_step, case, model_dir)):
         expected = formula(sizes, shape, work_of(case, process // (sizes.cp * sizes.tp)))
         assert counted.keys() <= expected.keys()
-        # counts of pairs and tokens, metrics and norms are sent as well, a few hundred bytes a step
+        # counts, metrics and norms add a few hundred bytes per step
         small = sum(expected.values()) / 100
         for kind, number in expected.items():
             assert counted.get(kind, 0) == pytest.approx(number, rel=0.02, abs=small)
 
 
-def test_all_ranks_have_as_many_micro_batches():
-    """Otherwise the formula would have to speak of stand-ins."""
+def test_all_ranks_have_the_same_number_of_micro_batches():
+    """Otherwise the formula would have to count dummy batches."""
     for sizes in MESHES:
         case = Case(sizes)
         assert len({work_of(case, rank).micro_batches for rank in range(sizes.num_data_ranks)}) == 1

@@ -1,4 +1,4 @@
-"""A policy built from a config and split over ranks trains as one process does, also LoRA beside its base."""
+"""A policy built from a config trains on several ranks as in one process, with and without LoRA."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.strategies.config_runs import train_from_config
 from tests.support.strategies.parity import save_model
-from tests.support.strategies.split_runs import train_from_config
 
 pytestmark = pytest.mark.distributed
 

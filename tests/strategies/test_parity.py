@@ -1,4 +1,4 @@
-"""Every layout of ranks trains as the oracle on one page does, and logs what one process of ours logs."""
+"""Every mesh trains like the oracle (examples/minimal_dpo.py) and logs what one process logs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.support.strategies.parity import (
     Case,
     leaves_rows_out,
     micro_batching_of,
-    score_alone,
-    score_split,
-    train_split,
+    score_parallel,
+    score_single_process,
+    train_parallel,
 )
 from tests.support.strategies.parity_cases import (
     AGAINST_ONE_PROCESS,
@@ -29,14 +29,14 @@ from thresher.distributed.mesh import ParallelDims
 
 distributed = pytest.mark.distributed
 EXACT, OF_WEIGHTS = 1e-5, 2e-5
-# two and a half times the last of its eight bits
+# 2.5 times the last of the eight bits of bf16
 OF_BF16 = 0.01
-# rows of a padded batch are as long as its longest, and who shares a batch depends on the ranks
+# depends on which pairs are padded together, and so on the number of ranks
 OF_THE_CUT = {"tokens/padding"}
 
 
 def assert_agree(found: Mapping[str, float], expected: Mapping[str, float], tolerance: float = EXACT) -> None:
-    """Within a tolerance: relative to what is larger than 1, absolute to what is not."""
+    """Compare within a tolerance, relative above 1 and absolute below."""
     assert found.keys() >= expected.keys()
     apart = {
         name: (found[name], number)
@@ -58,8 +58,8 @@ def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
     return math.sqrt(sum(float((found[name] - weight).square().sum()) for name, weight in expected.items()))
 
 
-def run_split(case: Case, pool_of, model_dirs):
-    return pool_of(case.sizes.num_processes).run(train_split, case, *model_dirs(case.family))
+def run_parallel(case: Case, pool_of, model_dirs):
+    return pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family))
 
 
 def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> None:
@@ -72,10 +72,8 @@ def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> Non
 
 @distributed
 @pytest.mark.parametrize("case", MATRIX, ids=str)
-def test_three_steps_of_every_layout_of_ranks_are_those_of_the_oracle(
-    case, pool_of, model_dirs, oracle, one_process, agreed
-):
-    outcomes = run_split(case, pool_of, model_dirs)
+def test_three_steps_on_every_mesh_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process, agreed):
+    outcomes = run_parallel(case, pool_of, model_dirs)
 
     expected = oracle(case)
     # the oracle's rewards are those of DPO
@@ -92,15 +90,15 @@ def test_three_steps_of_every_layout_of_ranks_are_those_of_the_oracle(
 
 @distributed
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
-def test_what_the_oracle_lacks_is_as_in_one_process(case, pool_of, model_dirs, one_process, agreed):
-    outcomes = run_split(case, pool_of, model_dirs)
+def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process, agreed):
+    outcomes = run_parallel(case, pool_of, model_dirs)
 
     alone = one_process(case)
-    assert alone.skipped_steps == (0 if case.spoilt_pair is None else 1)
+    assert alone.skipped_steps == (0 if case.nonfinite_pair is None else 1)
     for outcome in outcomes:
         assert outcome.skipped_steps == alone.skipped_steps
         assert_same_weights(outcome.weights, alone.weights)
-    if case.spoilt_pair is None:
+    if case.nonfinite_pair is None:
         assert_logs_of_one_process(outcomes, alone)
     agreed(case)
 
@@ -108,10 +106,10 @@ def test_what_the_oracle_lacks_is_as_in_one_process(case, pool_of, model_dirs, o
 @distributed
 @pytest.mark.parametrize("case", IN_BF16, ids=str)
 def test_bf16_agrees_to_its_precision(case, pool_of, model_dirs, oracle, one_process, agreed):
-    outcomes = run_split(case, pool_of, model_dirs)
+    outcomes = run_parallel(case, pool_of, model_dirs)
 
     alone, exact = one_process(case), oracle(case)
-    # what rounding does to the weights of one process, it may do to those of several, in other places
+    # several processes round as much as one, at other elements
     by_rounding = distance(alone.weights, exact.weights)
     assert by_rounding > 0
     for outcome in outcomes:
@@ -123,20 +121,20 @@ def test_bf16_agrees_to_its_precision(case, pool_of, model_dirs, oracle, one_pro
 
 @distributed
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: str(Case(sizes)))
-def test_a_reference_that_is_split_scores_as_in_one_process(sizes, pool_of, model_dirs):
+def test_a_parallel_reference_scores_as_in_one_process(sizes, pool_of, model_dirs):
     _, model_dir = model_dirs("llama")
     case = Case(sizes)
 
-    for share, num_shares, found in pool_of(sizes.num_processes).run(score_split, case, model_dir):
-        expected = score_alone(case, model_dir, share, num_shares)
+    for rank, num_ranks, found in pool_of(sizes.num_processes).run(score_parallel, case, model_dir):
+        expected = score_single_process(case, model_dir, rank, num_ranks)
         assert len(found) == len(expected)
         for scores, of_one in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(scores), torch.tensor(of_one), rtol=EXACT, atol=EXACT)
 
 
 @distributed
-def test_savings_of_known_layers_outlive_sharding(pool_of, model_dirs):
-    # FSDP2 gives every layer a class of another name
+def test_fsdp_keeps_skipping_unscored_rows(pool_of, model_dirs):
+    # FSDP2 renames the class of every layer
     assert all(pool_of(2).run(leaves_rows_out, Case(ParallelDims(dp_shard=2)), model_dirs("llama")[0]))
 
 
@@ -149,14 +147,14 @@ def micro_batches_of_ranks(case: Case) -> list[list[int]]:
 
 
 def test_steps_have_several_micro_batches():
-    # Gradients of parameters that every process along tp sees in part (q and k norms of Qwen 3) are summed once a step;
-    # transformers' own hook sums them after every backward, which is right for the first micro-batch of a step alone.
+    # Partial gradients over tp (q and k norms of Qwen 3) are summed once per step; the hook of transformers sums them
+    # after every backward, which is right only for the first micro-batch of a step.
     for case in ALL_CASES:
         if case.also != "fewer pairs than ranks":
             assert all(max(counts) > 1 for counts in micro_batches_of_ranks(case)), case
 
 
-def test_cases_are_what_they_say():
+def test_cases_cover_what_their_names_say():
     said = {case.also: micro_batches_of_ranks(case) for case in ALL_CASES}
     assert all(case.sizes.num_processes > 1 for case in ALL_CASES)
 

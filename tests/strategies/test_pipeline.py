@@ -1,4 +1,4 @@
-"""A pipeline of stages makes the same steps as one process, for every schedule, layout, family and other axis."""
+"""A pipeline makes the same steps as one process, for every schedule, layout, architecture and other axis."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.strategies.parity import NUM_STEPS, Case, Outcome, objective_of, train_alone, train_split
+from tests.support.strategies.config_runs import train_from_config
+from tests.support.strategies.parity import NUM_STEPS, Case, Outcome, objective_of, train_parallel, train_single_process
 from tests.support.strategies.parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
-from tests.support.strategies.pipeline_runs import check_logps, most_received, one_step, score
-from tests.support.strategies.split_runs import train_from_config
+from tests.support.strategies.pipeline_runs import check_logps, max_held_inputs, one_step, score
 from tests.support.tiny_models import tiny_model
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
@@ -20,7 +20,7 @@ from thresher.strategies.native.pipeline_parallel import partition_layers
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
-    """The weights of all stages; what two stages hold is the same in both, to the bit."""
+    """The weights of all stages; those on two stages are bitwise equal."""
     weights: dict[str, Tensor] = {}
     for rank in ranks:
         for name, weight in rank.weights.items():
@@ -46,7 +46,7 @@ def check_weights(expected: dict[str, Tensor], weights: dict[str, Tensor]) -> No
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, case):
-    ranks = pool_of(case.sizes.num_processes).run(train_split, case, *model_dirs(case.family))
+    ranks = pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family))
     check_against(oracle(case), ranks)
     agreed(case)
 
@@ -54,22 +54,22 @@ def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, ca
 @pytest.mark.distributed
 def test_a_loss_that_couples_pairs_trains_as_in_one_process(two_ranks, model_dirs):
     case = Case(TWO_STAGES, loss="aot", virtual_pp_size=INTERLEAVED)
-    alone = train_alone(case, *model_dirs("llama"))
-    check_against(alone, two_ranks.run(train_split, case, *model_dirs("llama")), tuple(alone.metrics[0]))
+    alone = train_single_process(case, *model_dirs("llama"))
+    check_against(alone, two_ranks.run(train_parallel, case, *model_dirs("llama")), tuple(alone.metrics[0]))
 
 
 @pytest.mark.distributed
-def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
+def test_bf16_losses_equal_those_of_one_process(two_ranks, model_dirs):
     case = Case(TWO_STAGES, dtype=torch.bfloat16)
-    alone = train_alone(case, *model_dirs("llama"))
-    for rank in two_ranks.run(train_split, case, *model_dirs("llama")):
+    alone = train_single_process(case, *model_dirs("llama"))
+    for rank in two_ranks.run(train_parallel, case, *model_dirs("llama")):
         losses = [step["loss"] for step in rank.metrics]
         assert losses == pytest.approx([step["loss"] for step in alone.metrics], abs=1e-5)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("sizes", "virtual_pp_size", "shares"),
+    ("sizes", "virtual_pp_size", "assignments"),
     [
         (ParallelDims(pp=4), 1, [[[0, 1, 2, 3]]]),
         (ParallelDims(pp=4), 1, [[[0, 1], [2], [3, 4]]]),
@@ -82,11 +82,11 @@ def test_products_in_bf16_are_those_of_one_process(two_ranks, model_dirs):
     ],
     ids=["one of four", "three of four", "six", "1 and 5", "none", "a rank with fewer", "an empty one", "interleaved"],
 )
-def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, virtual_pp_size, shares):
+def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs, sizes, virtual_pp_size, assignments):
     path = model_dirs("llama")[0]
-    everything = [[ids for share in shares for ids in share if ids]]
+    everything = [[ids for assignment in assignments for ids in assignment if ids]]
     alone = one_step(Case(ParallelDims(), loss="simpo"), path, everything)
-    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", virtual_pp_size=virtual_pp_size), path, shares)
+    ranks = four_ranks.run(one_step, Case(sizes, loss="simpo", virtual_pp_size=virtual_pp_size), path, assignments)
     for rank in ranks:
         assert rank.metrics == pytest.approx(alone.metrics, rel=1e-5, abs=1e-5)
         assert rank.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
@@ -97,7 +97,7 @@ def test_any_number_of_micro_batches_makes_the_same_step(four_ranks, model_dirs,
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 @pytest.mark.parametrize("virtual_pp_size", [1, INTERLEAVED], ids=["1f1b", "interleaved"])
-def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, virtual_pp_size):
+def test_every_stage_receives_the_logps(two_ranks, model_dirs, layout, virtual_pp_size):
     path, batches = model_dirs("qwen2")[0], [[4, 1, 7, 2, 9], [3], []]
     expected = score(Case(ParallelDims(), layout), path, batches)
     for scored in two_ranks.run(score, Case(TWO_STAGES, layout, virtual_pp_size=virtual_pp_size), path, batches):
@@ -112,7 +112,7 @@ def test_every_stage_gets_the_scores(two_ranks, model_dirs, layout, virtual_pp_s
 
 
 @pytest.mark.distributed
-def test_a_stage_holds_its_own_layers_alone(four_ranks, model_dirs):
+def test_a_stage_holds_only_its_layers(four_ranks, model_dirs):
     ranks = four_ranks.run(partial(train_from_config, model_dirs("qwen2")[0], {"pp_size": 4}, "shared"))
     held = [{name.split(".")[2] for name in rank.weights if ".layers." in name} for rank in ranks]
     assert held == [{"0"}, {"1"}, {"2"}, {"3"}]
@@ -122,9 +122,9 @@ def test_a_stage_holds_its_own_layers_alone(four_ranks, model_dirs):
 
 
 @pytest.mark.distributed
-def test_a_stage_holds_hidden_states_of_the_micro_batches_under_way_alone(four_ranks, model_dirs):
+def test_a_stage_holds_hidden_states_only_of_micro_batches_in_flight(four_ranks, model_dirs):
     case = Case(ParallelDims(pp=4), loss="simpo")
-    assert four_ranks.run(most_received, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
+    assert four_ranks.run(max_held_inputs, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
 
 
 @pytest.mark.distributed
@@ -138,7 +138,7 @@ def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):
 
 
 @pytest.mark.distributed
-def test_dropout_with_a_coupled_loss_is_refused(two_ranks, model_dirs):
+def test_dropout_with_a_coupled_loss_is_rejected(two_ranks, model_dirs):
     path = model_dirs("llama")[0]
     assert objective_of("aot").couples_pairs
     with pytest.raises(AssertionError, match="set lora_dropout to 0 or pp_size to 1"):
@@ -157,27 +157,27 @@ def test_dropout_with_a_coupled_loss_is_refused(two_ranks, model_dirs):
     ],
     ids=str,
 )
-def test_the_start_up_check_accepts_sound_stages(two_ranks, model_dirs, case):
+def test_the_start_up_check_accepts_valid_stages(two_ranks, model_dirs, case):
     assert two_ranks.run(check_logps, case, model_dirs(case.family)[0], False) == [None, None]
 
 
 @pytest.mark.distributed
-def test_the_start_up_check_stops_wrong_positions_on_every_stage(two_ranks, model_dirs):
+def test_the_start_up_check_rejects_wrong_positions_on_every_stage(two_ranks, model_dirs):
     for found in two_ranks.run(check_logps, Case(TWO_STAGES), model_dirs("llama")[0], True):
         assert found is not None
-        assert "differ from those of the model's own layers and head" in found
+        assert "differ from those of the model's original layers" in found
 
 
-def test_layers_are_dealt_evenly_and_what_is_left_over_goes_to_the_middle():
+def test_layers_are_partitioned_evenly_with_extra_layers_in_the_middle():
     assert partition_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert [len(part) for part in partition_layers(30, 4)] == [7, 8, 8, 7]
     assert [len(part) for part in partition_layers(7, 2)] == [4, 3]  # the last has the head
-    with pytest.raises(UserError, match="3 layers cannot be cut into 4 chunks"):
+    with pytest.raises(UserError, match="3 layers cannot be split into 4 pipeline chunks"):
         partition_layers(3, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral"])
-def test_families_that_hand_on_hidden_states(family):
+def test_architectures_that_accept_hidden_states(family):
     check_accepts_hidden_states(tiny_model(family))
 
 
@@ -185,6 +185,6 @@ def test_families_that_hand_on_hidden_states(family):
     ("family", "reason"),
     [("granite", "changes them before"), ("gpt_neox", "no attributes of these"), ("opt", "no attributes of these")],
 )
-def test_families_that_cannot_be_cut_are_refused(family, reason):
+def test_architectures_that_cannot_be_split_into_stages_are_rejected(family, reason):
     with pytest.raises(UserError, match=reason):
         check_accepts_hidden_states(tiny_model(family))

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout of ranks is one checkpoint: other layouts go on from it, and one process reads it."""
+"""Checkpoints do not depend on the mesh: another mesh resumes from them, and one process reads them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_all(pool_of, run: Run) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def saved(pool_of, model, tmp_path_factory) -> tuple[Run, list[Result]]:
-    """Four ranks, FSDP2 x TP, that save in the middle and at the end and never stop."""
+    """An uninterrupted run on four ranks, FSDP2 x TP, that saves in the middle and at the end."""
     run = Run(model, tmp_path_factory.mktemp("saved"), SPLIT, saves_at=(SAVED_STEP, NUM_STEPS))
     return run, run_all(pool_of, run)
 
@@ -63,7 +63,7 @@ OTHERS = {
     "1 process": None,
     "2 ranks, dp_shard": ParallelDims(dp_shard=2),
     "2 ranks, tp": ParallelDims(tp=2),
-    "2 ranks, whole copies": ParallelDims(dp_replicate=2),
+    "2 ranks, dp_replicate": ParallelDims(dp_replicate=2),
     "4 ranks, dp_shard": ParallelDims(dp_shard=4),
     "4 ranks, dp_replicate x dp_shard": ParallelDims(dp_replicate=2, dp_shard=2),
     "4 ranks, cp x tp": ParallelDims(cp=2, tp=2),
@@ -73,45 +73,45 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
-def test_another_layout_goes_on_within_rounding(saved, pool_of, tmp_path, sizes):
-    run, whole = saved
+def test_another_mesh_resumes_within_rounding(saved, pool_of, tmp_path, sizes):
+    run, uninterrupted = saved
     resumed = run_all(pool_of, Run(run.model, tmp_path, sizes, start=run.root / STEP))
     for result in resumed:
-        assert result.losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
-    assert len(set(whole[0].losses)) == NUM_STEPS
+        assert result.losses == pytest.approx(uninterrupted[0].losses[SAVED_STEP:], abs=TOLERANCE)
+    assert len(set(uninterrupted[0].losses)) == NUM_STEPS
 
 
 @pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
-def test_what_another_layout_reads_and_writes_again_has_every_bit(saved, pool_of, tmp_path, sizes):
-    """Resumed, not trained: what is loaded is what was saved, put together by torch."""
-    run, whole = saved
+def test_another_mesh_loads_bitwise_the_same_state(saved, pool_of, tmp_path, sizes):
+    """Resumed, not trained: the loaded state, gathered by torch, equals the saved one."""
+    run, uninterrupted = saved
     results = run_all(pool_of, Run(run.model, tmp_path, sizes, start=run.root / LAST))
     for result in results:
-        # a stage of a pipeline has some of the parameters
-        assert_same_bits(result.weights, {name: whole[0].weights[name] for name in result.weights})
-        assert_same_bits(result.moments, {name: whole[0].moments[name] for name in result.moments})
-    assert {name for result in results for name in result.moments} == whole[0].moments.keys()
+        # a pipeline stage holds some of the parameters
+        assert_same_bits(result.weights, {name: uninterrupted[0].weights[name] for name in result.weights})
+        assert_same_bits(result.moments, {name: uninterrupted[0].moments[name] for name in result.moments})
+    assert {name for result in results for name in result.moments} == uninterrupted[0].moments.keys()
 
 
-def test_the_same_ranks_go_on_bitwise(saved, pool_of, tmp_path):
-    run, whole = saved
+def test_the_same_mesh_resumes_bitwise(saved, pool_of, tmp_path):
+    run, uninterrupted = saved
     again = replace(run, root=tmp_path, start=run.root / STEP, saves_at=(NUM_STEPS,))
-    for resumed, straight in zip(run_all(pool_of, again), whole, strict=True):
+    for resumed, straight in zip(run_all(pool_of, again), uninterrupted, strict=True):
         assert resumed.losses == straight.losses[SAVED_STEP:]
         assert_same_bits(resumed.weights, straight.weights)
         assert_same_bits(resumed.moments, straight.moments)
         assert torch.equal(resumed.random_states[0], straight.random_states[1])
         assert torch.equal(resumed.random_states[-1], straight.random_states[-1])
         assert resumed.notes == []
-    assert len({bytes(result.random_states[0].numpy()) for result in whole}) == 4
-    # whose files a rank writes and in which order does not move either: the manifests agree on every digest
+    assert len({bytes(result.random_states[0].numpy()) for result in uninterrupted}) == 4
+    # ranks also write the same files: the manifests agree on every digest
     assert verify(tmp_path / LAST).files == verify(run.root / LAST).files
 
 
-def test_every_number_is_written_once(saved):
-    """The files of four ranks together hold what one file of one process would."""
-    run, whole = saved
-    for stem, expected in (("weights", whole[0].weights), ("optimizer", whole[0].moments)):
+def test_every_element_is_written_once(saved):
+    """The files of four ranks together have the elements of one full file."""
+    run, uninterrupted = saved
+    for stem, expected in (("weights", uninterrupted[0].weights), ("optimizer", uninterrupted[0].moments)):
         names = sorted(path.name for path in (run.root / LAST).glob(f"{stem}-*.safetensors"))
         assert names == [f"{stem}-{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
         num_written = 0
@@ -121,10 +121,10 @@ def test_every_number_is_written_once(saved):
         assert num_written == sum(tensor.numel() for tensor in expected.values())
 
 
-def test_one_process_reads_all_of_it_without_a_group(saved):
-    run, whole = saved
-    assert_same_bits(load_tensors(run.root / LAST, "weights"), whole[0].weights)
-    assert_same_bits(load_tensors(run.root / LAST, "optimizer"), whole[0].moments)
+def test_one_process_reads_a_sharded_checkpoint_without_a_process_group(saved):
+    run, uninterrupted = saved
+    assert_same_bits(load_tensors(run.root / LAST, "weights"), uninterrupted[0].weights)
+    assert_same_bits(load_tensors(run.root / LAST, "optimizer"), uninterrupted[0].moments)
 
 
 @pytest.mark.real
@@ -136,19 +136,19 @@ def test_the_export_of_four_ranks_has_their_weights(pool_of, stories_dir, tmp_pa
     assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)
 
 
-def test_any_box_of_a_tensor_is_read_from_whichever_files_have_it(saved):
-    run, whole = saved
+def test_any_slice_of_a_tensor_is_read_from_the_files_that_contain_it(saved):
+    run, uninterrupted = saved
     draw = torch.Generator().manual_seed(0)
     with ShardedReader(run.root / LAST, "weights") as stored:
-        for name, tensor in whole[0].weights.items():
+        for name, tensor in uninterrupted[0].weights.items():
             for _ in range(5):
                 ends = [sorted(torch.randint(0, size + 1, (2,), generator=draw).tolist()) for size in tensor.shape]
-                box = tuple(slice(*end) for end in ends)
-                assert torch.equal(stored.read(name, box), tensor[box]), (name, box)
+                slices = tuple(slice(*end) for end in ends)
+                assert torch.equal(stored.read(name, slices), tensor[slices]), (name, slices)
 
 
-def test_copies_of_whole_groups_write_nothing(pool_of, model, tmp_path):
-    """HSDP: of two groups of shards, each whole, one writes."""
+def test_hsdp_replicas_write_nothing(pool_of, model, tmp_path):
+    """HSDP: one of the two replicas writes."""
     sizes = ParallelDims(dp_replicate=2, dp_shard=2)
     run = Run(model, tmp_path, sizes, until=1, saves_at=(1,))
     results = run_all(pool_of, run)
@@ -164,8 +164,8 @@ def test_copies_of_whole_groups_write_nothing(pool_of, model, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_stages_of_a_pipeline_write_what_they_have(pool_of, tmp_path, family):
-    """Of qwen2 the first and the last stage both have the embedding."""
+def test_pipeline_stages_write_their_parameters(pool_of, tmp_path, family):
+    """In qwen2 the embedding is tied: the first and the last stage both hold it."""
     model = parity.save_model(tmp_path / "model", family, 0)
     run = Run(model, tmp_path / "run", ParallelDims(pp=2, tp=2), saves_at=(SAVED_STEP,))
     stages = run_all(pool_of, run)
@@ -174,7 +174,7 @@ def test_stages_of_a_pipeline_write_what_they_have(pool_of, tmp_path, family):
         assert resumed[0].losses == pytest.approx(stages[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
 
-def test_whole_copies_write_the_files_of_one_process(pool_of, model, tmp_path):
+def test_replicas_write_the_files_of_one_process(pool_of, model, tmp_path):
     copies = Run(model, tmp_path / "copies", ParallelDims(dp_replicate=2), until=1, saves_at=(1,))
     alone = replace(copies, root=tmp_path / "alone", sizes=None)
     run_all(pool_of, copies)
@@ -184,16 +184,16 @@ def test_whole_copies_write_the_files_of_one_process(pool_of, model, tmp_path):
     assert "weights.safetensors" in ours
 
 
-def test_a_few_trainable_parameters_of_many(pool_of, model, tmp_path):
+def test_a_checkpoint_of_partly_frozen_weights_resumes(pool_of, model, tmp_path):
     run = Run(model, tmp_path / "a", SPLIT, saves_at=(SAVED_STEP,), is_subset=True)
-    whole = run_all(pool_of, run)
-    assert 0 < len(whole[0].weights) < 12
+    uninterrupted = run_all(pool_of, run)
+    assert 0 < len(uninterrupted[0].weights) < 12
     for sizes in (SPLIT, ParallelDims(dp_shard=2), None):
         resumed = run_all(pool_of, replace(run, sizes=sizes, start=run.root / STEP, root=tmp_path / "b", saves_at=()))
-        assert resumed[0].losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
+        assert resumed[0].losses == pytest.approx(uninterrupted[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
 
-def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pool_of, model, tmp_path):
+def test_optimizer_groups_do_not_depend_on_sharding(saved, pool_of, model, tmp_path):
     run, _ = saved
     alone = Run(model, tmp_path, saves_at=(1,), until=1)
     train(alone)
@@ -201,14 +201,14 @@ def test_groups_of_the_optimizer_are_told_by_whole_shapes(saved, pool_of, model,
     assert ours == theirs
 
 
-def test_a_checkpoint_of_other_weights_is_refused_by_every_rank(saved, pool_of, tmp_path):
+def test_every_rank_rejects_a_checkpoint_of_other_weights(saved, pool_of, tmp_path):
     run, _ = saved
     with pytest.raises(AssertionError) as caught:
         run_all(pool_of, Run(run.model, tmp_path, SPLIT, start=run.root / STEP, is_subset=True))
     assert str(caught.value).count("was made for another model: 31 weights differ") == 4
 
 
-def test_a_damaged_part_is_found(saved, tmp_path):
+def test_a_corrupt_shard_is_found(saved, tmp_path):
     run, _ = saved
     copy = shutil.copytree(run.root / STEP, tmp_path / STEP)
     damaged = copy / "weights-00003-of-00004.safetensors"
@@ -220,7 +220,7 @@ def test_a_damaged_part_is_found(saved, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_a_missing_part_is_named(saved, tmp_path, rank):
+def test_a_missing_shard_is_named(saved, tmp_path, rank):
     run, _ = saved
     copy = shutil.copytree(run.root / STEP, tmp_path / STEP)
     name = f"optimizer-{rank:05d}-of-00004.safetensors"
@@ -231,33 +231,33 @@ def test_a_missing_part_is_named(saved, tmp_path, rank):
         load_tensors(copy, "optimizer")
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
-def test_a_failure_of_one_rank_is_the_failure_of_all_and_older_checkpoints_stay(
-    saved, pool_of, model, tmp_path, in_background
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_failed_save_on_one_rank_fails_on_all_and_keeps_older_checkpoints(
+    saved, pool_of, model, tmp_path, async_save
 ):
     shutil.copytree(saved[0].root / STEP, tmp_path / STEP)
-    run = Run(model, tmp_path, SPLIT, settings={"async_save": in_background})
-    told = pool_of(4).run(save_with_a_rank_that_cannot_write, run)
-    assert len(set(told)) == 1
-    assert told[0].startswith("DiskError: could not save the checkpoint of step 0")
-    assert "No space left on device; free some space" in told[0]
+    run = Run(model, tmp_path, SPLIT, settings={"async_save": async_save})
+    errors = pool_of(4).run(save_with_a_rank_that_cannot_write, run)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("DiskError: could not save the checkpoint of step 0")
+    assert "No space left on device; free some space" in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == [STEP]
     verify(tmp_path / STEP)
 
 
 @pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
-def test_a_save_in_the_background_has_the_bytes_of_its_own_step(pool_of, model, tmp_path, sizes):
-    at_once = Run(model, tmp_path / "at once", sizes, saves_at=(2, 3, NUM_STEPS))
-    behind = replace(at_once, root=tmp_path / "behind", settings={"async_save": True})
-    ours, theirs = run_all(pool_of, behind), run_all(pool_of, at_once)
+def test_an_async_save_has_the_bytes_of_its_step(pool_of, model, tmp_path, sizes):
+    sync = Run(model, tmp_path / "sync", sizes, saves_at=(2, 3, NUM_STEPS))
+    background = replace(sync, root=tmp_path / "async", settings={"async_save": True})
+    ours, theirs = run_all(pool_of, background), run_all(pool_of, sync)
     assert ours[0].losses == theirs[0].losses
-    for step in at_once.saves_at:
+    for step in sync.saves_at:
         name = f"step-{step:08d}"
-        assert verify(behind.root / name) == verify(at_once.root / name)
+        assert verify(background.root / name) == verify(sync.root / name)
 
 
 @pytest.mark.parametrize("sizes", [ParallelDims(dp_shard=2), None], ids=["2 ranks", "1 process"])
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_appears_when_all_are_done(
+def test_training_continues_during_an_async_save_that_is_published_when_all_ranks_wrote(
     pool_of, model, tmp_path, sizes
 ):
     slow = Run(model, tmp_path / "slow", sizes, settings={"async_save": True})

@@ -1,4 +1,4 @@
-"""A rank holds its part of a model and no more: after a step, and while it is loaded."""
+"""A rank holds only its shard of a model, after a step and while loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEGABYTE = 1e6
 
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory) -> tuple[Path, int]:
-    """A model of which norms are a thousandth part, and its bytes in fp32."""
+    """A model with only a thousandth of its weights in norms, and its bytes in fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
@@ -42,16 +42,16 @@ def larger_model(tmp_path_factory) -> tuple[Path, int]:
     [ParallelDims(dp_shard=2), ParallelDims(dp_shard=4), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(cp=2)],
     ids=axes_text,
 )
-def test_a_rank_holds_its_part_of_weights_gradients_and_moments(sizes, pool_of, larger_model):
-    model_dir, whole = larger_model
+def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(sizes, pool_of, larger_model):
+    model_dir, total = larger_model
 
     held = pool_of(sizes.num_processes).run(held_after_a_step, Case(sizes, loss="simpo"), model_dir)
 
-    for of_rank in held:
-        print(axes_text(sizes), of_rank, f"of {whole}")
-        assert of_rank.parameters == pytest.approx(whole / sizes.num_processes, rel=0.05)
-        assert of_rank.gradients == pytest.approx(whole / sizes.num_processes, rel=0.05)
-        assert of_rank.optimizer == pytest.approx(2 * whole / sizes.num_processes, rel=0.05)
+    for held_by_rank in held:
+        print(axes_text(sizes), held_by_rank, f"of {total}")
+        assert held_by_rank.parameters == pytest.approx(total / sizes.num_processes, rel=0.05)
+        assert held_by_rank.gradients == pytest.approx(total / sizes.num_processes, rel=0.05)
+        assert held_by_rank.optimizer == pytest.approx(2 * total / sizes.num_processes, rel=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def smollm2(tmp_path_factory) -> tuple[Path, int]:
 
 
 def growth_of_a_load(sizes: ParallelDims, model_dir: Path) -> list[int]:
-    """In processes of their own: what earlier cases left unused would be used again."""
+    """Measured in new processes: memory that earlier cases freed would be reused."""
     pool = RankPool(sizes.num_processes)
     try:
         peak = PeakOfProcesses(pool.run(process_id, sizes))
@@ -81,12 +81,12 @@ def growth_of_a_load(sizes: ParallelDims, model_dir: Path) -> list[int]:
 @pytest.mark.real
 @pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_no_rank_holds_the_whole_model_while_it_is_loaded(num_ranks, smollm2):
-    model_dir, whole = smollm2
+def test_no_rank_holds_the_full_model_while_loading(num_ranks, smollm2):
+    model_dir, total = smollm2
 
     growth = growth_of_a_load(ParallelDims(dp_shard=num_ranks), model_dir)
 
-    print(f"{num_ranks} ranks:", [f"{bytes_ / MEGABYTE:.0f} MB" for bytes_ in growth], f"of {whole / MEGABYTE:.0f} MB")
-    # one rank holds all of it: that it shows tells that a rank which held too much would
+    print(f"{num_ranks} ranks:", [f"{bytes_ / MEGABYTE:.0f} MB" for bytes_ in growth], f"of {total / MEGABYTE:.0f} MB")
+    # the case of one rank shows that a rank with too much memory would be detected
     for bytes_ in growth:
-        assert 0.95 * whole / num_ranks < bytes_ < whole / num_ranks + 40 * MEGABYTE
+        assert 0.95 * total / num_ranks < bytes_ < total / num_ranks + 40 * MEGABYTE

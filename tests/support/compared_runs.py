@@ -1,4 +1,4 @@
-"""Runs that are compared: configs that differ in a few values, and what their logs must have in common."""
+"""Compare runs: configs that differ in a few values, and logs without what cannot be repeated."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# what depends on the clock or the process, and not on the numbers of a run
+# metrics that depend on the clock or the process
 NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested changes over nested values."""
+    """Merge nested changes into nested values."""
     return {**base} | {
         key: merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
         for key, value in changes.items()

@@ -1,4 +1,4 @@
-"""A run from config to trained weights with the parts that `assembly` builds, on pairs and models made of noise."""
+"""A run from config to trained weights with the objects that `builders` makes, on random pairs and models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUT = PackedLayout(shares_prompt=True)
 
 
 class PairsInMemory:
-    """What a trainer reads of a store."""
+    """The part of PairStore that a trainer uses."""
 
     def __init__(self, pairs: Sequence[Pair]):
         self.pairs = list(pairs)
@@ -63,7 +63,7 @@ def noise_pairs(count: int, seed: int = 0) -> PairsInMemory:
 
 
 class MetricsInMemory:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps its records."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
@@ -77,7 +77,7 @@ class MetricsInMemory:
 
 @dataclass(frozen=True)
 class TinyRun:
-    """The parts of a run."""
+    """The objects of a run."""
 
     config: DPOConfig
     trainer: DPOTrainer
@@ -86,20 +86,20 @@ class TinyRun:
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
-        standing = TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
-        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=standing.step or None)
-        return fit(self.trainer, standing, self.trainer.plan.num_steps, loop_settings(self.config), self.log, skipped)
+        progress = TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
+        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=progress.step or None)
+        return fit(self.trainer, progress, self.trainer.plan.num_steps, loop_settings(self.config), self.log, skipped)
 
 
-def build_run(values: Mapping[str, Any], train: PairsInMemory, held_out: PairsInMemory | None = None) -> TinyRun:
-    """Assemble what the pipeline assembles, from the same config."""
-    section = {} if held_out is None else {"validation": {"data_args": {"file_name": "in memory"}}}
+def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: PairsInMemory | None = None) -> TinyRun:
+    """Build a run as the pipeline does, from the same config."""
+    section = {} if validation is None else {"validation": {"data_args": {"file_name": "in memory"}}}
     config = parse_config({**section, **values})
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
     layout, _ = choose_layout(config.layout, [load_model_config(str(config.policy_path))], attention, pad_id=0)
     policy = build_policy(config, layout)
-    inputs = RunInputs(build_objective(config), layout, train, held_out, build_plan(config, len(train)))
+    inputs = RunInputs(build_objective(config), layout, train, validation, build_plan(config, len(train)))
     reference = build_reference_parts(config, inputs, policy)
     reference.score_in_advance()
-    parts = build_trainer(config, inputs, policy, reference, checkpoint=None)
-    return TinyRun(config, parts.trainer, reference, MetricsInMemory())
+    bundle = build_trainer(config, inputs, policy, reference, checkpoint=None)
+    return TinyRun(config, bundle.trainer, reference, MetricsInMemory())

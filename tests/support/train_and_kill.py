@@ -3,9 +3,8 @@
     python -m tests.support.train_and_kill CONFIG.yaml OUTPUT_DIR MOMENT:STEP ...
 
 Moments: step (weights updated, nothing logged), logged, evaluated, saving (half a checkpoint written, while the
-next steps are trained), saved (published); and
-scoring, whose number counts the blocks of pairs that the reference has scored; every two of them make a shard.
-Children are forked before any tensor exists, so that each is a fresh process without the cost of importing torch again.
+next steps are trained), saved (published), and scoring, whose number counts the blocks of pairs that the reference has
+scored, two per shard. Children are forked before any tensor exists: fresh processes without importing torch again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOGGED = {"logged": "loss", "evaluated": "eval/loss"}
 
 
 def kill_at(moment: str, step: int) -> None:
-    """Arrange this process's death."""
+    """Make this process kill itself at a moment of a step."""
     if moment == "saving":
         from thresher.strategies.native.train import NativeTrain
 
@@ -75,7 +74,7 @@ def kill_at(moment: str, step: int) -> None:
 
 
 def kill_while_scoring(block: int) -> None:
-    """Die after so many blocks; a shard ends with every second one, as if it were full."""
+    """Kill this process after `block` blocks; every second block ends a shard, as if it were full."""
     from thresher.reference.shards import ShardWriter
 
     end_block, num_blocks = ShardWriter.end_block, 0
@@ -117,7 +116,7 @@ def main(config_path: str, output_dir: str, *kills: str) -> None:
     for kill in kills:
         status = run_child(config_path, output_dir, kill)
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-            sys.exit(f"the run that was to die at {kill} ended with status {status}")
+            sys.exit(f"the run to be killed at {kill} ended with status {status}")
     status = run_child(config_path, output_dir, None)
     if status != 0:
         sys.exit(f"the last run ended with status {status}")

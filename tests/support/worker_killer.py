@@ -1,4 +1,4 @@
-"""Signals for Ray workers in the middle of a run."""
+"""Send signals to Ray workers during a run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class Killer:
 
 
 def workers_named(name: str) -> list[int]:
-    """Processes of Ray actors of a class, below this one; Ray writes the class into the process's title."""
+    """Descendant processes that are Ray actors of a class; Ray sets the class as the process title."""
     title = f"ray::{name}".encode()
     return [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]

@@ -1,4 +1,4 @@
-"""A small run in three shapes: its models, a config, and one whose reference is another model."""
+"""Fixtures for small runs: models, a config, and a config whose reference is another model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.tiny_llama import save_tiny_llama
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """A policy's start and a reference of other weights."""
+    """An initial policy and a reference with other weights."""
     directory = tmp_path_factory.mktemp("models")
     return save_tiny_llama(directory / "policy", 0), save_tiny_llama(directory / "reference", 1)
 
@@ -37,6 +37,6 @@ def base(models, tmp_path):
 
 
 @pytest.fixture
-def apart(base, models):
+def different_reference(base, models):
     """Policy and reference from different weights, so that margins are not 0."""
     return merge(base, {"reference": {"model_args": {"model_name_or_path": str(models[1])}}})

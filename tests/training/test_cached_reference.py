@@ -1,4 +1,4 @@
-"""Runs that share a reference share its logps: what they find again, what they must not, and that numbers stay."""
+"""Cached reference logps: what a later run reuses, what it must not, and that the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}
 
 @pytest.fixture
 def forwards(monkeypatch) -> list[int]:
-    """The rows of every forward that a precomputing reference makes, its check at the start included."""
+    """The rows of every forward of a precomputing reference, its start-up check included."""
     counted: list[int] = []
     build = precompute.build_reference
 
@@ -58,26 +58,28 @@ def scored(run: TinyRun) -> int:
     ],
     ids=lambda changes: json.dumps(changes),
 )
-def test_a_second_run_makes_no_reference_forward(apart, forwards, changes):
-    first = build_run(merge(apart, PLANNED), noise_pairs(PAIRS))
+def test_a_second_run_makes_no_reference_forward(different_reference, forwards, changes):
+    first = build_run(merge(different_reference, PLANNED), noise_pairs(PAIRS))
     assert scored(first) == PAIRS
     assert len(forwards) >= 7  # blocks of 4
     forwards.clear()
-    second = build_run(merge(merge(apart, PLANNED), changes), noise_pairs(PAIRS))
+    second = build_run(merge(merge(different_reference, PLANNED), changes), noise_pairs(PAIRS))
     assert (scored(second), second.reference.train.num_missing, forwards) == (0, 0, [])
     assert np.isfinite(second.trainer.training_step()["loss"].mean)
 
 
-def test_weight_and_margin_of_a_pair_are_no_part_of_its_key(apart):
+def test_weight_and_margin_of_a_pair_do_not_change_its_key(different_reference):
     pairs = noise_pairs(PAIRS)
-    build_run(merge(apart, PLANNED), pairs)
+    build_run(merge(different_reference, PLANNED), pairs)
     heavier = PairsInMemory([replace(pair, weight=2.0, margin=0.5) for pair in pairs.pairs])
-    assert scored(build_run(merge(apart, PLANNED), heavier)) == 0
+    assert scored(build_run(merge(different_reference, PLANNED), heavier)) == 0
 
 
-def test_a_changed_weight_misses(apart, tmp_path):
+def test_a_changed_weight_misses(different_reference, tmp_path):
     model = save_tiny_llama(tmp_path / "model", 5)
-    values = merge(apart, merge(PLANNED, {"reference": {"model_args": {"model_name_or_path": str(model)}}}))
+    values = merge(
+        different_reference, merge(PLANNED, {"reference": {"model_args": {"model_name_or_path": str(model)}}})
+    )
     assert [scored(build_run(values, noise_pairs(PAIRS))) for _ in range(2)] == [PAIRS, 0]
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-4
@@ -85,9 +87,11 @@ def test_a_changed_weight_misses(apart, tmp_path):
     assert scored(build_run(values, noise_pairs(PAIRS))) == PAIRS
 
 
-def test_a_changed_setting_of_the_model_misses(apart, tmp_path):
+def test_a_changed_setting_of_the_model_misses(different_reference, tmp_path):
     model = save_tiny_llama(tmp_path / "model", 5)
-    values = merge(apart, merge(PLANNED, {"reference": {"model_args": {"model_name_or_path": str(model)}}}))
+    values = merge(
+        different_reference, merge(PLANNED, {"reference": {"model_args": {"model_name_or_path": str(model)}}})
+    )
     build_run(values, noise_pairs(PAIRS))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
@@ -95,46 +99,50 @@ def test_a_changed_setting_of_the_model_misses(apart, tmp_path):
 
 
 @pytest.mark.parametrize("side", ["prompt_ids", "chosen_ids", "rejected_ids"])
-def test_a_changed_token_misses_in_its_block_only(apart, side):
+def test_a_changed_token_misses_in_its_block_only(different_reference, side):
     pairs = noise_pairs(PAIRS).pairs
-    build_run(merge(apart, PLANNED), PairsInMemory(pairs))
+    build_run(merge(different_reference, PLANNED), PairsInMemory(pairs))
     ids = getattr(pairs[9], side).copy()
     ids[-1] = ids[-1] + 1 if ids[-1] < 60 else ids[-1] - 1
     changed = [*pairs[:9], replace(pairs[9], **{side: ids}), *pairs[10:]]
-    run = build_run(merge(apart, PLANNED), PairsInMemory(changed))
-    assert scored(run) == 4  # its block of 4, whole
+    run = build_run(merge(different_reference, PLANNED), PairsInMemory(changed))
+    assert scored(run) == 4  # its full block of 4
 
 
-def test_a_changed_loss_mask_misses(apart):
+def test_a_changed_loss_mask_misses(different_reference):
     pairs = noise_pairs(PAIRS).pairs
-    build_run(merge(apart, PLANNED), PairsInMemory(pairs))
+    build_run(merge(different_reference, PLANNED), PairsInMemory(pairs))
     mask = np.zeros(len(pairs[9].chosen_ids), dtype=np.bool_)
     mask[0] = True
-    every = np.ones(len(pairs[13].chosen_ids), dtype=np.bool_)  # scores all, as no mask does
+    every = np.ones(len(pairs[13].chosen_ids), dtype=np.bool_)  # the same as no mask
     assert not mask.all()
     changed = list(pairs)
     changed[9], changed[13] = replace(pairs[9], chosen_mask=mask), replace(pairs[13], chosen_mask=every)
-    assert scored(build_run(merge(apart, PLANNED), PairsInMemory(changed))) == 4
+    assert scored(build_run(merge(different_reference, PLANNED), PairsInMemory(changed))) == 4
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "bf16", "master_dtype": "bf16"}])
-def test_another_precision_misses(apart, changes):
+def test_another_precision_misses(different_reference, changes):
     for known in ({}, {"dtype": "bf16"}):
         if known != changes:
-            build_run(merge(apart, merge(PLANNED, {"reference": {"model_args": known}})), noise_pairs(PAIRS))
-    run = build_run(merge(apart, merge(PLANNED, {"reference": {"model_args": changes}})), noise_pairs(PAIRS))
+            build_run(
+                merge(different_reference, merge(PLANNED, {"reference": {"model_args": known}})), noise_pairs(PAIRS)
+            )
+    run = build_run(
+        merge(different_reference, merge(PLANNED, {"reference": {"model_args": changes}})), noise_pairs(PAIRS)
+    )
     assert scored(run) == PAIRS
 
 
-def test_a_run_over_more_pairs_scores_only_blocks_that_lack_one(apart):
+def test_a_run_over_more_pairs_scores_only_incomplete_blocks(different_reference):
     pairs = noise_pairs(PAIRS).pairs
-    build_run(merge(apart, PLANNED), PairsInMemory(pairs[:18]))
+    build_run(merge(different_reference, PLANNED), PairsInMemory(pairs[:18]))
     # of blocks 0..3 nothing is missing, of block 4 two pairs are
-    assert scored(build_run(merge(apart, PLANNED), PairsInMemory(pairs))) == PAIRS - 16
+    assert scored(build_run(merge(different_reference, PLANNED), PairsInMemory(pairs))) == PAIRS - 16
 
 
 def plain_logps(model_dir: str, pairs: PairsInMemory) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The reference's logps as transformers alone gives them, one sequence at a time."""
+    """The reference logps from transformers alone, one sequence at a time."""
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -156,7 +164,7 @@ def outcome(values: dict, pairs: PairsInMemory) -> tuple[TinyRun, list[float], d
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["all weights", "lora"])
-def test_every_way_to_score_gives_the_logps_of_a_plain_forward_and_the_same_training(base, reference_cache, lora):
+def test_every_reference_mode_gives_the_logps_of_a_plain_forward_and_the_same_training(base, reference_cache, lora):
     pairs = noise_pairs(12)
     values = merge(base, {"actor_train": {"model_args": lora, "training_args": {"learning_rate": 0.05}}})
     expected = plain_logps(base["pretrain"], pairs)
@@ -170,12 +178,12 @@ def test_every_way_to_score_gives_the_logps_of_a_plain_forward_and_the_same_trai
         for name, weight in weights.items():
             assert torch.allclose(weight, outcomes[0][2][name], atol=1e-5, rtol=0), (mode, name)
     (cold, warm) = outcomes[:2]
-    assert cold[1] == warm[1]  # read back from disk: every bit
+    assert cold[1] == warm[1]  # bitwise, read back from disk
     assert abs(cold[1][0] - cold[1][-1]) > 1e-3
 
 
-def test_a_damaged_shard_is_told_and_its_pairs_are_scored_again(apart, reference_cache):
-    values = merge(apart, PLANNED)
+def test_the_pairs_of_a_corrupt_shard_are_scored_again(different_reference, reference_cache):
+    values = merge(different_reference, PLANNED)
     first = build_run(values, noise_pairs(PAIRS))
     expected = first.reference.train.logps(noise_pairs(PAIRS).read([20]))
     (shard,) = reference_cache.glob("*/*.arrow")
@@ -191,7 +199,10 @@ def test_a_damaged_shard_is_told_and_its_pairs_are_scored_again(apart, reference
     assert scored(build_run(values, noise_pairs(PAIRS))) == 0
 
 
-def test_the_cache_lies_where_the_config_says(apart, tmp_path, reference_cache):
-    build_run(merge(apart, merge(PLANNED, {"reference": {"cache_dir": str(tmp_path / "here")}})), noise_pairs(PAIRS))
+def test_the_config_sets_the_cache_directory(different_reference, tmp_path, reference_cache):
+    build_run(
+        merge(different_reference, merge(PLANNED, {"reference": {"cache_dir": str(tmp_path / "here")}})),
+        noise_pairs(PAIRS),
+    )
     assert len(list((tmp_path / "here").glob("*/*.arrow"))) == 1
     assert not reference_cache.exists()

@@ -1,7 +1,7 @@
-"""Every knob that names a loss, a schedule, an optimizer, an adapter or the synced reference reaches the computation.
+"""Every setting of losses, schedule, optimizer, adapter and synced reference reaches the computation.
 
-The knobs are read off the config classes, so a field that is added without a case here fails. Each case runs twice,
-through the config and the assembly that a real run goes through: losses, rates or weights must change, or must not.
+The settings are read from the config classes, so a field that is added without a case here fails. Each case runs twice,
+through the config and the builders of a real run: losses, rates or weights must change, or must not.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", 
 
 @dataclass(frozen=True)
 class Case:
-    """A knob turned: changes on top of `start`, and what must differ."""
+    """Changes on top of `start`, and what must differ."""
 
-    turned: dict[str, Any]
+    changes: dict[str, Any]
     effect: Effect
     start: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run computed; evaluation is over held-out pairs after its last step."""
+    """The numbers of a run; evaluation is on the validation pairs after its last step."""
 
     losses: list[float]
     rates: list[float]
@@ -97,7 +97,7 @@ REFERENCE_CASES = {
     "prefetch_steps": Case({"prefetch_steps": 3}, "nothing", {"mode": "concurrent"}),
 }
 REFERENCE_MODEL_CASES = {
-    # rounding moves each pair's margin a little, up or down, so one step's mean may stay by chance
+    # rounding moves each margin a little, up or down, so the mean of one step may stay the same by chance
     "dtype": Case({"dtype": "bf16"}, "some loss"),
     "master_dtype": Case({"master_dtype": "bf16"}, "some loss", {"dtype": "bf16"}),
     "attn_implementation": Case({"attn_implementation": "eager"}, "nothing"),
@@ -108,7 +108,7 @@ RUN_CASES = {
     "num_train_epochs": Case({"num_train_epochs": 0.5}, "rates"),
     "layout": Case({"layout": "padded"}, "nothing"),
 }
-# fields that name no number of the computation; a new field is in a table above or here
+# fields without effect on the numbers; a new field must be in a table above or here
 NO_NUMBERS = {
     ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
@@ -139,7 +139,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("section", TABLES, ids=lambda section: section.__name__)
-def test_no_field_of_the_config_is_without_a_case(section):
+def test_every_config_field_has_a_case(section):
     own = set(section.model_fields) - (set(LossConfig.model_fields) if section is DPOConfig else set())
     cases, excluded = set(TABLES[section][0]), NO_NUMBERS.get(section, set())
     assert not cases & excluded
@@ -148,7 +148,7 @@ def test_no_field_of_the_config_is_without_a_case(section):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Policy and reference are different models, so that no margin is 0 and every knob has something to act on."""
+    """Policy and reference are different models, so that no margin is 0 and every setting has an effect."""
     directory = tmp_path_factory.mktemp("models")
     policy, reference = (str(save_tiny_llama(directory / name, seed)) for seed, name in enumerate(("policy", "ref")))
     return {
@@ -162,7 +162,7 @@ def base(tmp_path_factory):
                 "per_device_train_batch_size": 4,
                 "gradient_accumulation_steps": 2,
                 "lr_scheduler_type": "linear",
-                "adam_epsilon": 1e-3,  # the default would blow rounding noise up to the size of an effect
+                "adam_epsilon": 1e-3,  # the default would amplify rounding noise to the size of an effect
             },
         },
         "reference": {"model_args": {"model_name_or_path": reference}},
@@ -171,14 +171,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcome_of(base):
-    """Train on 27 pairs and evaluate on 7; what was run once is not run again."""
+    """Train on 27 pairs and evaluate on 7; results are cached."""
     known: dict[str, Outcome] = {}
-    train, held_out = noise_pairs(27), noise_pairs(7, seed=1)
+    train, validation = noise_pairs(27), noise_pairs(7, seed=1)
 
     def outcome(changes: dict[str, Any]) -> Outcome:
         key = repr(changes)
         if key not in known:
-            run = build_run(merge(base, changes), train, held_out)
+            run = build_run(merge(base, changes), train, validation)
             steps = range(run.trainer.plan.num_steps)
             known[key] = Outcome(
                 losses=[run.trainer.training_step()["loss"].mean for _ in steps],
@@ -197,18 +197,18 @@ def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-EVERY_KNOB = [
+ALL_SETTINGS = [
     pytest.param(path, case, id=".".join((*path, name)))
     for cases, path in TABLES.values()
     for name, case in cases.items()
 ]
 
 
-@pytest.mark.parametrize(("path", "case"), EVERY_KNOB)
-def test_the_knob_reaches_the_computation(outcome_of, path, case):
+@pytest.mark.parametrize(("path", "case"), ALL_SETTINGS)
+def test_the_setting_reaches_the_computation(outcome_of, path, case):
     start = case.start or {}
     before = outcome_of(nested(path, start))
-    after = outcome_of(nested(path, {**start, **case.turned}))
+    after = outcome_of(nested(path, {**start, **case.changes}))
     if case.effect == "nothing":
         assert after.losses == pytest.approx(before.losses, abs=1e-5)
         assert after.rates == before.rates
@@ -241,7 +241,7 @@ def test_loss_weights_reach_the_computation(outcome_of):
     assert both == pytest.approx(0.5 * sigmoid + 2 * sft, rel=1e-6)
 
 
-def test_the_rates_that_the_optimizer_uses_are_those_of_the_schedule(base):
+def test_the_optimizer_uses_the_rates_of_the_schedule(base):
     """At a rate of 0 nothing moves: a linear warm-up of one step leaves the first step without effect."""
     warm = {"actor_train": {"training_args": {"warmup_steps": 1}}}
     run = build_run(merge(base, warm), noise_pairs(27))

@@ -1,4 +1,4 @@
-"""Each mistake that other trainers make and that one process can make: a test that would have caught it.
+"""Known bugs of other trainers that do not need several processes, each with a test that would have caught it.
 
 Elsewhere: killed and resumed runs, their order of pairs and the final checkpoint in test_resume; the step against two
 oracles and accumulation in test_one_step; what concerns rows, templates and stores in tests/data; the formulas of all
@@ -43,11 +43,11 @@ def margins(run: TinyRun, pairs: PairsInMemory, ids) -> tuple[torch.Tensor, torc
     return policy[0] - reference[0], policy[1] - reference[1]
 
 
-def test_beta_ipo_and_label_smoothing_reach_the_loss(apart):
-    """ROLL reads all three from a dict that nobody fills; TRL's sigmoid ignores label smoothing."""
+def test_beta_ipo_and_label_smoothing_reach_the_loss(different_reference):
+    """ROLL reads all three from a dict that is never filled; TRL's sigmoid ignores label smoothing."""
     pairs = noise_pairs(12)
     for values in ({"beta": 0.5}, {"label_smoothing": 0.3}, {"ipo": True, "beta": 0.2, "length_normalization": False}):
-        run = build_run(merge(apart, values), pairs)
+        run = build_run(merge(different_reference, values), pairs)
         chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
         z, beta, eps = chosen - rejected, values.get("beta", BETA), values.get("label_smoothing", 0.0)
         if values.get("ipo"):
@@ -58,7 +58,7 @@ def test_beta_ipo_and_label_smoothing_reach_the_loss(apart):
         assert loss == pytest.approx(expected.mean().item(), rel=1e-5), values
 
 
-def test_the_learning_rate_falls_to_the_end_of_the_run_and_no_sooner(base):
+def test_the_learning_rate_decays_to_the_end_of_the_run(base):
     """ROLL's schedule ends at 1 / dp_size of the run."""
     run = build_run(base, noise_pairs(12))
     run.fit()
@@ -66,12 +66,12 @@ def test_the_learning_rate_falls_to_the_end_of_the_run_and_no_sooner(base):
     assert rates == pytest.approx([0.01 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
 
 
-def test_an_evaluation_covers_the_whole_set_and_its_tail(apart):
+def test_an_evaluation_covers_the_full_set_with_its_last_partial_batch(different_reference):
     """ROLL reports its last batch only and drops the tail; mcore_adapter drops tails."""
-    held_out = noise_pairs(11, seed=5)
-    run = build_run(apart, noise_pairs(12), held_out)
+    validation = noise_pairs(11, seed=5)
+    run = build_run(different_reference, noise_pairs(12), validation)
     metrics = run.trainer.evaluate()
-    chosen, rejected = margins(run, held_out, range(11))
+    chosen, rejected = margins(run, validation, range(11))
     z = chosen - rejected
     assert metrics["eval/loss"] == pytest.approx(-F.logsigmoid(BETA * z).mean().item(), rel=1e-5)
     assert metrics["eval/rewards/margins"] == pytest.approx(BETA * z.mean().item(), rel=1e-4)
@@ -79,13 +79,13 @@ def test_an_evaluation_covers_the_whole_set_and_its_tail(apart):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 11, 64])
-def test_an_evaluation_does_not_depend_on_its_batches(apart, size):
+def test_an_evaluation_does_not_depend_on_its_batches(different_reference, size):
     changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": size}}}
-    held_out = noise_pairs(11, seed=5)
-    one_by_one = build_run(apart, noise_pairs(12), held_out).trainer.evaluate()
-    assert build_run(merge(apart, changes), noise_pairs(12), held_out).trainer.evaluate() == pytest.approx(
-        one_by_one, rel=1e-4, abs=1e-6
-    )
+    validation = noise_pairs(11, seed=5)
+    one_by_one = build_run(different_reference, noise_pairs(12), validation).trainer.evaluate()
+    assert build_run(
+        merge(different_reference, changes), noise_pairs(12), validation
+    ).trainer.evaluate() == pytest.approx(one_by_one, rel=1e-4, abs=1e-6)
 
 
 def test_a_validation_set_smaller_than_one_batch_still_gives_metrics(base):
@@ -127,7 +127,7 @@ def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
     assert (trained - fresh.chosen.values).abs().max() > 1e-2
 
 
-def test_auto_resume_without_a_directory_starts_afresh(base, tmp_path):
+def test_auto_resume_without_a_directory_starts_from_scratch(base, tmp_path):
     """ROLL looks in a directory that does not exist yet."""
     run = build_run(base, noise_pairs(12))
     assert not (tmp_path / "out").exists()
@@ -138,15 +138,15 @@ def test_auto_resume_without_a_directory_starts_afresh(base, tmp_path):
 
 
 def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
-    """ColossalChat resumes past the end of its data; ROLL goes on in another order."""
+    """ColossalChat resumes past the end of its data; ROLL continues in another order."""
     pairs = RecordedPairs(noise_pairs(12).pairs)
-    whole = build_run(base, pairs)
-    whole.trainer.training_step()
-    checkpoint = whole.trainer.save()
-    whole.trainer.wait_for_saves()
+    uninterrupted = build_run(base, pairs)
+    uninterrupted.trainer.training_step()
+    checkpoint = uninterrupted.trainer.save()
+    uninterrupted.trainer.wait_for_saves()
     pairs.seen.clear()
     for _ in range(5):
-        whole.trainer.training_step()
+        uninterrupted.trainer.training_step()
     rest = list(pairs.seen)
 
     resumed = build_run(base, pairs)
@@ -159,7 +159,7 @@ def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
 
 
 class RecordedPairs(PairsInMemory):
-    """Notes which pairs are asked for, in order."""
+    """Records the ids of the pairs that are read, in order."""
 
     def __init__(self, pairs):
         super().__init__(pairs)
@@ -170,11 +170,11 @@ class RecordedPairs(PairsInMemory):
         return super().read(ids)
 
 
-def test_training_pairs_are_shuffled_anew_in_every_epoch(base):
+def test_training_pairs_are_reshuffled_every_epoch(base):
     """mcore_adapter never shuffles; ColossalChat repeats one order."""
     pairs = RecordedPairs(noise_pairs(24).pairs)
     run = build_run(merge(base, {"reference": {"mode": "concurrent"}}), pairs)
-    pairs.seen.clear()  # what the check at start-up read
+    pairs.seen.clear()  # pairs that the start-up check read
     for _ in range(run.trainer.plan.num_steps):
         run.trainer.training_step()
     first, second = pairs.seen[:24], pairs.seen[24:]
@@ -197,7 +197,7 @@ def test_a_set_smaller_than_a_batch_is_an_error(base):
         build_run(base, noise_pairs(3))
 
 
-def test_file_names_device_lists_and_unknown_keys_are_read_as_written():
+def test_file_names_and_device_lists_are_parsed_and_unknown_keys_rejected():
     """ROLL: a string is split into characters, a YAML list fails, an unknown key is accepted."""
     config = parse_config({"actor_train": {"data_args": {"file_name": "abc.json"}, "device_mapping": [0, 1]}})
     assert config.actor_train.data_args.file_name == ["abc.json"]
@@ -206,12 +206,12 @@ def test_file_names_device_lists_and_unknown_keys_are_read_as_written():
         parse_config({"betta": 0.1})
 
 
-def test_a_loss_is_divided_once_whatever_the_accumulation(apart):
+def test_a_loss_is_divided_once_for_any_accumulation(different_reference):
     """ColossalChat does not divide by its accumulation steps."""
     norms, losses = [], []
     for size, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        run = build_run(merge(apart, {"actor_train": {"training_args": sizes}}), noise_pairs(12))
+        run = build_run(merge(different_reference, {"actor_train": {"training_args": sizes}}), noise_pairs(12))
         losses.append(run.trainer.training_step()["loss"].mean)
         norms.append(run.trainer.state.grad_norm)
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
@@ -243,9 +243,9 @@ def test_lora_with_evaluation_runs_through_several_epochs(base):
     assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
 
 
-def test_metrics_are_wide_also_when_the_model_computes_in_bf16(apart):
+def test_metrics_are_fp64_when_the_model_computes_in_bf16(different_reference):
     """ColossalChat casts its metrics to fp16."""
-    run = build_run(merge(apart, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
+    run = build_run(merge(different_reference, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
     metrics = run.trainer.training_step()
     assert {metric.sum.dtype for metric in metrics.values()} == {torch.float64}
     loss = metrics["loss"].mean
@@ -267,16 +267,16 @@ def test_orpo_is_finite_where_the_policy_is_certain():
     assert rejected.grad.isfinite().all()
 
 
-def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
-    """TRL forgets how far its reference had moved."""
+def test_a_synced_reference_resumes_from_the_checkpoint(base):
+    """TRL does not save its synced reference."""
     synced = merge(base, {"reference": {"sync_steps": 2, "sync_alpha": 0.5}})
-    whole = build_run(synced, noise_pairs(12))
+    uninterrupted = build_run(synced, noise_pairs(12))
     for _ in range(3):
-        whole.trainer.training_step()
-    checkpoint = whole.trainer.save()
-    whole.trainer.wait_for_saves()
+        uninterrupted.trainer.training_step()
+    checkpoint = uninterrupted.trainer.save()
+    uninterrupted.trainer.wait_for_saves()
     saved = load_file(checkpoint / "reference.safetensors")
-    start = load_model(whole.config.pretrain).state_dict()
+    start = load_model(uninterrupted.config.pretrain).state_dict()
     assert max((saved[name] - start[name]).abs().max().item() for name in saved) > 1e-3
 
     resumed = build_run(synced, noise_pairs(12))
@@ -284,7 +284,7 @@ def test_a_synced_reference_is_in_the_checkpoint_and_goes_on_from_there(base):
     for name, weight in resumed.reference.synced.reference.weights().items():
         assert torch.equal(weight, saved[name]), name
     for _ in range(3):
-        assert resumed.trainer.training_step()["loss"].mean == whole.trainer.training_step()["loss"].mean
+        assert resumed.trainer.training_step()["loss"].mean == uninterrupted.trainer.training_step()["loss"].mean
 
 
 def test_throughput_counts_the_reference(base, monkeypatch):
@@ -306,10 +306,10 @@ def test_throughput_counts_the_reference(base, monkeypatch):
     assert all(metrics["pairs_per_second"] < 1 / 50 for _, metrics in run.log.records)
 
 
-def test_rewards_follow_the_f_divergence(apart):
-    """TRL reports reverse-KL rewards whatever the divergence. Jensen-Shannon: f'(u) = log(2u / (1 + u)), u = e^r."""
+def test_rewards_follow_the_f_divergence(different_reference):
+    """TRL reports reverse-KL rewards for every divergence. Jensen-Shannon: f'(u) = log(2u / (1 + u)), u = e^r."""
     pairs = noise_pairs(12)
-    run = build_run(merge(apart, {"f_divergence_type": "js_divergence"}), pairs)
+    run = build_run(merge(different_reference, {"f_divergence_type": "js_divergence"}), pairs)
     chosen, rejected = margins(run, pairs, run.trainer.plan.pair_ids(0))
     expected = BETA * ((2 * chosen.sigmoid()).log() - (2 * rejected.sigmoid()).log())
     metrics = run.trainer.training_step()

@@ -1,4 +1,4 @@
-"""The plan: every epoch a fresh permutation, every step a set of pairs that depends on nothing but the seed."""
+"""The plan: every epoch is a new permutation, and the pairs of a step depend only on the seed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_epochs_differ_in_order_and_so_do_seeds_and_nothing_else_does(seed, epoc
     assert order != list(range(64))
 
 
-def test_a_step_does_not_depend_on_what_was_asked_before():
+def test_a_step_does_not_depend_on_earlier_calls():
     def ids(step: int) -> list[int]:
         return make_plan(97, seed=5, pairs_per_step=8, max_steps=50, num_epochs=None).pair_ids(step).tolist()
 
@@ -68,7 +68,7 @@ def test_the_order_looks_random():
 
 
 @pytest.mark.parametrize("size", [65_537, 100_000, 131_072])  # just over a power of two, between, and on one
-def test_neighbours_and_places_tell_nothing_about_each_other(size):
+def test_positions_and_neighbours_are_uncorrelated(size):
     """Correlations of a uniform permutation have the standard deviation 1 / sqrt(n); four of them, for 20 seeds."""
     places = np.arange(size, dtype=np.uint64)
     for seed in range(20):
@@ -88,7 +88,7 @@ def test_every_order_of_five_pairs_is_as_likely():
 
 
 def test_a_large_set_does_not_show_how_it_was_shuffled():
-    """Of 4,096 places with the same low 12 bits, count the twos whose high 12 bits differ after as they did before.
+    """Of 4,096 positions with equal low 12 bits, count the pairs whose high 12 bits have the same XOR before and after.
 
     A uniform order has 2,047.5 on average, and 4 rounds of a Feistel network leave twice as many. Over 128 low halves
     1 % is five standard deviations.
@@ -137,7 +137,7 @@ def test_each_pair_is_as_likely_in_the_first_step_as_any_other():
         (40, 8, 12, 1.0, 5),  # whichever ends first
         (40, 8, 3, 1.0, 3),
         (40, 8, None, 0.5, 3),  # 2.5 steps
-        (40, 8, None, 0.01, 1),  # never none
+        (40, 8, None, 0.01, 1),  # at least one step
         (40, 8, None, 2.4, 12),
         (1000, 10, None, 0.07, 7),  # 7.000000000000001 in floating point
         (30, 10, None, 0.1 * 3 * 10, 9),
@@ -158,7 +158,7 @@ def test_visits_and_visited_pairs_are_those_of_the_steps(plan, data):
     assert cut.visited_pairs().tolist() == sorted(set(ids))
 
 
-def test_a_set_smaller_than_one_batch_is_an_error_that_names_the_mend():
+def test_a_set_smaller_than_one_batch_is_an_error_with_a_hint():
     with pytest.raises(UserError) as caught:
         make_plan(7, seed=0, pairs_per_step=8, max_steps=10, num_epochs=None)
     assert str(caught.value) == (
@@ -193,8 +193,8 @@ def test_a_far_step_of_a_hundred_million_pairs_is_found_at_once_and_without_an_i
     assert len(tail) == 100_000_000 % 512
 
 
-@pytest.mark.parametrize("size", [100_000_000, 2**26 + 1])  # 1.3 and 2 walks a pair
-def test_a_step_of_131072_pairs_is_named_in_milliseconds(size):
+@pytest.mark.parametrize("size", [100_000_000, 2**26 + 1])  # 1.3 and 2 walks per pair
+def test_a_step_of_131072_pairs_is_computed_in_milliseconds(size):
     places = np.arange(50 * 131_072, 51 * 131_072, dtype=np.uint64)
     times = []
     for _ in range(5):

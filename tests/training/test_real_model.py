@@ -25,10 +25,10 @@ def smollm2() -> Path:
     return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smollm2, polite_file, tmp_path, caplog):
+def test_a_gguf_model_trains_and_its_export_generates_with_transformers(smollm2, polite_file, tmp_path, caplog):
     rows = json.loads(polite_file.read_text())
     (tmp_path / "train.json").write_text(json.dumps(rows[:32]))
-    (tmp_path / "held_out.json").write_text(json.dumps(rows[32:40]))
+    (tmp_path / "validation.json").write_text(json.dumps(rows[32:40]))
     config = parse_config(
         {
             "pretrain": str(smollm2),
@@ -41,7 +41,7 @@ def test_a_gguf_model_trains_and_its_export_speaks_with_plain_transformers(smoll
                 "data_args": {"file_name": str(tmp_path / "train.json")},
                 "training_args": {"learning_rate": 2e-5, "lr_scheduler_type": "constant"},
             },
-            "validation": {"data_args": {"file_name": str(tmp_path / "held_out.json")}},
+            "validation": {"data_args": {"file_name": str(tmp_path / "validation.json")}},
         }
     )
     caplog.set_level("INFO")

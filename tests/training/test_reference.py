@@ -1,4 +1,4 @@
-"""What holds between a policy and its reference: identity, modes that agree, and the start at margin 0."""
+"""Policy and reference: fingerprint of frozen weights, modes that agree, and margin 0 at the start."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from thresher.reference.step_zero_check import check_step_zero
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])
-def test_frozen_weights_are_known_by_their_content_not_by_their_name(base, tmp_path, changes):
-    """open-instruct takes the model's name for its weights. With LoRA and no reference the base is what is frozen."""
+def test_frozen_weights_are_identified_by_content_not_by_name(base, tmp_path, changes):
+    """open-instruct identifies weights by the name of the model. With LoRA and no reference, the base is frozen."""
     model = save_tiny_llama(tmp_path / "model", 3)
     values = merge(merge(base, {"pretrain": str(model)}), changes)
     first = build_run(values, noise_pairs(12))
@@ -42,9 +42,9 @@ def losses_of(values: dict) -> list[float]:
     return [run.trainer.training_step()["loss"].mean for _ in range(6)]
 
 
-def test_a_reference_scored_in_advance_equals_a_live_one(apart):
-    live = losses_of(merge(apart, {"reference": {"mode": "concurrent"}}))
-    assert losses_of(merge(apart, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
+def test_a_precomputed_reference_equals_a_live_one(different_reference):
+    live = losses_of(merge(different_reference, {"reference": {"mode": "concurrent"}}))
+    assert losses_of(merge(different_reference, {"reference": {"mode": "precompute"}})) == pytest.approx(live, abs=1e-5)
     assert live[0] != pytest.approx(live[-1], abs=1e-3)
 
 
@@ -66,7 +66,7 @@ def test_a_run_starts_at_margin_zero_and_at_the_logarithm_of_two(base, lora):
     assert run.trainer.training_step()["loss"].mean != pytest.approx(math.log(2), abs=1e-4)
 
 
-def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
+def test_a_reference_that_differs_from_the_initial_policy_is_an_error_at_step_zero(base):
     run = build_run(base, noise_pairs(12))
     first, objective = run.trainer.first_micro_batch(), run.trainer.objective
     check_step_zero(run.trainer.strategy, first, objective, "fp32")
@@ -78,7 +78,7 @@ def test_a_run_whose_reference_is_not_its_start_is_stopped_at_step_zero(base):
         check_step_zero(run.trainer.strategy, first, objective, "fp32")
 
 
-def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
+def test_non_finite_steps_are_skipped_counted_and_end_the_run(base):
     """ROLL's overflowing steps raise, or accumulate forever."""
     run = build_run(merge(base, {"max_consecutive_skipped_steps": 3}), noise_pairs(12))
     run.trainer.training_step()
@@ -94,7 +94,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(base):
         assert torch.equal(weight, before[name]), name
 
 
-def test_a_reference_of_another_shape_cannot_follow_the_policy(base, tmp_path):
+def test_a_synced_reference_needs_the_shape_of_the_policy(base, tmp_path):
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
@@ -104,7 +104,7 @@ def test_a_reference_of_another_shape_cannot_follow_the_policy(base, tmp_path):
         build_run(merge(base, wider), noise_pairs(12))
 
 
-def test_settings_of_a_reference_that_nobody_asks_are_told(base):
+def test_settings_of_an_unused_reference_are_reported(base):
     changes = {"pref_loss": "simpo", "reference": {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}}}
     assert build_run(merge(base, changes), noise_pairs(12)).reference.notes == (
         "reference.model_args.dtype has no effect here: the reference's mode is none",
@@ -113,7 +113,7 @@ def test_settings_of_a_reference_that_nobody_asks_are_told(base):
     assert build_run(base, noise_pairs(12)).reference.notes == ()
 
 
-def test_a_resumed_run_tells_which_settings_changed(base, tmp_path):
+def test_a_resumed_run_reports_changed_settings(base, tmp_path):
     then, now = parse_config(base), parse_config(merge(base, {"beta": 0.3, "layout": "padded", "output_dir": "other"}))
     (tmp_path / "config.json").write_text(json.dumps(then.model_dump(mode="json")))
     assert config_changes(tmp_path, then) == []
@@ -133,15 +133,17 @@ def test_a_resumed_run_tells_which_settings_changed(base, tmp_path):
         (True, False, True, False),
     ],
 )
-def test_trust_in_code_is_given_to_one_model(base, apart, policy, own, same_model, expected):
+def test_trust_remote_code_applies_to_one_model(base, different_reference, policy, own, same_model, expected):
     trust = {"actor_train": {"model_args": {"trust_remote_code": policy}}}
     if own is not None:
         trust["reference"] = {"model_args": {"trust_remote_code": own}}
-    assert parse_config(merge(base if same_model else apart, trust)).trusts_reference_code is expected
+    assert parse_config(merge(base if same_model else different_reference, trust)).trusts_reference_code is expected
 
 
 @pytest.mark.real
-def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, models, monkeypatch, stories_dir):
+def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
+    different_reference, models, monkeypatch, stories_dir
+):
     trusted = {}
     load = assembly_run.load_model_config
 
@@ -150,6 +152,8 @@ def test_a_trusted_references_code_may_run_when_the_layout_is_chosen(apart, mode
         return load(path, trust_remote_code=trust_remote_code)
 
     monkeypatch.setattr(assembly_run, "load_model_config", load_and_note)
-    values = merge(apart, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)})
+    values = merge(
+        different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)}
+    )
     build_layout(parse_config(values))
     assert trusted == {str(stories_dir): False, str(models[1]): True}

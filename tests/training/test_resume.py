@@ -18,7 +18,7 @@ from tests.support.real_pairs import polite_rows
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
-# 40 pairs in steps of 8: an epoch has 5 steps, its borders are at 5 and 10; the run has 12 steps
+# 40 pairs in steps of 8: epochs end after steps 5 and 10; the run has 12 steps
 STEPS = 12
 
 RUNS = {
@@ -37,7 +37,7 @@ def files(tmp_path_factory, polite_file):
     """40 pairs to train on and 11 to evaluate on, a number that no batch size divides."""
     directory = tmp_path_factory.mktemp("pairs")
     rows = polite_rows(polite_file, 51)
-    for name, part in (("train", rows[:40]), ("held_out", rows[40:])):
+    for name, part in (("train", rows[:40]), ("validation", rows[40:])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return directory
 
@@ -62,7 +62,7 @@ def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Pat
                 "warmup_steps": 2,
             },
         },
-        "validation": {"data_args": {"file_name": str(files / "held_out.jsonl"), "template": "raw"}},
+        "validation": {"data_args": {"file_name": str(files / "validation.jsonl"), "template": "raw"}},
     }
     path.write_text(yaml.safe_dump(merge(config, extra)))
     return path
@@ -71,7 +71,7 @@ def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Pat
 def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "tests.support.train_and_kill", str(config), str(output), *kills],
-        # a cache of its own: a run that is compared with another must not take its logps
+        # separate caches: compared runs must not share reference logps
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THRESHER_CACHE_DIR": str(output / "cache")},
         capture_output=True,
         text=True,
@@ -83,53 +83,56 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS)
 def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, stories_dir, files, extra):
     config = write_config(tmp_path / "run.yaml", stories_dir, files, extra)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    first = run(config, whole)
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr
     second = run(config, killed, *KILLS)
     assert second.returncode == 0, second.stderr
     assert "resuming from" in second.stderr
 
-    expected = metric_log(whole)
+    expected = metric_log(uninterrupted)
     assert [record["step"] for record in expected] == [3, 4, 6, 8, 9, 12, 12]
-    assert metric_log(killed) == expected  # loss, rewards, lr, grad_norm, counters, evaluations: every bit
+    assert metric_log(killed) == expected  # loss, rewards, lr, grad_norm, counters, evaluations: bitwise
     assert expected[0]["loss"] != expected[-2]["loss"]
     last = f"checkpoints/step-{STEPS:08d}"
     for name in ("weights", "optimizer", "rng"):
-        ours, theirs = load_file(killed / last / f"{name}.safetensors"), load_file(whole / last / f"{name}.safetensors")
+        ours, theirs = (
+            load_file(killed / last / f"{name}.safetensors"),
+            load_file(uninterrupted / last / f"{name}.safetensors"),
+        )
         assert ours.keys() == theirs.keys()
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), f"{name}: {key}"
-    assert (killed / last / "trainer.json").read_text() == (whole / last / "trainer.json").read_text()
+    assert (killed / last / "trainer.json").read_text() == (uninterrupted / last / "trainer.json").read_text()
 
 
-def test_a_run_killed_while_its_reference_is_scored_goes_on_where_it_stopped(tmp_path, stories_dir, files):
-    """Of 7 blocks of up to 8 pairs the first process leaves 2 in a shard and loses its third, the second adds 2."""
+def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, stories_dir, files):
+    """Of 7 blocks of up to 8 pairs, the first process saves 2 in a shard and loses its third; the second adds 2."""
     config = write_config(tmp_path / "run.yaml", stories_dir, files, {})
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    first = run(config, whole)
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr
     assert "reference: 0 pairs from the cache, 51 scored" in first.stderr
     second = run(config, killed, "scoring:3", "scoring:3")
     assert second.returncode == 0, second.stderr
     assert "reference: 32 pairs from the cache, 19 scored" in second.stderr
-    assert metric_log(killed) == metric_log(whole)
+    assert metric_log(killed) == metric_log(uninterrupted)
     last = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
-    assert (killed / last).read_bytes() == (whole / last).read_bytes()
+    assert (killed / last).read_bytes() == (uninterrupted / last).read_bytes()
 
 
 def test_the_final_step_is_saved_when_epochs_end_before_max_steps(tmp_path, stories_dir, files):
     extra = {"max_steps": 100, "num_train_epochs": 0.5, "save_steps": 50}
     assert run(write_config(tmp_path / "run.yaml", stories_dir, files, extra), tmp_path / "out").returncode == 0
-    # half of 5 steps is rounded up to 3, never to none
+    # half of 5 steps is rounded up to 3
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]
     assert metric_log(tmp_path / "out")[-1]["step"] == 3
 
 
-def test_a_checkpoint_of_other_data_is_refused(tmp_path, stories_dir, files):
+def test_a_checkpoint_of_other_data_is_rejected(tmp_path, stories_dir, files):
     config = write_config(tmp_path / "run.yaml", stories_dir, files, {"max_steps": 2})
     assert run(config, tmp_path / "out").returncode == 0
-    other = {"max_steps": 4, "actor_train": {"data_args": {"file_name": str(files / "held_out.jsonl")}}}
+    other = {"max_steps": 4, "actor_train": {"data_args": {"file_name": str(files / "validation.jsonl")}}}
     refused = run(write_config(tmp_path / "other.yaml", stories_dir, files, other), tmp_path / "out")
     assert refused.returncode != 0
     assert "belongs to another run: its data is" in refused.stderr

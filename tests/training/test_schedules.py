@@ -1,4 +1,4 @@
-"""The learning rate of each step: hand-derived values, and a horizon in optimizer steps."""
+"""The learning rate of each step: hand-derived values, and a length in optimizer steps."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ EXTRA = {"cosine_with_min_lr": {"min_lr_ratio": 0.2}, "polynomial": {"lr_power":
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_schedule_equals_its_hand_derived_values(name):
     found = rates(10, lr_scheduler_type=name, warmup_steps=2, **EXTRA.get(name, {}))
-    for step, share in EXPECTED[name].items():
-        assert found[step] == pytest.approx(share * PEAK, rel=1e-12, abs=1e-18), step
+    for step, multiplier in EXPECTED[name].items():
+        assert found[step] == pytest.approx(multiplier * PEAK, rel=1e-12, abs=1e-18), step
 
 
 @pytest.mark.parametrize("name", ["constant", *EXPECTED])
 @pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (97, 0), (97, 13), (1000, 999)])
-def test_a_schedule_equals_that_of_transformers_to_the_bit(name, num_steps, warmup):
+def test_a_schedule_equals_transformers_bitwise(name, num_steps, warmup):
     specific = {"cosine_with_min_lr": {"min_lr_rate": 0.3}, "polynomial": {"lr_end": 0.0, "power": 1.7}}.get(name)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     theirs = get_scheduler(name, optimizer, warmup, num_steps, scheduler_specific_kwargs=specific).lr_lambdas[0]
@@ -60,7 +60,7 @@ def test_a_constant_schedule_is_constant():
     assert set(rates(10, lr_scheduler_type="constant")) == {PEAK}
 
 
-def test_no_schedule_that_the_config_offers_is_left_out_here():
+def test_every_schedule_of_the_config_is_tested():
     from thresher.config.roles import SCHEDULES
 
     assert {*EXPECTED, "constant"} == set(SCHEDULES)
@@ -75,8 +75,8 @@ def test_a_schedule_ends_with_the_run_not_before_and_not_after(name, num_steps):
     assert found[-1] == pytest.approx(0.0, abs=1e-18)
 
 
-def test_the_horizon_counts_optimizer_steps_whatever_the_micro_batches():
-    """64 pairs a step, 1,000 pairs, two epochs: ceil(1000 / 64) * 2 = 32 steps, cut as one likes."""
+def test_the_schedule_counts_optimizer_steps_for_any_micro_batch_size():
+    """64 pairs per step, 1,000 pairs, two epochs: ceil(1000 / 64) * 2 = 32 steps, for any micro-batch size."""
     for pairs, accumulation in ((64, 1), (16, 4), (1, 64)):
         sizes = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
         config = parse_config({"actor_train": {"training_args": {"lr_scheduler_type": "linear", **sizes}}})
@@ -100,11 +100,11 @@ def test_the_horizon_counts_optimizer_steps_whatever_the_micro_batches():
         ({}, 40, 0),
     ],
 )
-def test_a_warmup_ratio_is_a_share_of_the_whole_run_and_warmup_steps_are_not(given, num_steps, warmup):
+def test_warmup_ratio_is_a_fraction_of_the_run_and_warmup_steps_are_absolute(given, num_steps, warmup):
     found = rates(num_steps, lr_scheduler_type="constant_with_warmup", **given)
     assert found.index(PEAK) == warmup
     assert found[:warmup] == pytest.approx([PEAK * step / warmup for step in range(warmup)])
 
 
-def test_a_whole_run_of_warmup_never_reaches_the_peak():
+def test_a_run_of_only_warmup_never_reaches_the_peak():
     assert max(rates(10, warmup_ratio=1.0)[:-1]) == pytest.approx(0.9 * PEAK)

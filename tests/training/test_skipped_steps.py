@@ -1,4 +1,4 @@
-"""A pair that is poisoned on purpose: its steps are skipped, it is named in a file, and nothing else changes."""
+"""Steps with a deliberately poisoned pair are skipped, the pair is logged, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
 from thresher.training.skipped_steps import SkippedStep
 
-POISONED, TOKEN = 5, 2  # a pair, and a token that noise does not draw
+POISONED, TOKEN = 5, 2  # a pair id, and a token that random pairs do not contain
 LORA = {"actor_train": {"model_args": {"lora_rank": 2, "lora_alpha": 4}}}
-# the largest number of 32 bits is 3.403e38
+# the largest fp32 number is 3.403e38
 HUGE, TOO_LARGE_TO_SQUARE = 3.4e38, 1e30
 
 
 def with_pair(pairs: PairsInMemory, **changes: Any) -> PairsInMemory:
-    """The same pairs, but for the poisoned one."""
+    """The same pairs with changes to the poisoned one."""
     changed = [replace(pair, **changes) if at == POISONED else pair for at, pair in enumerate(pairs.pairs)]
     return PairsInMemory(changed)
 
 
 @pytest.fixture(scope="module")
 def model_with_a_nan(models, tmp_path_factory) -> Path:
-    """One token's embedding is not a number, as a torn write or a bad merge leaves it."""
+    """The embedding of one token is NaN, as after a torn write or a bad merge."""
     model = LlamaForCausalLM.from_pretrained(models[0])
     with torch.no_grad():
         model.model.embed_tokens.weight[TOKEN] = torch.nan
@@ -65,17 +65,19 @@ def weights_of(run: TinyRun) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["all weights", "lora"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("poison", ["policy logps", "loss", "gradient"])
-def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_with_a_nan, poison, dtype, adapter):
-    sound = noise_pairs(12)
-    values = merge(merge(apart, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
+def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
+    different_reference, model_with_a_nan, poison, dtype, adapter
+):
+    valid = noise_pairs(12)
+    values = merge(merge(different_reference, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
     if poison == "policy logps":
-        sound = with_pair(sound, rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+        valid = with_pair(valid, rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
         values = merge(values, {"pretrain": str(model_with_a_nan)})
-        pairs = sound
+        pairs = valid
     else:
         # 3.4e38 times a loss above 1 is infinite; 1e30 times any loss is not, but the norm of its gradient is
         of_pair = {"weight": HUGE, "margin": 20.0} if poison == "loss" else {"weight": TOO_LARGE_TO_SQUARE}
-        pairs = with_pair(sound, **of_pair)
+        pairs = with_pair(valid, **of_pair)
     run = build_run(values, pairs)
     poisoned_steps = steps_with_the_pair(run)
     assert len(poisoned_steps) == 2  # one in each epoch
@@ -87,7 +89,7 @@ def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_w
     content = hash_pair(pairs.pairs[POISONED]).pair.hex()
     if poison == "gradient":
         assert first["reason"] == "gradient"
-        # nobody can say whose gradient it was
+        # a gradient is not attributable to one pair
         assert [pair["pair"] for pair in first["pairs"]] == run.trainer.plan.pair_ids(step).tolist()
         assert {pair["fault"] for pair in first["pairs"]} == {"not known"}
         assert content in [pair["hash"] for pair in first["pairs"]]
@@ -98,8 +100,8 @@ def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_w
     assert run.trainer.state.skipped_steps == 2
     assert [metrics["skipped_steps"] for _, metrics in run.log.records][-1] == 2
 
-    # a run that never sees those steps, and counts them, is the same to the bit: weights, moments and schedule
-    other = build_run(merge(values, {"output_dir": values["output_dir"] + "-other"}), sound)
+    # a run that only counts those steps is bitwise the same: weights, moments and schedule
+    other = build_run(merge(values, {"output_dir": values["output_dir"] + "-other"}), valid)
     for number in range(other.trainer.plan.num_steps):
         if number in poisoned_steps:
             other.trainer.state.step += 1
@@ -114,7 +116,7 @@ def test_steps_of_a_poisoned_pair_are_skipped_and_all_others_made(apart, model_w
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_a_reference_that_knows_no_answer_is_named_as_the_cause(base, models, model_with_a_nan):
+def test_non_finite_reference_logps_are_reported_as_the_cause(base, models, model_with_a_nan):
     pairs = with_pair(noise_pairs(12), chosen_ids=np.array([TOKEN, 7, 8], dtype=np.int32))
     reference = {"reference": {"model_args": {"model_name_or_path": str(model_with_a_nan)}, "infer_batch_size": 1}}
     run = build_run(merge(base, reference), pairs)
@@ -124,45 +126,45 @@ def test_a_reference_that_knows_no_answer_is_named_as_the_cause(base, models, mo
     ] * 2
 
 
-def test_a_loss_that_couples_pairs_blames_the_one_whose_logps_are_bad(apart, model_with_a_nan):
+def test_a_coupled_loss_names_only_the_pair_with_non_finite_logps(different_reference, model_with_a_nan):
     pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
-    run = build_run(merge(apart, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
+    run = build_run(merge(different_reference, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
     run.fit()
     assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
         [(POISONED, "policy logps")]
     ] * 2
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_name_of_the_file(apart):
+def test_too_many_consecutive_skipped_steps_end_the_run_and_name_the_log(different_reference):
     pairs = PairsInMemory([replace(pair, weight=HUGE, margin=20.0) for pair in noise_pairs(12).pairs])
-    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2}), pairs)
-    with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* which .*skipped_steps\.jsonl names"):
+    run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2}), pairs)
+    with pytest.raises(UserError, match=r"in 2 steps in a row, up to step 2; .* listed in .*skipped_steps\.jsonl,"):
         run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1, 2]
     assert [len(record["pairs"]) for record in records(run)] == [4, 4]
     assert run.trainer.state.step == 2
 
 
-def test_a_step_that_is_made_starts_the_count_anew(apart):
+def test_a_completed_step_resets_the_count_of_skipped_steps(different_reference):
     pairs = with_pair(noise_pairs(12), weight=HUGE, margin=20.0)
-    run = build_run(merge(apart, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
+    run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
     run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1] * 4
 
 
-def test_a_run_without_skipped_steps_has_no_record_of_them(apart):
-    run = build_run(apart, noise_pairs(12))
+def test_a_run_without_skipped_steps_writes_no_log_of_them(different_reference):
+    run = build_run(different_reference, noise_pairs(12))
     run.fit()
     assert not (Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl").exists()
 
 
-def test_fp16_is_refused_because_nothing_scales_its_loss(base):
+def test_fp16_is_rejected_because_there_is_no_loss_scaling(base):
     with pytest.raises(UserError, match=r"dtype.*'fp32' or 'bf16'"):
         parse_config(merge(base, {"actor_train": {"model_args": {"dtype": "fp16"}}}))
 
 
 def test_an_engine_that_computes_in_fp16_skips_an_overflow_as_well(models):
-    """65,504 is its largest number: a weight of a million is nothing unusual in fp32."""
+    """The largest fp16 number is 65,504; a weight of a million is usual in fp32."""
     policy = NativeTrain(load_model(str(models[0])), LAYOUT, torch.float16, OptimizerSettings(learning_rate=1e-3))
     pairs = noise_pairs(4).pairs
     objective = Objective(terms=((make_losses(["simpo"], {})[0], 1.0),))

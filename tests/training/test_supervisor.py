@@ -1,4 +1,4 @@
-"""When a run is built again: after what, from where, how often, and what is noted of it."""
+"""Restarts of a run: after which errors, from which checkpoint, how often, and what is logged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Log:
 
 @pytest.fixture
 def supervised(tmp_path, caplog):
-    """A supervisor over checkpoints in a directory, whose waits are noted instead of slept."""
+    """A supervisor over checkpoints in a directory, whose waits are recorded instead of slept."""
 
     class Supervised:
         def __init__(self):
@@ -46,7 +46,7 @@ def supervised(tmp_path, caplog):
         def run(self, attempts, max_restarts=3):
             supervisor = Supervisor(max_restarts, self.newest, self.record, self.waits.append)
             remaining = iter(attempts)
-            return supervisor.run(lambda own, checkpoint: next(remaining)(own, checkpoint), None)
+            return supervisor.run(lambda supervisor, checkpoint: next(remaining)(supervisor, checkpoint), None)
 
     return Supervised()
 
@@ -71,16 +71,16 @@ def finish_from(supervised, expected, step):
     return attempt
 
 
-def test_a_lost_worker_costs_the_steps_since_the_newest_checkpoint(supervised, caplog):
+def test_a_lost_worker_repeats_the_steps_since_the_newest_checkpoint(supervised, caplog):
     resume_step = supervised.run([die_at(supervised, 7, saved=5), finish_from(supervised, "step-00000005", 6)])
     assert resume_step == 5
     assert supervised.waits == [1.0]
     (line,) = [json.loads(line) for line in supervised.record.read_text().splitlines()]
     assert line.pop("seconds") >= 0
     assert line == {"cause": "worker 1 died: killed; start again", "step": 7, "from_step": 5, "steps_repeated": 2}
-    assert supervised.lines[0].startswith("worker 1 died: killed; start again; the run goes on from ")
-    assert supervised.lines[0].endswith("step-00000005 in 1 s (restart 1 of at most 3 without a new checkpoint)")
-    assert supervised.lines[1].startswith("back at step 6 after ")
+    assert supervised.lines[0].startswith("worker 1 died: killed; start again; restarting from ")
+    assert supervised.lines[0].endswith("step-00000005 in 1 s (attempt 1/3 since the last new checkpoint)")
+    assert supervised.lines[1].startswith("recovered at step 6 after ")
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
 
 
@@ -88,11 +88,11 @@ def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
     assert supervised.run([die_at(supervised, 2), finish_from(supervised, None, 1)]) == -1
 
 
-def test_a_log_that_the_run_has_not_opened_yet_is_of_an_earlier_one_and_stays(supervised):
+def test_a_restart_before_the_log_was_opened_keeps_the_log_of_an_earlier_run(supervised):
     assert supervised.run([die_at(supervised, 0), begin_without_log(None)]) is None
 
 
-def test_a_checkpoint_that_the_run_began_from_may_be_gone_when_there_is_a_later_one(supervised, tmp_path):
+def test_the_initial_checkpoint_may_be_deleted_once_there_is_a_later_one(supervised, tmp_path):
     supervised.save(3)
     given = tmp_path / "checkpoints" / "step-00000003"
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_the_run_began_from_may_be_gone_when_there_is_a_later_
 
     attempts = iter([outlive_it, finish_from(supervised, "step-00000005", 6)])
     supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
-    assert supervisor.run(lambda own, checkpoint: next(attempts)(own, checkpoint), given) == 5
+    assert supervisor.run(lambda supervisor, checkpoint: next(attempts)(supervisor, checkpoint), given) == 5
 
 
 def begin_without_log(expected):
@@ -113,11 +113,11 @@ def begin_without_log(expected):
     return attempt
 
 
-def test_a_checkpoint_of_another_run_is_gone_back_to_until_there_is_a_later_one(supervised, tmp_path):
+def test_restarts_use_the_initial_checkpoint_of_another_run_until_there_is_a_later_one(supervised, tmp_path):
     with staging(tmp_path / "elsewhere", 50) as directory:
         (directory / "weights").write_text("w")
     given = tmp_path / "elsewhere" / "step-00000050"
-    supervised.save(3)  # of a run before
+    supervised.save(3)  # of an earlier run
     attempts = [die_at(supervised, 52), die_at(supervised, 56, saved=55), finish_from(supervised, "step-00000055", 56)]
     seen = []
 
@@ -130,25 +130,25 @@ def test_a_checkpoint_of_another_run_is_gone_back_to_until_there_is_a_later_one(
     assert seen == [given, given, tmp_path / "checkpoints" / "step-00000055"]
 
 
-def test_failures_without_progress_are_bounded_and_wait_longer_each_time(supervised):
+def test_restarts_without_a_new_checkpoint_are_bounded_and_back_off(supervised):
     with pytest.raises(WorkerLostError, match="worker 1 died"):
         supervised.run([die_at(supervised, 0)] * 9)
     assert supervised.waits == [1.0, 2.0, 4.0]
 
 
-def test_a_new_checkpoint_is_progress(supervised):
+def test_a_new_checkpoint_resets_the_restart_count(supervised):
     attempts = [die_at(supervised, step, saved=step) for step in range(1, 8)]
     assert supervised.run([*attempts, finish_from(supervised, "step-00000007", 8)]) == 7
     assert supervised.waits == [1.0] * 7
 
 
 @pytest.mark.parametrize("error", [WorkerError, DiskError])
-def test_an_unforeseen_failure_in_a_worker_and_a_full_disk_are_tried_again(supervised, error):
+def test_worker_errors_and_a_full_disk_are_retried(supervised, error):
     supervised.run([die_at(supervised, 1, error=error), finish_from(supervised, None, 1)])
     assert supervised.waits == [1.0]
 
 
-def test_a_cluster_without_room_is_a_mistake_at_first_and_a_lost_node_later_on(supervised):
+def test_missing_resources_are_an_error_at_first_and_retried_later(supervised):
     no_room = die_at(supervised, 0, error=ResourceError)
     with pytest.raises(ResourceError):
         supervised.run([no_room])
@@ -156,21 +156,21 @@ def test_a_cluster_without_room_is_a_mistake_at_first_and_a_lost_node_later_on(s
     supervised.run([die_at(supervised, 4, saved=3), no_room, no_room, finish_from(supervised, "step-00000003", 4)])
     assert supervised.waits == [1.0, 2.0, 4.0]
     lines = [json.loads(line) for line in supervised.record.read_text().splitlines()]
-    assert [line["steps_repeated"] for line in lines] == [1, 0, 0]  # each failure is noted, the steps once
+    assert [line["steps_repeated"] for line in lines] == [1, 0, 0]  # each failure is recorded, repeated steps once
     assert {line["from_step"] for line in lines} == {3}
 
 
-def test_workers_that_join_cost_no_wait_and_no_restart(supervised):
+def test_scaling_up_does_not_wait_or_count_as_a_restart(supervised):
     grow = die_at(supervised, 2, saved=2, error=RescaleRequested)
     grow_again = die_at(supervised, 4, saved=4, error=RescaleRequested)
     attempts = [grow, grow_again, finish_from(supervised, "step-00000004", 5)]
     assert supervised.run(attempts, max_restarts=0) == 4
     assert supervised.waits == []
-    assert supervised.lines[0].endswith("step-00000002 with them")
+    assert supervised.lines[0].endswith("step-00000002 to use them")
 
 
 @pytest.mark.parametrize("error", [UserError, ValueError, KeyboardInterrupt])
-def test_a_mistake_and_a_defect_of_the_driver_end_the_run(supervised, error):
+def test_user_errors_and_driver_errors_end_the_run(supervised, error):
     with pytest.raises(error):
         supervised.run([die_at(supervised, 1, error=error), finish_from(supervised, None, 1)])
     assert supervised.waits == []

@@ -123,8 +123,8 @@ def build_supervisor(config: DPOConfig) -> Supervisor:
     checkpoints = build_checkpoint_manager(config)
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
-        newest=lambda: checkpoints.resume("auto"),
-        record=logging_dir(config) / "recoveries.jsonl",
+        latest_checkpoint=lambda: checkpoints.resume("auto"),
+        recovery_log=logging_dir(config) / "recoveries.jsonl",
     )
 
 

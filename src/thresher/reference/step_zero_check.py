@@ -8,7 +8,7 @@ from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.forward_check import TOLERANCES
 from thresher.models.loading.load import DTYPES
-from thresher.strategies.accumulate import pair_logps
+from thresher.strategies.accumulate import objective_inputs
 from thresher.strategies.strategy import MicroBatch, Scorer
 
 
@@ -28,7 +28,7 @@ def check_step_zero(policy: Scorer, first: MicroBatch, objective: Objective, dty
             f"policy and reference start from the same weights but disagree by {distance:.2g} nats per token at step "
             "0; check that reference.model_args has the same dtype and settings as actor_train.model_args"
         )
-    pairs = pair_logps(first, scored)
+    pairs = objective_inputs(first, scored)
     expected = objective.zero_margin_loss
     if expected is None or pairs.weight is not None or pairs.margin is not None or DTYPES[dtype] != torch.float32:
         return

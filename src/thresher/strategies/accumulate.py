@@ -1,4 +1,9 @@
-"""Micro-batches to gradients, for every engine: score, objective, one division by the pairs of the whole step."""
+"""Turn the micro-batches of a step into a gradient: score, apply the objective, divide, backward.
+
+The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). The division happens here, once, by the pairs
+of the step over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum:
+autograd adds up micro-batches, and native/parameters.py lists what is summed over which ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,117 +28,117 @@ LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
 
 
 class MicroBatchExecutor(Protocol):
-    """How an engine goes through micro-batches: one after another, or several at once along a pipeline."""
+    """Executes the micro-batches of a step, sequentially or with a pipeline schedule."""
 
     def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
-        """Score, for use without gradient; every process of a rank gets the logps."""
+        """Score without gradient; every process of a data-parallel rank returns the logps."""
         ...
 
     def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
-        """Score each batch and send back the gradient of loss_of(its number, its logps), in any order.
+        """Score each batch and run the backward of loss_fn(index of the batch, its logps), in any order.
 
-        loss_of is called where the logps are: in a pipeline, by the processes of the last stage alone. They alone count
-        tokens, too.
+        In a pipeline only the last stage has logps, so only its processes call loss_fn and count tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LocalStepResult:
-    """A process's part of a step, its gradient aside; seen is what tells spoilt pairs from sound ones, if need be."""
+    """One process's contribution to a step, excluding gradients; scored_pairs serves to locate non-finite pairs."""
 
     metrics: Metrics
     tokens: TokenCounts
-    seen: Sequence[ScoredPairs]
+    scored_pairs: Sequence[ScoredPairs]
 
 
 def accumulate_gradients(
-    passes: MicroBatchExecutor,
+    executor: MicroBatchExecutor,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
-    ranks: DataParallelGroup,
+    dp_group: DataParallelGroup,
 ) -> LocalStepResult:
-    """Add this rank's part of the step's gradient to the parameters; return its part of the rest.
+    """Add this rank's term of the step's gradient to `.grad` of the parameters.
 
-    A rank may hold no pair of a step that has fewer pairs than ranks.
+    micro_batches is empty on a rank that has no pairs in a step with fewer pairs than ranks.
     """
     if objective.couples_pairs:
-        return _accumulate_coupled(passes, micro_batches, objective, num_pairs_in_step, ranks)
+        return _accumulate_coupled(executor, micro_batches, objective, num_pairs_in_step, dp_group)
     metrics: list[Metrics] = []
-    seen: list[ScoredPairs] = []
+    scored_pairs: list[ScoredPairs] = []
 
-    def loss_fn(number: int, policy: ChosenRejectedLogps) -> Tensor:
-        logps = pair_logps(micro_batches[number], policy)
-        output = objective(logps)
+    def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
+        inputs = objective_inputs(micro_batches[index], policy)
+        output = objective(inputs)
         metrics.append(output.metrics)
-        seen.append(ScoredPairs.of(micro_batches[number].pairs.pair_ids, logps, output.per_pair))
+        scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
         # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
         return output.per_pair.sum() / num_pairs_in_step
 
-    pairs = [micro.pairs for micro in micro_batches]
-    tokens = passes.backward(pairs, loss_fn, with_squared_probs=objective.needs_squared_probs)
-    return LocalStepResult(merge_metrics(metrics) or objective(_no_pairs(objective)).metrics, tokens, seen)
+    batches = [micro.pairs for micro in micro_batches]
+    tokens = executor.backward(batches, loss_fn, with_squared_probs=objective.needs_squared_probs)
+    return LocalStepResult(merge_metrics(metrics) or _empty_metrics(objective), tokens, scored_pairs)
 
 
 def _accumulate_coupled(
-    passes: MicroBatchExecutor,
+    executor: MicroBatchExecutor,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     num_pairs_in_step: int,
-    ranks: DataParallelGroup,
+    dp_group: DataParallelGroup,
 ) -> LocalStepResult:
-    """Losses that couple all pairs of a step: score everything first, then send each micro-batch its own gradient.
+    """Gradient of a loss that couples all pairs of a step, by the chain rule in two passes.
 
-    One more forward than other losses, and exact for any micro-batch size and number of ranks: the objective sees the
-    whole step at once and its gradient with respect to every logp is the chain rule's outer factor.
+    1. Score every pair without gradient, all-gather the logps, and differentiate the loss with respect to them.
+    2. Backward each micro-batch with (logps * that derivative).sum() as its loss.
+
+    Costs one more forward than other losses; exact for any micro-batch size and number of ranks.
     """
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
-        scored = [
-            pair_logps(micro, passes.score(micro.pairs, with_squared_probs=objective.needs_squared_probs))
+        local = [
+            objective_inputs(micro, executor.score(micro.pairs, with_squared_probs=objective.needs_squared_probs))
             for micro in micro_batches
         ]
-    parts = ranks.all_gather_pairs(concat_pairs(scored or [_no_pairs(objective)]))
-    own = parts[ranks.rank] = _with_leaves(parts[ranks.rank])
-    output = objective(concat_pairs(parts))
-    total = output.per_pair.sum() / num_pairs_in_step
+    by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
+    own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
+    output = objective(concat_pairs(by_rank))
+    loss = output.per_pair.sum() / num_pairs_in_step
     leaves = [own.policy.chosen.values, own.policy.rejected.values]
-    chosen, rejected = torch.autograd.grad(total, leaves, materialize_grads=True)
-    of_chosen = chosen.split([pairs.policy.chosen.values.numel() for pairs in scored])
-    of_rejected = rejected.split([pairs.policy.rejected.values.numel() for pairs in scored])
+    chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
+    rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
 
-    def loss_fn(number: int, policy: ChosenRejectedLogps) -> Tensor:
-        weighted = [(policy.chosen.values * of_chosen[number]), (policy.rejected.values * of_rejected[number])]
+    def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
+        weighted = [policy.chosen.values * chosen_grads[index], policy.rejected.values * rejected_grads[index]]
         return torch.cat(weighted).sum()
 
-    pairs = [micro.pairs for micro in micro_batches]
-    tokens = passes.backward(pairs, loss_fn, with_squared_probs=False)
-    before = sum(part.num_pairs for part in parts[: ranks.rank])
-    ids = np.concatenate([np.zeros(0, dtype=np.int64), *[micro.pair_ids for micro in pairs]])
-    seen = ScoredPairs.of(ids, own, output.per_pair[before : before + own.num_pairs])
-    return LocalStepResult(ranks.metrics_group.only_on_rank0(output.metrics), tokens, [seen])
+    batches = [micro.pairs for micro in micro_batches]
+    tokens = executor.backward(batches, loss_fn, with_squared_probs=False)
+    start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
+    pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
+    scored = ScoredPairs.of(pair_ids, own, output.per_pair[start : start + own.num_pairs])
+    # every rank has the metrics of the whole step, and they are summed over ranks later
+    return LocalStepResult(dp_group.metrics_group.only_on_rank0(output.metrics), tokens, [scored])
 
 
 def evaluate_objective(
-    score: Score, micro_batches: Iterable[MicroBatch], objective: Objective, ranks: DataParallelGroup
+    score: Score, micro_batches: Iterable[MicroBatch], objective: Objective, dp_group: DataParallelGroup
 ) -> Metrics:
-    """Metric sums without gradient, over the micro-batches of all ranks; a coupled loss sees them all at once."""
+    """Metric sums over the micro-batches of all ranks, without gradient; a coupled loss gets all pairs at once."""
     with torch.no_grad():
         if objective.couples_pairs:
-            own = [pair_logps(micro, score(micro.pairs)) for micro in micro_batches]
-            joined = concat_pairs(ranks.all_gather_pairs(concat_pairs(own or [_no_pairs(objective)])))
-            metrics = ranks.only_on_rank0(objective(joined).metrics)
+            local = [objective_inputs(micro, score(micro.pairs)) for micro in micro_batches]
+            gathered = concat_pairs(dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)])))
+            metrics = dp_group.only_on_rank0(objective(gathered).metrics)
         else:
-            metrics = {}
-            for micro in micro_batches:
-                metrics = merge_metrics([metrics, objective(pair_logps(micro, score(micro.pairs))).metrics])
-            metrics = metrics or objective(_no_pairs(objective)).metrics
-    return ranks.all_reduce_metrics(metrics)[0]
+            each = [objective(objective_inputs(micro, score(micro.pairs))).metrics for micro in micro_batches]
+            metrics = merge_metrics(each) or _empty_metrics(objective)
+    return dp_group.all_reduce_metrics(metrics)[0]
 
 
-def pair_logps(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInputs:
-    """Everything the objective may see of a micro-batch."""
+def objective_inputs(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInputs:
+    """Policy and reference logps of a micro-batch, with the weights and margins of its pairs."""
     return ObjectiveInputs(
         policy=policy,
         reference=micro.reference,
@@ -143,21 +148,25 @@ def pair_logps(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInput
 
 
 def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) -> Tensor | None:
-    """A column that says nothing is none: losses that do not know it need not refuse it."""
+    """None if every value is neutral: a loss without support for the column rejects only one that has an effect."""
     if all(value == neutral for value in values):
         return None
     return torch.tensor(values, dtype=torch.float32, device=policy.chosen.values.device)
 
 
-def _no_pairs(objective: Objective) -> ObjectiveInputs:
-    """What the objective sees of an empty share: every metric by its name, with a count of 0."""
+def _empty_inputs(objective: Objective) -> ObjectiveInputs:
     sides = empty_logps(with_squared_probs=objective.needs_squared_probs)
     return ObjectiveInputs(sides, sides if objective.needs_reference else None)
 
 
-def _with_leaves(pairs: ObjectiveInputs) -> ObjectiveInputs:
-    return replace(pairs, policy=ChosenRejectedLogps(_as_leaf(pairs.policy.chosen), _as_leaf(pairs.policy.rejected)))
+def _empty_metrics(objective: Objective) -> Metrics:
+    """Every metric of the objective with a count of 0: ranks must agree on the names when they sum metrics."""
+    return objective(_empty_inputs(objective)).metrics
+
+
+def _detach_as_leaves(inputs: ObjectiveInputs) -> ObjectiveInputs:
+    return replace(inputs, policy=ChosenRejectedLogps(_as_leaf(inputs.policy.chosen), _as_leaf(inputs.policy.rejected)))
 
 
 def _as_leaf(side: ResponseLogps) -> ResponseLogps:
-    return ResponseLogps(side.values.detach().requires_grad_(), side.lengths, side.log_sum_squared_probs)
+    return replace(side, values=side.values.detach().requires_grad_())

@@ -1,4 +1,4 @@
-"""Which pairs spoil a step: looked for only where its loss or gradient is not finite."""
+"""Find the pairs behind a non-finite loss or gradient; runs only for steps that are skipped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thresher.data.batching.plan import PairIds
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 
-Fault = Literal["policy logps", "reference logps", "loss"]
+NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
 Reason = Literal["loss", "gradient"]
 
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """What the objective saw of some pairs, and the loss that it gave each; it holds on to no graph."""
+    """Logps and losses of some pairs, detached from the autograd graph."""
 
     pair_ids: PairIds
     policy: ChosenRejectedLogps
@@ -28,48 +28,52 @@ class ScoredPairs:
     per_pair: Tensor
 
     @classmethod
-    def of(cls, pair_ids: PairIds, logps: ObjectiveInputs, per_pair: Tensor) -> ScoredPairs:
-        return cls(pair_ids, logps.policy.detach(), logps.reference, per_pair.detach())
+    def of(cls, pair_ids: PairIds, inputs: ObjectiveInputs, per_pair: Tensor) -> ScoredPairs:
+        return cls(pair_ids, inputs.policy.detach(), inputs.reference, per_pair.detach())
 
-    def faults(self) -> dict[int, Fault]:
-        """What is not finite of each pair, by the pair's number; the first in the order of computing is the cause."""
-        reference = _is_spoilt(self.reference) if self.reference is not None else torch.zeros(len(self.pair_ids))
-        columns = (_is_spoilt(self.policy), reference, ~self.per_pair.isfinite())
-        faults: dict[int, Fault] = {}
-        names: tuple[Fault, ...] = ("policy logps", "reference logps", "loss")
-        for name, column in zip(names, columns, strict=True):
-            for at in column.nonzero().flatten().tolist():
-                faults.setdefault(int(self.pair_ids[at]), name)
-        return faults
+    def nonfinite(self) -> dict[int, NonFiniteSource]:
+        """The non-finite pairs by id, each with the first non-finite value in the order of computation."""
+        reference = _is_nonfinite(self.reference) if self.reference is not None else torch.zeros(len(self.pair_ids))
+        masks: dict[NonFiniteSource, Tensor] = {
+            "policy logps": _is_nonfinite(self.policy),
+            "reference logps": reference,
+            "loss": ~self.per_pair.isfinite(),
+        }
+        found: dict[int, NonFiniteSource] = {}
+        for source, mask in masks.items():
+            for index in mask.nonzero().flatten().tolist():
+                found.setdefault(int(self.pair_ids[index]), source)
+        return found
 
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """Why a step was skipped, and what is not finite of which pairs; no pairs where none can be told apart."""
+    """Why a step was skipped, and its non-finite pairs; empty if no single pair is responsible."""
 
     reason: Reason
-    pairs: Mapping[int, Fault]
+    pairs: Mapping[int, NonFiniteSource]
 
 
 def nonfinite_reason(metrics: Metrics, grad_norm: float) -> Reason | None:
-    """Judge a step by numbers that every process has alike."""
+    """Decide whether to skip a step, from numbers that are equal on every process."""
     if not math.isfinite(float(metrics["loss"].sum)):
         return "loss"
     return None if math.isfinite(grad_norm) else "gradient"
 
 
 def find_nonfinite_pairs(
-    seen: Sequence[ScoredPairs], ranks: DataParallelGroup, *, couples_pairs: bool
-) -> dict[int, Fault]:
-    """Name the faults of all pairs of the step, on every process alike; all take part.
+    scored_pairs: Sequence[ScoredPairs], dp_group: DataParallelGroup, *, couples_pairs: bool
+) -> dict[int, NonFiniteSource]:
+    """Collect the non-finite pairs of the step from all processes; collective, with the same result everywhere.
 
-    Where a loss couples pairs, one without sound logps spoils the loss of every other, which is not to blame then.
+    In a loss that couples pairs, one pair with non-finite logps makes the loss of every other pair non-finite, so only
+    pairs with non-finite logps are returned if there are any.
     """
-    own = {pair: fault for each in seen for pair, fault in each.faults().items()}
-    found = {pair: fault for part in ranks.metrics_group.all_gather_object(own) for pair, fault in part.items()}
-    of_logps: dict[int, Fault] = {pair: fault for pair, fault in found.items() if fault != "loss"}
-    return of_logps if couples_pairs and of_logps else found
+    local = {pair: source for scored in scored_pairs for pair, source in scored.nonfinite().items()}
+    found = {pair: source for each in dp_group.metrics_group.all_gather_object(local) for pair, source in each.items()}
+    with_bad_logps: dict[int, NonFiniteSource] = {pair: source for pair, source in found.items() if source != "loss"}
+    return with_bad_logps if couples_pairs and with_bad_logps else found
 
 
-def _is_spoilt(sides: ChosenRejectedLogps) -> Tensor:
+def _is_nonfinite(sides: ChosenRejectedLogps) -> Tensor:
     return ~(sides.chosen.sums().isfinite() & sides.rejected.sums().isfinite())

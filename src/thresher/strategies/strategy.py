@@ -1,6 +1,6 @@
-"""The seam under the trainer: an engine takes micro-batches and an objective, and makes one optimizer step.
+"""Interface between the trainer and an engine: an engine makes one optimizer step from micro-batches and an objective.
 
-The trainer knows its share of the plan among the data-parallel ranks, no axes, no engine.
+The trainer knows its data-parallel rank; parallel axes and kernels are the engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thresher.strategies.nonfinite import NonFiniteStep
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs with what the reference says of them; reference is None for losses without one."""
+    """Pairs with their reference logps; reference is None for losses without one."""
 
     pairs: PairBatch
     reference: ChosenRejectedLogps | None
@@ -32,9 +32,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a step: useful ones are those of both whole sequences of every pair, whatever the layout.
+    """Tokens of a step.
 
-    padding was computed for nothing; shared was not computed: the other side's prompt served, or nothing needed it.
+    useful: both full sequences of every pair, for any layout. padding: computed without use. shared: not computed,
+    because both sides share the prompt or no scored token depends on it.
     """
 
     useful: int = 0
@@ -47,7 +48,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did. A step that was skipped for a non-finite loss or gradient left no trace."""
+    """Result of one optimizer step; a skipped step (nonfinite is set) changed neither weights nor optimizer state."""
 
     metrics: Metrics
     grad_norm: float
@@ -71,7 +72,7 @@ class InferStrategy(Scorer, Protocol):
     def weights(self) -> Mapping[str, Tensor]: ...
 
     def ema_update(self, weights: Mapping[str, Tensor], alpha: float) -> None:
-        """Move to alpha * weights + (1 - alpha) * own."""
+        """Set the weights to alpha * weights + (1 - alpha) * current."""
         ...
 
 
@@ -86,12 +87,12 @@ class TrainStrategy(Scorer, Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model was built for; None where it has no limit."""
+        """Longest sequence that the model supports; None if unlimited."""
         ...
 
     @property
     def dp_group(self) -> DataParallelGroup:
-        """The copies of the policy that share every step."""
+        """The data-parallel ranks that split every step."""
         ...
 
     def train_step(
@@ -104,16 +105,16 @@ class TrainStrategy(Scorer, Protocol):
     ) -> StepOutcome:
         """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer.
 
-        micro_batches are this rank's share; the outcome is that of the whole step, alike on every rank.
+        micro_batches are those of this rank; the outcome is that of the whole step, equal on every rank.
         """
         ...
 
     def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
-        """Score with the adapter off."""
+        """Score with the adapter disabled."""
         ...
 
     def check_logps(self, batch: PairBatch) -> None:
-        """Compare our logps with those of the model's own forward; stop the run when they part."""
+        """Compare the logps with those of the model's original forward; raise UserError if they differ."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -121,13 +122,13 @@ class TrainStrategy(Scorer, Protocol):
         ...
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
-        """Take weights, optimizer state and extra tensors, each under the stem of its files, as they are now.
+        """Capture weights, optimizer state and extra tensors (by the stem of their files) at this step.
 
-        All processes take part. The result writes this process's files; with copies, training may go on meanwhile.
-        Extra tensors are split over processes as the weights of the same name.
+        Collective. The returned function writes this process's files; with copies, training may continue meanwhile.
+        Extra tensors are sharded like the weights of the same name.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore weights and optimizer state, bitwise, whatever processes wrote them."""
+        """Restore weights and optimizer state bitwise, for any number of processes that wrote them."""
         ...

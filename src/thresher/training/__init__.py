@@ -1,1 +1,1 @@
-"""The training loop, one rank's trainer, and restarts."""
+"""The training loop, the trainer of one rank, and restarts after failures."""

@@ -1,4 +1,4 @@
-"""The loop of a run: steps, evaluations and checkpoints in one order, whoever makes the steps."""
+"""The training loop: runs steps, logging, evaluation and checkpointing in a fixed order for any `Trainable`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from thresher.training.trainer import Record
 
 
 class Trainable(Protocol):
-    """Who makes the steps: a trainer in this process, or a cluster of them."""
+    """Makes the steps: a trainer in this process, or a group of remote ones."""
 
     def run(self, until: int) -> Iterator[Record]:
-        """Train up to a step, or until told to stop; yield what is to be logged, in order."""
+        """Train up to a step, or until a stop is requested; yield the records to log, in order."""
         ...
 
     @property
     def stopped_at(self) -> int | None:
-        """The step after which the last run was told to stop; None where it came to its end."""
+        """The step after which the last `run` stopped on request; None if it reached its end."""
         ...
 
     def evaluate_and_record(self) -> dict[str, float]:
-        """Evaluate; empty where nothing is held out."""
+        """Evaluate; empty without a validation set."""
         ...
 
     def save(self) -> object:
-        """Save a checkpoint of the step that was reached; it may be published later."""
+        """Save a checkpoint of the current step; it may be published later."""
         ...
 
     def wait_for_saves(self) -> object:
-        """Return when every checkpoint is published."""
+        """Wait until every checkpoint is published."""
         ...
 
 
@@ -43,7 +43,7 @@ class MetricLogger(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """When to evaluate and save. Zero means: at the end only."""
+    """When to evaluate and save; 0 means only at the end."""
 
     eval_steps: int = 0
     save_steps: int = 0
@@ -52,7 +52,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a run stands before its next step: steps done, and the last evaluation."""
+    """Progress of a run: completed steps and the latest evaluation."""
 
     step: int
     last_evaluation: Mapping[str, float]
@@ -60,7 +60,7 @@ class TrainingProgress:
 
 def fit(
     trainable: Trainable,
-    standing: TrainingProgress,
+    progress: TrainingProgress,
     num_steps: int,
     settings: LoopSettings,
     log: MetricLogger,
@@ -68,25 +68,25 @@ def fit(
 ) -> dict[str, float]:
     """Train to the end of the plan; return the last evaluation.
 
-    A checkpoint appears only when the metrics of all its steps are logged. A resumed run would miss them otherwise.
-    All have appeared when this returns.
+    A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
+    All checkpoints are published when this returns.
     """
-    step, last = standing.step, dict(standing.last_evaluation)
+    step, last = progress.step, dict(progress.last_evaluation)
     if step == 0 and settings.eval_on_start:
-        last = _measure(trainable, step, log)
+        last = _evaluate(trainable, step, log)
     while step < num_steps:
-        next_evaluation = _next(settings.eval_steps, step, num_steps)
-        next_checkpoint = _next(settings.save_steps, step, num_steps)
+        next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
+        next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
         step = min(next_evaluation, next_checkpoint)
-        for at, told in trainable.run(step):
-            if isinstance(told, SkippedStep):
-                _note_skipped(at, told, skipped)
+        for at, record in trainable.run(step):
+            if isinstance(record, SkippedStep):
+                _record_skipped(at, record, skipped)
             else:
-                log.log(at, told)
+                log.log(at, record)
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _measure(trainable, step, log)
+            last = _evaluate(trainable, step, log)
         if step == next_checkpoint or stopped_at is not None:
             trainable.save()
         if stopped_at is not None and step < num_steps:
@@ -96,24 +96,24 @@ def fit(
     return last
 
 
-def _next(every: int, step: int, num_steps: int) -> int:
-    """The first step after `step` at which something is due that is due every so many steps, and at the end."""
+def _next_due_step(every: int, step: int, num_steps: int) -> int:
+    """The next multiple of `every` after `step`, at most the last step; the last step if `every` is 0."""
     return min((step // every + 1) * every, num_steps) if every else num_steps
 
 
-def _note_skipped(step: int, told: SkippedStep, skipped: SkippedStepLog) -> None:
-    skipped.write(step, told)
-    if told.ends_run:
+def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> None:
+    skipped.write(step, record)
+    if record.ends_run:
         raise UserError(
-            f"the loss or gradient was not finite in {told.in_a_row} steps in a row, up to step {step}; lower the "
-            f"learning rate, look at the pairs of these steps, which {skipped.path} names, or raise "
+            f"the loss or gradient was not finite in {record.consecutive} steps in a row, up to step {step}; lower the "
+            f"learning rate, check the pairs of these steps listed in {skipped.path}, or raise "
             "max_consecutive_skipped_steps"
         )
 
 
-def _measure(trainable: Trainable, step: int, log: MetricLogger) -> dict[str, float]:
+def _evaluate(trainable: Trainable, step: int, log: MetricLogger) -> dict[str, float]:
     started = time.perf_counter()
-    measured = trainable.evaluate_and_record()
-    if measured:
-        log.log(step, measured | {"time/evaluate": time.perf_counter() - started})
-    return measured
+    metrics = trainable.evaluate_and_record()
+    if metrics:
+        log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
+    return metrics

@@ -1,8 +1,7 @@
-"""Leave in good order: a file that asks a run to stop, and signals that write it.
+"""Graceful shutdown: SIGTERM and SIGINT create a stop file; all ranks stop after the current step and save.
 
-SIGTERM (preemption) and SIGINT ask the ranks to stop after the step that they are in; a checkpoint of that step is
-saved, and the same command goes on from there. Who looks at the file is the first process of the policy, wherever it
-runs; all others learn it from that one at the same step.
+Rank 0 of the policy checks the file and broadcasts the decision, so that all ranks stop after the same step (see
+`DPOTrainer`). Running the same command again resumes from the checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -25,48 +24,47 @@ FILE_NAME = "stop"
 
 @contextmanager
 def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
-    """Turn the first SIGTERM or SIGINT into the file; after a second one, or after the deadline, leave at once.
+    """Create the file on the first SIGTERM or SIGINT; exit immediately on a second one or after `deadline` seconds.
 
-    A run that was asked to stop does not go on after a failure: what asked it may have ended its workers as well.
+    After a signal, a failure ends the run instead of restarting it: the sender may have ended the workers as well.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can install handlers
         yield
         return
-    asked: list[int] = []
+    received: list[int] = []
     timers: list[threading.Timer] = []
 
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if asked:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if received:
             raise SystemExit(128 + number)
-        asked.append(number)
+        received.append(number)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         timers.append(threading.Timer(deadline, os._exit, (128 + number,)))
         timers[0].daemon = True
         timers[0].start()
-        name = signal.Signals(number).name
         logger.warning(
-            "%s: the step that is under way is finished and saved, within %.0f s; once more to leave at once",
-            name,
+            "%s: finishing and saving the current step (up to %.0f s); send the signal again to exit immediately",
+            signal.Signals(number).name,
             deadline,
         )
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
         file.unlink(missing_ok=True)
     except RunStopped as stopped:
         file.unlink(missing_ok=True)
-        if asked:
-            stopped.exit_code = 128 + asked[0]
+        if received:
+            stopped.exit_code = 128 + received[0]
         raise
     except (WorkerLostError, WorkerError, RescaleRequested) as error:
-        if not asked:
+        if not received:
             raise
         file.unlink(missing_ok=True)
-        raise RunStopped(None, 128 + asked[0]) from error
+        raise RunStopped(None, 128 + received[0]) from error
     finally:
         for timer in timers:
             timer.cancel()
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

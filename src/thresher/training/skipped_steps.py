@@ -1,7 +1,7 @@
-"""Steps that were skipped: the reason, the pairs to look at, and the record `skipped_steps.jsonl` beside the metrics.
+"""Skipped steps: the reason, the pairs to check, and the log `skipped_steps.jsonl` beside the metrics.
 
-One JSON object a step; there is no file where no step was skipped. After a resume from step k it holds the steps up to
-k, as the metric log does.
+One JSON object per step; the file exists only if a step was skipped. A resume from step k keeps the records up to k, as
+in the metric log.
 """
 
 from __future__ import annotations
@@ -27,46 +27,45 @@ FILE_NAME = "skipped_steps.jsonl"
 
 @dataclass(frozen=True)
 class NonFinitePair:
-    """A pair by its number in the store and the hash of its content; fault says what of it is not finite, if known."""
+    """A pair by its number in the store and its content hash; source is its first non-finite value, if known."""
 
     number: int
     content_hash: str
-    fault: str | None
+    source: str | None
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """Why a step was skipped and for which pairs: all of the step where no single one can be blamed.
+    """Why a step was skipped, and the pairs responsible: all pairs of the step if no single one is.
 
-    in_a_row counts the steps skipped up to this one without one between that was made; ends_run says that they are
-    too many.
+    consecutive: skipped steps up to and including this one. ends_run: there are too many of them.
     """
 
     reason: str
     grad_norm: float
     pairs: tuple[NonFinitePair, ...]
-    in_a_row: int
+    consecutive: int
     ends_run: bool
 
 
 def describe_skipped(
-    fault: NonFiniteStep, state: TrainerState, store: PairStore, pair_ids: PairIds, max_in_a_row: int
+    nonfinite: NonFiniteStep, state: TrainerState, store: PairStore, pair_ids: PairIds, max_consecutive: int
 ) -> SkippedStep:
-    """Name the pairs that spoilt the step, or all of them (pair_ids) where none stands out; state has counted it."""
-    read = store.read(np.array(sorted(fault.pairs), dtype=np.int64) if fault.pairs else pair_ids)
+    """Describe a step that state has already recorded; pair_ids are all pairs of the step."""
+    read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
     pairs = tuple(
-        NonFinitePair(number, hash_pair(pair).pair.hex(), fault.pairs.get(number))
+        NonFinitePair(number, hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
         for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
     )
-    in_a_row = state.skipped_in_a_row
-    return SkippedStep(fault.reason, state.grad_norm, pairs, in_a_row, ends_run=in_a_row >= max_in_a_row)
+    consecutive = state.skipped_in_a_row
+    return SkippedStep(nonfinite.reason, state.grad_norm, pairs, consecutive, ends_run=consecutive >= max_consecutive)
 
 
 class SkippedStepLog:
-    """Write skipped steps to a file of the run's log directory."""
+    """Writes skipped steps to `skipped_steps.jsonl` in the log directory of the run."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        """Begin, or go on after `resume_step`; what an earlier, separate run left is renamed, never overwritten."""
+        """Start a new log, or continue after `resume_step`; the file of an earlier run is renamed, not overwritten."""
         self.path = run_dir / FILE_NAME
         with readable_errors():
             if resume_step is None:
@@ -75,14 +74,14 @@ class SkippedStepLog:
                 truncate_after(self.path, resume_step)
 
     def write(self, step: int, skipped: SkippedStep) -> None:
-        """Append one line; it is on the disk when this returns, because a run that skips steps may end soon."""
+        """Append one line and sync it to disk, because a run that skips steps may end soon."""
         record = {
             "step": step,
             "reason": skipped.reason,
             "grad_norm": skipped.grad_norm if math.isfinite(skipped.grad_norm) else repr(skipped.grad_norm),
-            "in_a_row": skipped.in_a_row,
+            "in_a_row": skipped.consecutive,
             "pairs": [
-                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.fault or "not known"}
+                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.source or "not known"}
                 for pair in skipped.pairs
             ],
         }

@@ -1,4 +1,4 @@
-"""What a trainer carries from step to step, apart from weights: counters and the metrics not yet logged."""
+"""Trainer state beside the weights: counters, and the metrics that are not logged yet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from thresher.strategies.strategy import StepOutcome
 
 @dataclass
 class TrainerState:
-    """Counters of a run; everything here goes through a checkpoint unchanged.
+    """Counters of a run, saved in checkpoints; the field names are the keys of `trainer.json`.
 
-    step: optimizer steps done, skipped ones included. window: metric sums since the last logged step.
+    step: completed optimizer steps, including skipped ones. window: metric sums since the last logged step.
     """
 
     step: int = 0
@@ -26,7 +26,7 @@ class TrainerState:
     window: dict[str, MetricSum] = field(default_factory=dict)
 
     def record_step(self, num_pairs: int, outcome: StepOutcome) -> None:
-        """Take in a step that is over; of one that was skipped, only that it was."""
+        """Count a step; a skipped one adds no pairs, tokens or metrics."""
         self.step += 1
         self.grad_norm = outcome.grad_norm
         if outcome.skipped:
@@ -40,8 +40,8 @@ class TrainerState:
         self._add_to_window(outcome.metrics | tokens)
 
     def _add_to_window(self, metrics: Mapping[str, MetricSum]) -> None:
-        plain = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
-        self.window = merge_metrics([self.window, plain])
+        floats = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
+        self.window = merge_metrics([self.window, floats])
 
     def pop_means(self) -> dict[str, float]:
         """Return the means since the last call and start a new window."""

@@ -1,6 +1,6 @@
-"""Bring a run to its end though parts of it die: every attempt goes on from the newest checkpoint that verifies.
+"""Restart a run after worker failures, resuming from the newest valid checkpoint.
 
-The first failure ends the whole group of workers (see `runtime`); here it is decided whether to build it again.
+The runtime ends all workers of an attempt after the first failure; the supervisor decides whether to start another.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from thresher.training.loop import MetricLogger
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LONGEST_WAIT = 60.0
+_MAX_WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, when, and how far the log was."""
+    """Cause and time of a failure, and the last step logged before it."""
 
     cause: str
     time: float
@@ -34,127 +34,125 @@ class Failure:
 
 
 class Supervisor:
-    """Count failures that follow one another without a new checkpoint, and give up after `max_restarts` of them.
+    """Runs attempts until one succeeds or `max_restarts` restarts in a row brought no new checkpoint.
 
-    Each recovery is a line in `record`: cause, the step that was reached, the step gone on from, and the seconds until
-    the run was back at its first new step.
+    recovery_log gets one line per failure, once the run logs a step again: cause, last step before the failure, step
+    resumed from, steps repeated, and seconds until then.
+
+    resume_step is how the current attempt opens the metric log: None starts a new log, a step keeps the records up to
+    that step, and START_OVER keeps none (no checkpoint yet, but an earlier attempt of this run wrote to the log).
     """
 
     def __init__(
         self,
         max_restarts: int,
-        newest: Callable[[], Path | None],
-        record: Path,
+        latest_checkpoint: Callable[[], Path | None],
+        recovery_log: Path,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._max_restarts = max_restarts
-        self._newest = newest
-        self._record = record
+        self._latest_checkpoint = latest_checkpoint
+        self._recovery_log = recovery_log
         self._sleep = sleep
-        self._reached = 0
-        self._failures: list[Failure] = []  # those since which the run has not been back at a step
-        self._resumed_step = 0
-        self._resume_step: int | None = None
-        self._has_begun = False
-
-    @property
-    def resume_step(self) -> int | None:
-        """The last step whose records stay in the log, or START_OVER; None where this run has no log yet."""
-        return self._resume_step
+        self._start_step = 0
+        self._last_step = 0
+        self._log_opened = False
+        self._pending: list[Failure] = []  # failures after which no step has been logged yet
+        self.resume_step: int | None = None
 
     def run(self, attempt: Callable[[Supervisor, Path | None], T], checkpoint: Path | None) -> T:
-        """Call attempt(self, checkpoint) until one ends; a mistake that a person must mend ends it as well."""
-        given = checkpoint
-        self._stand_at(checkpoint)
-        self._resume_step = None if checkpoint is None else self._resumed_step
-        first_step, in_a_row = self._resumed_step, 0
+        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised."""
+        initial = checkpoint
+        self._start_from(checkpoint)
+        initial_step, consecutive_failures = self._start_step, 0
         while True:
             try:
                 return attempt(self, checkpoint)
             except (WorkerLostError, WorkerError, ResourceError, RescaleRequested) as error:
-                if isinstance(error, ResourceError) and not (self._has_begun or in_a_row):
-                    raise  # nothing was lost: the config asks for what was never there
-                self._failures.append(Failure(_first_line(error), time.time(), self._reached))
-                before = self._resumed_step
-                checkpoint = self._go_back_to(given, first_step)
-                self._stand_at(checkpoint)
+                if isinstance(error, ResourceError) and not (self._log_opened or consecutive_failures):
+                    raise  # the cluster never had the requested resources
+                self._pending.append(Failure(_first_line(error), time.time(), self._last_step))
+                previous_start = self._start_step
+                checkpoint = self._select_checkpoint(initial, initial_step)
+                self._start_from(checkpoint)
                 if not isinstance(error, RescaleRequested):
-                    in_a_row = 1 if self._resumed_step > before else in_a_row + 1
-                    if in_a_row > self._max_restarts:
+                    consecutive_failures = 1 if self._start_step > previous_start else consecutive_failures + 1
+                    if consecutive_failures > self._max_restarts:
                         raise
-                if checkpoint is not None:
-                    self._resume_step = self._resumed_step
-                elif self._has_begun:
-                    self._resume_step = START_OVER
-                self._go_on(checkpoint, error, in_a_row)
+                self._announce_restart(checkpoint, error, consecutive_failures)
 
-    def _go_back_to(self, given: Path | None, first_step: int) -> Path | None:
-        """The newest of our own; one of another run, if it was given, until there is a later one of our own."""
-        newest = self._newest()
-        if given is None or (newest is not None and read_manifest(newest).step >= first_step):
-            return newest
+    def _select_checkpoint(self, initial: Path | None, initial_step: int) -> Path | None:
+        """The newest checkpoint of this run, or the initial one (maybe of another run) until there is a later one."""
+        latest = self._latest_checkpoint()
+        if initial is None or (latest is not None and read_manifest(latest).step >= initial_step):
+            return latest
         try:
-            verify(given)
+            verify(initial)
         except CheckpointError:
-            return newest
-        return given
+            return latest
+        return initial
 
-    def _stand_at(self, checkpoint: Path | None) -> None:
-        self._reached = self._resumed_step = 0 if checkpoint is None else read_manifest(checkpoint).step
+    def _start_from(self, checkpoint: Path | None) -> None:
+        if checkpoint is None:
+            self._start_step = 0
+            self.resume_step = START_OVER if self._log_opened else None
+        else:
+            self._start_step = self.resume_step = read_manifest(checkpoint).step
+        self._last_step = self._start_step
 
     def track_progress(self, log: MetricLogger) -> MetricLogger:
-        """A log that tells us how far the run is; it is open, so that what it holds is of this run."""
-        self._has_begun = True
-        return _WatchedLog(log, self._reach)
+        """Wrap the metric log of the attempt, which must be open, to follow the steps of the run."""
+        self._log_opened = True
+        return _ProgressLogger(log, self._on_step)
 
-    def _go_on(self, checkpoint: Path | None, error: Exception, in_a_row: int) -> None:
-        where = "from the start" if checkpoint is None else f"from {checkpoint}"
+    def _announce_restart(self, checkpoint: Path | None, error: Exception, attempt: int) -> None:
+        start = "from scratch" if checkpoint is None else f"from {checkpoint}"
         if isinstance(error, RescaleRequested):
-            logger.info("%s; the run goes on %s with them", error, where)
+            logger.info("%s; restarting %s to use them", error, start)
             return
-        seconds = min(_LONGEST_WAIT, 2.0 ** (in_a_row - 1))
+        seconds = min(_MAX_WAIT_SECONDS, 2.0 ** (attempt - 1))
         logger.warning(
-            "%s; the run goes on %s in %.0f s (restart %d of at most %d without a new checkpoint)",
+            "%s; restarting %s in %.0f s (attempt %d/%d since the last new checkpoint)",
             _first_line(error),
-            where,
+            start,
             seconds,
-            in_a_row,
+            attempt,
             self._max_restarts,
         )
         self._sleep(seconds)
 
-    def _reach(self, step: int) -> None:
-        self._reached = step
-        failures, self._failures = self._failures, []
+    def _on_step(self, step: int) -> None:
+        self._last_step = step
+        failures, self._pending = self._pending, []
         for failure in failures:
-            self._note(failure, step)
+            self._record_recovery(failure, step)
 
-    def _note(self, failure: Failure, step: int) -> None:
+    def _record_recovery(self, failure: Failure, step: int) -> None:
         seconds = time.time() - failure.time
-        line = {
+        record = {
             "cause": failure.cause,
             "step": failure.step,
-            "from_step": self._resumed_step,
-            "steps_repeated": max(0, failure.step - self._resumed_step),
+            "from_step": self._start_step,
+            "steps_repeated": max(0, failure.step - self._start_step),
             "seconds": round(seconds, 3),
         }
         try:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            with self._record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:  # no reason to end a run that is back
-            logger.warning("could not note the recovery in %s: %s", self._record, error.strerror or error)
-        logger.info("back at step %d after %.0f s; %d steps are repeated", step, seconds, line["steps_repeated"])
+            self._recovery_log.parent.mkdir(parents=True, exist_ok=True)
+            with self._recovery_log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # the run itself has recovered
+            logger.warning("could not write %s: %s", self._recovery_log, error.strerror or error)
+        logger.info("recovered at step %d after %.0f s; %d steps repeated", step, seconds, record["steps_repeated"])
 
 
 @dataclass(frozen=True)
-class _WatchedLog:
-    log_to: MetricLogger
-    reach: Callable[[int], None]
+class _ProgressLogger:
+    inner: MetricLogger
+    on_step: Callable[[int], None]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log_to.log(step, metrics)
-        self.reach(step)
+        self.inner.log(step, metrics)
+        self.on_step(step)
 
 
 def _first_line(error: Exception) -> str:

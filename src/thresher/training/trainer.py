@@ -1,4 +1,4 @@
-"""DPOTrainer: one rank's steps, evaluation and checkpoints. It knows no Ray and no engine; `loop` says when."""
+"""DPOTrainer: steps, evaluation and checkpoints of one rank, independent of Ray and the engine; `loop` calls it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from thresher.training.state import TrainerState
 
 
 class ReferenceScorer(Protocol):
-    """Give the reference's logps of a micro-batch; seconds_per_pair is what was spent on them in advance."""
+    """Returns the reference logps of a micro-batch; seconds_per_pair is the time spent on precomputing them."""
 
     @property
     def seconds_per_pair(self) -> float: ...
@@ -48,7 +48,7 @@ class ReferenceScorer(Protocol):
 
 @dataclass(frozen=True)
 class ScoredDataset:
-    """Pairs with the reference that belongs to them; reference is None for losses without one."""
+    """Pairs with their reference; reference is None for losses without one."""
 
     store: PairStore
     reference: ReferenceScorer | None
@@ -56,7 +56,7 @@ class ScoredDataset:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How evaluation is cut, when metrics are due, when to give up, and whether training goes on during a save."""
+    """Evaluation batch size, logging interval, limit of skipped steps, seed, stop file and asynchronous saving."""
 
     pairs_per_eval_batch: int
     logging_steps: int = 1
@@ -70,12 +70,12 @@ Record = tuple[int, dict[str, float] | SkippedStep]
 
 
 class AuxiliaryState(Protocol):
-    """Something beside the policy that lives in checkpoints, such as a synced reference."""
+    """State beside the policy that checkpoints contain, such as a synced reference."""
 
     def after_step(self, step: int) -> None: ...
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What checkpoints keep, under the stem of its files; split over processes as the policy's weights."""
+        """Tensors to save by the stem of their files, sharded like the policy's weights."""
         ...
 
     def load(self, directory: Path) -> None: ...
@@ -122,9 +122,10 @@ class DPOTrainer:
         self.skipped: SkippedStep | None = None
 
     def run(self, until: int) -> Iterator[Record]:
-        """Train up to a step of the plan, or until told to stop; yield what is to be logged, when it is due.
+        """Train up to a step of the plan, or until a stop is requested; yield records when they are due.
 
-        It ends as well after a skipped step that says so: an error, which every rank would raise, could overtake it.
+        Returns, not raises, after a skipped step that ends the run: an error from every rank could arrive before the
+        record of the step.
         """
         while self.state.step < until:
             self.training_step()
@@ -132,20 +133,19 @@ class DPOTrainer:
                 yield self.state.step, self.skipped
                 if self.skipped.ends_run:
                     return
-            is_told_to_stop = self._is_told_to_stop()
-            is_due = self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps
-            if is_due:
-                yield self.state.step, self._take_log()
-            if is_told_to_stop:
+            stop_requested = self._stop_requested()
+            if self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps:
+                yield self.state.step, self._pop_metrics()
+            if stop_requested:
                 self.stopped_at = self.state.step
                 return
 
     def training_step(self) -> Metrics:
-        """Make the next optimizer step of the plan; `skipped` tells if it was not made, and why."""
+        """Make the next optimizer step of the plan; `skipped` is set if it was skipped."""
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
         set_activity(f"step {self.state.step + 1}: waiting for the reference")
-        with self._clock.waiting():  # for the reference; reading tokens is next to nothing beside it
+        with self._clock.waiting():  # for the reference; reading tokens takes next to no time
             micro_batches = list(self._micro_batches(pair_ids))
         set_activity(f"step {self.state.step + 1}: training")
         started = time.time()
@@ -160,8 +160,8 @@ class DPOTrainer:
             self.skipped = None
             self.objective = self.objective.after_step(outcome.metrics)
         else:
-            most = self._settings.max_consecutive_skipped_steps
-            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train.store, pair_ids, most)
+            limit = self._settings.max_consecutive_skipped_steps
+            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train.store, pair_ids, limit)
         if self._extra is not None:
             self._extra.after_step(self.state.step)
         self._clock.record_step(len(pair_ids), outcome.tokens.useful)
@@ -169,51 +169,53 @@ class DPOTrainer:
         return outcome.metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the whole validation set, tail included; training randomness is left untouched."""
+        """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
         if self._validation is None:
             return {}
+        dp_group, num_pairs = self.strategy.dp_group, len(self._validation.store)
+        batches = evaluation_batches(num_pairs, self._settings.pairs_per_eval_batch, dp_group.rank, dp_group.size)
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.seed)
-            batches = self._validation_batches()
-            metrics = evaluate_objective(self._score, batches, self.objective, self.strategy.dp_group)
+            micro_batches = self._read(self._validation, batches)
+            metrics = evaluate_objective(self._score, micro_batches, self.objective, dp_group)
         return {f"eval/{name}": metric.mean for name, metric in metrics.items()}
 
     def evaluate_and_record(self) -> dict[str, float]:
-        """Evaluate at this very step and keep the result: a checkpoint of this step is judged by it."""
+        """Evaluate and keep the result: it ranks a checkpoint of this step."""
         set_activity(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
         return self.last_evaluation
 
     def save(self) -> Path:
-        """Save a checkpoint of this very step and return its place; all processes take part.
+        """Save a checkpoint of this step and return its path; collective.
 
-        With async_save it is only copied here, and may be published later, but before `finish` is over.
+        With async_save it is only copied here, and published by the time `wait_for_saves` returns.
         """
         set_activity(f"saving step {self.state.step}")
         with self._clock.paused():
             self._background.wait()
-            step, directory = self.state.step, self._checkpoints.path_for(self.state.step)
-            measured = self.last_evaluation if self._last_eval_step == step else {}
-            # after the last step there is nothing to hide it behind
+            step = self.state.step
+            evaluation = self.last_evaluation if self._last_eval_step == step else {}
+            # after the last step there is no training to overlap with
             if self._settings.async_save and step < self.plan.num_steps:
-                self._background.submit(step, self._capture(self._background.copies), measured)
+                self._background.submit(step, self._capture(self._background.copies), evaluation)
             else:
-                self._checkpoints.save(step, self._capture(None), measured, self.strategy.dp_group.world)
-            return directory
+                self._checkpoints.save(step, self._capture(None), evaluation, self.strategy.dp_group.world)
+            return self._checkpoints.path_for(step)
 
     def wait_for_saves(self) -> None:
-        """Return when every save is published."""
+        """Wait until every checkpoint is published."""
         self._background.wait()
 
     def resume(self, checkpoint: Path) -> list[str]:
-        """Go on from a checkpoint as if the run had never stopped; return what could not be restored, if anything."""
+        """Restore a checkpoint bitwise; return notes on what could not be restored."""
         values = load_json(checkpoint / "trainer.json")
-        for name, now in self._identity.items():
-            if (then := values["identity"].get(name)) != now:
+        for name, current in self._identity.items():
+            if (saved := values["identity"].get(name)) != current:
                 raise CheckpointError(
-                    f"{checkpoint} belongs to another run: its {name} is {then}, this run's is {now}; resume with the "
-                    "same data, batch size, seed and reference, or set another output_dir"
+                    f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
+                    "the same data, batch size, seed and reference, or set another output_dir"
                 )
         self.strategy.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])
@@ -225,37 +227,34 @@ class DPOTrainer:
         return restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
 
     def first_micro_batch(self) -> MicroBatch | None:
-        """The next pairs that this rank trains on, for checks at start-up; None where the step has none for it."""
+        """The first micro-batch of the next step, for start-up checks; None if this rank has no pairs in it."""
         return next(self._micro_batches(self.plan.pair_ids(self.state.step)), None)
 
     def restart_clock(self) -> None:
-        """Let the rates begin here."""
+        """Restart the measurement of throughput."""
         self._clock.restart()
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        ranks = self.strategy.dp_group
-        for ids in _in_step(self._micro_batching.split(pair_ids, ranks.rank, ranks.size), ranks):
-            yield _read_micro_batch(self._train, ids)
+        dp_group = self.strategy.dp_group
+        return self._read(self._train, self._micro_batching.split(pair_ids, dp_group.rank, dp_group.size))
 
-    def _validation_batches(self) -> Iterator[MicroBatch]:
-        assert self._validation is not None  # noqa: S101
-        ranks = self.strategy.dp_group
-        num_pairs, size = len(self._validation.store), self._settings.pairs_per_eval_batch
-        for ids in _in_step(evaluation_batches(num_pairs, size, ranks.rank, ranks.size), ranks):
-            yield _read_micro_batch(self._validation, ids)
+    def _read(self, dataset: ScoredDataset, batches: Sequence[PairIds]) -> Iterator[MicroBatch]:
+        for ids in _pad_for_lockstep(batches, self.strategy.dp_group):
+            pairs = dataset.store.read(ids)
+            yield MicroBatch(pairs, None if dataset.reference is None else dataset.reference.logps(pairs))
 
     def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
         return self.strategy.score(batch, with_squared_probs=self.objective.needs_squared_probs)
 
-    def _is_told_to_stop(self) -> bool:
-        """Ask the first process; a file may appear for one rank before another sees it."""
+    def _stop_requested(self) -> bool:
+        """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
         file, world = self._settings.stop_file, self.strategy.dp_group.world
         if file is None:
             return False
-        (told,), _ = world.all_reduce([float(world.rank == 0 and file.exists())])
-        return told > 0
+        (requested,), _ = world.all_reduce([float(world.rank == 0 and file.exists())])
+        return requested > 0
 
-    def _take_log(self) -> dict[str, float]:
+    def _pop_metrics(self) -> dict[str, float]:
         return (
             self.state.pop_means()
             | {
@@ -271,9 +270,9 @@ class DPOTrainer:
         )
 
     def _capture(self, copies: HostBuffers | None) -> Write:
-        """Take all that a checkpoint of this step holds; rank 0 has what is not split."""
+        """Capture the contents of a checkpoint at this step; rank 0 writes what is not sharded."""
         write_policy = self.strategy.snapshot({} if self._extra is None else self._extra.tensors(), copies)
-        streams = self.strategy.dp_group.world.gather_object(capture_rng())
+        rng_states = self.strategy.dp_group.world.gather_object(capture_rng())
         progress = {
             "state": self.state.to_json(),
             "objective": self.objective.state(),
@@ -283,29 +282,23 @@ class DPOTrainer:
 
         def write(directory: Path) -> list[str]:
             names = list(write_policy(directory))
-            if streams is None:
+            if rng_states is None:
                 return names
-            names += save_state(directory, "rng", merge_rng(streams))
-            for name, values in (("trainer.json", progress), ("config.json", self._config)):
-                save_json(directory / name, values)
-                names.append(name)
-            return names
+            names += save_state(directory, "rng", merge_rng(rng_states))
+            save_json(directory / "trainer.json", progress)
+            save_json(directory / "config.json", self._config)
+            return [*names, "trainer.json", "config.json"]
 
         return write
 
 
 def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_ranks: int) -> list[PairIds]:
-    """Name the held-out pairs of each of a rank's batches; over all ranks, each pair is in exactly one."""
-    share = np.arange(rank, num_pairs, num_ranks, dtype=np.int64)
-    return [share[start : start + pairs_per_batch] for start in range(0, len(share), pairs_per_batch)]
+    """Pair ids of each validation batch of a rank; over all ranks, each pair is in exactly one."""
+    ids = np.arange(rank, num_pairs, num_ranks, dtype=np.int64)
+    return [ids[start : start + pairs_per_batch] for start in range(0, len(ids), pairs_per_batch)]
 
 
-def _in_step(batches: Sequence[PairIds], ranks: DataParallelGroup) -> list[PairIds]:
-    """Add batches without pairs where ranks that must keep step have more of them than we."""
-    missing = ranks.max_over_ranks(len(batches)) - len(batches)
+def _pad_for_lockstep(batches: Sequence[PairIds], dp_group: DataParallelGroup) -> list[PairIds]:
+    """Append empty batches if ranks must run the same number of forwards and another rank has more."""
+    missing = dp_group.max_over_ranks(len(batches)) - len(batches)
     return [*batches, *[np.zeros(0, dtype=np.int64)] * missing]
-
-
-def _read_micro_batch(split: ScoredDataset, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> MicroBatch:
-    pairs = split.store.read(ids)
-    return MicroBatch(pairs, None if split.reference is None else split.reference.logps(pairs))

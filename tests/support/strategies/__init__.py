@@ -1,1 +1,1 @@
-"""Steps of a model that is split over ranks, and what they are compared with."""
+"""Training steps on several ranks, and the outcomes that they are compared with."""

@@ -1,4 +1,4 @@
-"""Count what a process sends and receives in an optimizer step, by kind of collective."""
+"""Count the bytes that a process sends and receives in an optimizer step, by kind of collective."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.strategies.parity import Case, make_policy, make_trainer, split_model
+from tests.support.strategies.parity import Case, load_parallel, make_policy, make_trainer
 
-# of an all-gather the tensor that is made counts, of every other collective the one that is given
+# for an all-gather count the output, for every other collective the input
 _KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -33,7 +33,7 @@ _WITHOUT_PAYLOAD = {"wait_tensor", "barrier", "_wrap_tensor_autograd"}
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Bytes of every collective of this process, by kind; one of an unknown kind is an error, not a gap."""
+    """Bytes of every collective of this process, by kind; an unknown kind is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # it takes itself apart into what we count
+            return NotImplemented  # DTensor dispatches the local operations again
         made = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
@@ -60,8 +60,8 @@ def _payload(name: str, args: Any) -> Any:
 
 
 def count_step(case: Case, model_dir: Path) -> dict[str, int]:
-    """Run on every rank: the second optimizer step, of a loss without a reference."""
-    trainer = make_trainer(make_policy(case, *split_model(case, model_dir)), None, case)
+    """Count the second optimizer step on this rank, with a loss without reference."""
+    trainer = make_trainer(make_policy(case, *load_parallel(case, model_dir)), None, case)
     trainer.training_step()
     with CommunicationCounter() as counter:
         trainer.training_step()

@@ -1,4 +1,4 @@
-"""What the ranks of a policy hold, counted in each of them, and how much they grow while a model is loaded."""
+"""Memory of the ranks: bytes of parameters, gradients and optimizer, and growth while a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.resident import kilobytes
-from tests.support.strategies.parity import CPU, Case, make_policy, make_trainer, mesh_of, split_model
+from tests.support.strategies.parity import CPU, Case, load_parallel, make_policy, make_trainer, mesh_of
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.strategies.native.parallelize import parallelize
@@ -28,27 +28,27 @@ class HeldBytes:
 
 
 def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
-    """Count at the one moment when parameters, gradients and optimizer state are all there: before gradients go."""
-    model, placement = split_model(case, model_dir)
-    policy = make_policy(case, model, placement)
+    """Count before zero_grad, when parameters, gradients and optimizer state all exist."""
+    model, parallel = load_parallel(case, model_dir)
+    policy = make_policy(case, model, parallel)
     trainer = make_trainer(policy, None, case)
     counted: list[HeldBytes] = []
-    forget = policy._parameters.zero_grad
+    zero_grad = policy._parameters.zero_grad
 
-    def count_and_forget() -> None:
+    def count_and_zero() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        of_parts = [part.grad for part in policy._parameters.shards.values() if part.grad is not None]
+        of_shards = [shard.grad for shard in policy._parameters.shards.values() if shard.grad is not None]
         moments = [value for state in policy._optimizer.state.values() for value in state.values()]
-        counted.append(HeldBytes(_memory(model.parameters()), _memory([*gradients, *of_parts]), _memory(moments)))
-        forget()
+        counted.append(HeldBytes(_memory(model.parameters()), _memory([*gradients, *of_shards]), _memory(moments)))
+        zero_grad()
 
-    policy._parameters.zero_grad = count_and_forget
+    policy._parameters.zero_grad = count_and_zero
     trainer.training_step()
     return counted[0]
 
 
 def _memory(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind some tensors, once where they share them: a view keeps all of what it is a view of."""
+    """Bytes of the distinct storages behind some tensors; a view keeps its whole storage."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in local if t.numel()}.values())
 
@@ -59,16 +59,16 @@ def load(sizes: ParallelDims, model_dir: Path) -> None:
 
 
 def process_id(sizes: ParallelDims) -> int:
-    """Make the mesh as well: what comes after is the load alone."""
+    """Also make the mesh, so that the next call only loads."""
     mesh_of(sizes)
     return os.getpid()
 
 
 class PeakOfProcesses:
-    """The most private memory (RssAnon) of some processes within a `with` block, above what they had before it.
+    """Peak private memory (RssAnon) of some processes within a `with` block, above the level before it.
 
-    Watched from outside, about a thousand times a second: whoever copies weights does not let other threads run. Pages
-    of a mapped file do not count: they are the file's, and the kernel takes them back when it likes.
+    Sampled from outside about a thousand times per second, because copying weights blocks other threads. Pages of
+    mapped files do not count: the kernel can reclaim them.
     """
 
     def __init__(self, process_ids: Sequence[int]):
@@ -87,7 +87,7 @@ class PeakOfProcesses:
 
     @property
     def growth(self) -> list[int]:
-        """Bytes, of each process."""
+        """Bytes per process."""
         return [1024 * (self._most[pid] - before) for pid, before in self._before.items()]
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Three optimizer steps under any layout of ranks, in one process of our own, and by the oracle on one page."""
+"""Three optimizer steps on any mesh, in one process, and by the oracle examples/minimal_dpo.py."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ LAYOUTS: dict[str, Layout] = {
     "padded": PaddedLayout(pad_id=0),
 }
 LOSSES_WITH_REFERENCE = ("sigmoid", "ipo", "aot")
-KNOBS = {
+LOSS_PARAMETERS = {
     "sigmoid": {"beta": BETA},
     "ipo": {"beta": BETA},
     "simpo": {"beta": BETA, "gamma": GAMMA},
     "orpo": {},
     "aot": {"beta": BETA},
 }
-# what a log says of the clock and the machine
-_NOT_OF_THE_RUN = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+# metrics that depend on the clock and the machine
+_NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how it is split.
+    """What is trained, on which mesh.
 
-    also: what a case shows beside its axes, layout, loss and family, in the words of the table in the docs.
-    tokens_at_once: in the packed rows of all data ranks together, few enough for several micro-batches a step.
-    spoilt_pair: the reference says NaN of this one.
+    also: what a case covers beside its axes, layout, loss and architecture; text of the table in the docs.
+    tokens_at_once: tokens per micro-batch over all data ranks, few enough for several micro-batches per step.
+    nonfinite_pair: id of the pair whose reference logps are NaN.
     """
 
     sizes: ParallelDims
@@ -81,11 +81,11 @@ class Case:
     tokens_at_once: int = 100
     max_grad_norm: float = 1.0
     recomputes_activations: bool = False
-    spoilt_pair: int | None = None
+    nonfinite_pair: int | None = None
     virtual_pp_size: int = 1
 
     def __str__(self) -> str:
-        """A name that `pytest -k` takes."""
+        """A name for `pytest -k`."""
         parts = (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)
         return "-".join(filter(None, parts)).replace(" ", "_")
 
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """metrics: what is logged of each step, less clocks and memory."""
+    """metrics: the logged metrics of each step, without time and memory."""
 
     metrics: list[dict[str, float]]
     grad_norms: list[float]
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def axes_text(sizes: ParallelDims) -> str:
-    """The axes that are more than one process wide, as in `dp_shard 2 x tp 2`."""
+    """The axes with more than one process, as in `dp_shard 2 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.sizes, strict=True) if size > 1) or "1 process"
 
 
@@ -137,48 +137,48 @@ PAIRS = made_up_pairs(NUM_PAIRS)
 
 @cache
 def mesh_of(sizes: ParallelDims) -> Mesh:
-    """The groups of a mesh, made once a process: those of a hundred cases would be thousands of threads."""
+    """Make the groups of a mesh once per process: those of a hundred cases would be thousands of threads."""
     return Mesh.create(sizes, CPU)
 
 
-def train_split(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
-    """Run on every rank; the weights are put together again."""
-    return _train(case, split_model(case, policy_dir), split_model(case, reference_dir))
+def train_parallel(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
+    """Train on this rank; return the full weights."""
+    return _train(case, load_parallel(case, policy_dir), load_parallel(case, reference_dir))
 
 
-def train_alone(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
-    """The same by one process of our own engine."""
+def train_single_process(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
+    """Train with the native engine in one process."""
     return _train(case, *((load_model(str(path)), ParallelContext()) for path in (policy_dir, reference_dir)))
 
 
-def score_split(case: Case, model_dir: Path) -> tuple[int, int, list[list[float]]]:
-    """Score this rank's share of the pairs; give its number, the number of shares, and the logps of each batch."""
-    model, placement = split_model(case, model_dir)
-    share, num_shares = placement.dp_group.rank, placement.dp_group.size
-    return share, num_shares, _scores(case, model, placement, share, num_shares)
+def score_parallel(case: Case, model_dir: Path) -> tuple[int, int, list[list[float]]]:
+    """Score the pairs of this data-parallel rank; return rank, number of ranks, and the logps of each batch."""
+    model, parallel = load_parallel(case, model_dir)
+    rank, num_ranks = parallel.dp_group.rank, parallel.dp_group.size
+    return rank, num_ranks, _scores(case, model, parallel, rank, num_ranks)
 
 
-def score_alone(case: Case, model_dir: Path, share: int, num_shares: int) -> list[list[float]]:
-    return _scores(case, load_model(str(model_dir)), ParallelContext(), share, num_shares)
+def score_single_process(case: Case, model_dir: Path, rank: int, num_ranks: int) -> list[list[float]]:
+    return _scores(case, load_model(str(model_dir)), ParallelContext(), rank, num_ranks)
 
 
 def _scores(
-    case: Case, model: PreTrainedModel, placement: ParallelContext, share: int, num_shares: int
+    case: Case, model: PreTrainedModel, parallel: ParallelContext, rank: int, num_ranks: int
 ) -> list[list[float]]:
-    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement)
-    pairs = PAIRS[share::num_shares]
+    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, parallel)
+    pairs = PAIRS[rank::num_ranks]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
     scored = [scorer.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
     return [torch.cat([sides.chosen.values, sides.rejected.values]).tolist() for sides in scored]
 
 
 def leaves_rows_out(case: Case, model_dir: Path) -> bool:
-    """Say if the last layer of a split model computes the rows that count, and no others."""
-    model, placement = split_model(case, model_dir)
-    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, placement).pair_model.skips_unscored_rows
+    """Whether the last layer of a parallelized model computes only the scored rows."""
+    model, parallel = load_parallel(case, model_dir)
+    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, parallel).pair_model.skips_unscored_rows
 
 
-def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, ParallelContext]:
+def load_parallel(case: Case, path: Path) -> tuple[PreTrainedModel, ParallelContext]:
     model = build_on_meta(str(path), dtype=torch.float32)
     return model, parallelize(
         model, str(path), mesh_of(case.sizes), case.dtype, CPU, virtual_pp_size=case.virtual_pp_size
@@ -187,29 +187,29 @@ def split_model(case: Case, path: Path) -> tuple[PreTrainedModel, ParallelContex
 
 def _train(
     case: Case,
-    policy_parts: tuple[PreTrainedModel, ParallelContext],
-    reference_parts: tuple[PreTrainedModel, ParallelContext],
+    policy_model: tuple[PreTrainedModel, ParallelContext],
+    reference_model: tuple[PreTrainedModel, ParallelContext],
 ) -> Outcome:
-    policy = make_policy(case, *policy_parts)
-    frozen, placement = reference_parts
-    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement)
+    policy = make_policy(case, *policy_model)
+    frozen, parallel = reference_model
+    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
     trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     metrics, norms, skipped = [], [], []
     for _, logged in trainer.run(NUM_STEPS):
         if isinstance(logged, SkippedStep):
             skipped.append(logged)
             continue
-        metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_OF_THE_RUN)})
+        metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_REPEATABLE)})
         norms.append(trainer.state.grad_norm)
-    weights = {name: whole(weight) for name, weight in policy.weights().items()}
+    weights = {name: gather_full(weight) for name, weight in policy.weights().items()}
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped))
 
 
-def make_policy(case: Case, model: PreTrainedModel, placement: ParallelContext) -> NativeTrain:
+def make_policy(case: Case, model: PreTrainedModel, parallel: ParallelContext) -> NativeTrain:
     if case.recomputes_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=case.max_grad_norm)
-    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, optimizer, placement)
+    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, optimizer, parallel)
 
 
 def micro_batching_of(case: Case) -> MicroBatching:
@@ -226,9 +226,9 @@ def make_trainer(
     def score(batch: PairBatch) -> ChosenRejectedLogps:
         assert reference is not None
         sides = reference(batch)
-        is_spoilt = torch.from_numpy(batch.pair_ids == case.spoilt_pair).repeat_interleave(sides.chosen.lengths)
+        is_nonfinite = torch.from_numpy(batch.pair_ids == case.nonfinite_pair).repeat_interleave(sides.chosen.lengths)
         return replace(
-            sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_spoilt, torch.nan))
+            sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
         )
 
     return DPOTrainer(
@@ -247,10 +247,10 @@ def make_trainer(
 
 
 def objective_of(loss: str) -> Objective:
-    return Objective(terms=((make_losses([loss], KNOBS[loss])[0], 1.0),))
+    return Objective(terms=((make_losses([loss], LOSS_PARAMETERS[loss])[0], 1.0),))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -270,16 +270,16 @@ def train_oracle(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
         ]
         ids = [(pair.prompt_ids.tolist(), pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) for pair in pairs]
         losses = _oracle_losses(case.loss, lengths, oracle.dpo_losses)
-        measured = oracle.train_step(
+        step_metrics = oracle.train_step(
             policy, reference, optimizer, ids, beta=BETA, max_grad_norm=case.max_grad_norm, losses=losses
         )
-        norms.append(measured.pop("grad_norm"))
-        metrics.append(measured)
+        norms.append(step_metrics.pop("grad_norm"))
+        metrics.append(step_metrics)
     return Outcome(metrics, norms, {name: p.detach() for name, p in policy.named_parameters()})
 
 
 def _oracle_losses(loss: str, lengths: list[Tensor], dpo: Any) -> Any:
-    """The formulas of the papers over sums of log-probabilities, without any code of the product."""
+    """The formulas of the papers over summed log-probabilities, without any code of thresher."""
     chosen_length, rejected_length = lengths
 
     def ipo(policy, reference, beta):

@@ -1,9 +1,7 @@
-"""Which meshes are compared with the oracle, on what.
+"""Cases that are compared with the oracle; the table in docs/concepts/parallelism.md is generated from them.
 
-The table in docs/concepts/parallelism.md is made of these.
-
-Not the whole product: every mesh goes through every row layout with sigmoid, and through every loss in the shared
-layout; families go through one axis at a time. The axes know nothing of a loss, and a loss nothing of them.
+Not the full product: every mesh runs every layout with sigmoid and every loss in the shared layout; architectures run
+one axis at a time. Axes and losses are independent of each other.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ SINGLE_AXES = (ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(cp=2))
 
 
 def row_layouts(sizes: ParallelDims) -> Sequence[str]:
-    """Parts of a row are parts of a packed one."""
+    """Context parallelism needs packed rows."""
     return ("shared", "packed") if sizes.cp > 1 else ("shared", "packed", "padded")
 
 
@@ -85,18 +83,18 @@ PIPELINES = [
     Case(ParallelDims(pp=2, dp_shard=2), family="qwen2"),
     Case(ParallelDims(pp=2, tp=2), family="gemma2"),
 ]
-# the oracle has no such thing: one process of our own engine is what these are compared with
+# not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
-    Case(ParallelDims(dp_shard=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
-    Case(ParallelDims(tp=2), spoilt_pair=0, also="a step skipped for a non-finite loss"),
+    Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
+    Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]
 IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))]
 ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16]
 
 
 def render_table(cases: Iterable[Case]) -> str:
-    """A row a mesh, as markdown."""
+    """One row per mesh, as markdown."""
     rows: dict[str, list[Case]] = {}
     for case in cases:
         rows.setdefault(axes_text(case.sizes), []).append(case)
@@ -114,7 +112,7 @@ def render_table(cases: Iterable[Case]) -> str:
 
 
 def _entries(case: Case) -> dict[int, str]:
-    """What a case adds to which columns of its row: one that differs from the usual in two ways stands by itself."""
+    """The text of a case by column; a case that differs from the usual in two ways goes to the last column."""
     named = (case.layout, case.loss, case.family)
     unusual = [column for column, (text, usual) in enumerate(zip(named, USUAL, strict=True)) if text != usual]
     if not case.also and len(unusual) < 2:
@@ -128,7 +126,7 @@ def table_in_docs() -> str:
 
 
 def write_table(file: Path, cases: Iterable[Case]) -> None:
-    """Replace what stands between the marks of a page."""
+    """Replace the table between the markers of a page."""
     head, _, rest = file.read_text(encoding="utf-8").partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     file.write_text(f"{head}{_BEGIN}\n{render_table(cases)}\n{_END}{tail}", encoding="utf-8")

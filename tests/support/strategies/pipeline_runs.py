@@ -1,4 +1,4 @@
-"""What a pipeline does on every rank of a pool, and the same in one process."""
+"""Steps, scores and checks of a pipeline on the ranks of a pool, and the same in one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.strategies.parity import (
     LEARNING_RATE,
     PAIRS,
     Case,
+    gather_full,
     objective_of,
-    whole,
 )
 from thresher.data.pair import PairBatch
 from thresher.distributed.mesh import Mesh, ParallelDims
@@ -26,7 +26,7 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import ModelInputs, PackedLayout
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
-from thresher.strategies.native import pipeline_executor as pipeline_passes
+from thresher.strategies.native import pipeline_executor
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
@@ -44,25 +44,25 @@ class OneStep:
 
 
 def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
-    """A policy on a mesh, or whole in this process."""
+    """A policy on a mesh, or in this process alone."""
     if mesh is None:
-        model, placement = load_model(str(path)), ParallelContext()
+        model, parallel = load_model(str(path)), ParallelContext()
     else:
         model = build_on_meta(str(path), dtype=torch.float32)
-        placement = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
-    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, placement)
+        parallel = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
+    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, parallel)
 
 
 def weights_of(policy: NativeTrain) -> dict[str, Tensor]:
-    return {name: whole(weight) for name, weight in policy.weights().items()}
+    return {name: gather_full(weight) for name, weight in policy.weights().items()}
 
 
-def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) -> OneStep:
-    """A step of micro-batches that are named by their pairs, for each data rank."""
+def one_step(case: Case, path: Path, assignments: Sequence[Sequence[Sequence[int]]]) -> OneStep:
+    """Make one step; assignments are the pair ids of each micro-batch of each data rank."""
     mesh = None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU)
     policy = policy_of(case, path, mesh)
-    micro_batches = [MicroBatch(batch_of(ids), None) for ids in shares[policy.dp_group.rank]]
-    num_pairs = sum(len(ids) for share in shares for ids in share)
+    micro_batches = [MicroBatch(batch_of(ids), None) for ids in assignments[policy.dp_group.rank]]
+    num_pairs = sum(len(ids) for assignment in assignments for ids in assignment)
     outcome = policy.train_step(
         micro_batches, objective_of(case.loss), num_pairs_in_step=num_pairs, learning_rate=LEARNING_RATE
     )
@@ -70,21 +70,21 @@ def one_step(case: Case, path: Path, shares: Sequence[Sequence[Sequence[int]]]) 
     return OneStep(metrics, outcome.grad_norm, outcome.tokens, weights_of(policy))
 
 
-def most_received(case: Case, path: Path, num_micro_batches: int) -> int:
-    """Of how many micro-batches this stage has held hidden states from another one at the same time."""
+def max_held_inputs(case: Case, path: Path, num_micro_batches: int) -> int:
+    """The maximum number of micro-batches whose received hidden states this stage held at the same time."""
     held: list[int] = []
-    make_room = pipeline_passes._RaggedStage._allocate_recv_buffers
+    allocate = pipeline_executor._RaggedStage._allocate_recv_buffers
 
     def counting(stage, expected, number):
-        make_room(stage, expected, number)
+        allocate(stage, expected, number)
         buffers = [one.buffer for received in stage.args_recv_info.values() for one in received]
         held.append(sum(buffer is not None and buffer.numel() > 0 for buffer in buffers))
 
-    pipeline_passes._RaggedStage._allocate_recv_buffers = counting
+    pipeline_executor._RaggedStage._allocate_recv_buffers = counting
     try:
         one_step(case, path, [[[number] for number in range(num_micro_batches)]])
     finally:
-        pipeline_passes._RaggedStage._allocate_recv_buffers = make_room
+        pipeline_executor._RaggedStage._allocate_recv_buffers = allocate
     return max(held)
 
 
@@ -97,23 +97,23 @@ def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[Chos
     return [policy.score(batch_of(ids), with_squared_probs=True) for ids in batches]
 
 
-def check_logps(case: Case, path: Path, spoiled: bool) -> str | None:
-    """What the check at start-up says of a layout, or of one whose positions are wrong."""
+def check_logps(case: Case, path: Path, has_wrong_positions: bool) -> str | None:
+    """The error of the start-up check, for a correct layout or one with wrong positions."""
     mesh = Mesh.create(case.sizes, CPU)
     model = build_on_meta(str(path), dtype=torch.float32)
-    placement = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
-    layout = _Stretched(shares_prompt=True) if spoiled else LAYOUTS[case.layout]
+    parallel = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
+    layout = _Stretched(shares_prompt=True) if has_wrong_positions else LAYOUTS[case.layout]
     try:
-        NativeInfer(model, layout, case.dtype, placement).check_logps(batch_of([0, 1, 2]))
+        NativeInfer(model, layout, case.dtype, parallel).check_logps(batch_of([0, 1, 2]))
     except UserError as error:
         return str(error)
     return None
 
 
 class _Stretched(PackedLayout):
-    """Every position twice as far from the next."""
+    """Doubles every position."""
 
     def collate(self, batch: PairBatch) -> ModelInputs:
-        arranged = super().collate(batch)
-        arranged.model_inputs["position_ids"] *= 2
-        return arranged
+        inputs = super().collate(batch)
+        inputs.model_inputs["position_ids"] *= 2
+        return inputs

@@ -1,7 +1,7 @@
-"""Processes that stay: a real gloo group on this machine which runs one function after another on every rank.
+"""A pool of processes in a gloo group on this machine that run functions on every rank.
 
-Importing torch and transformers takes longer than most cases do, so that ranks are forked from one process that has
-imported them, and serve the cases of a test file.
+Importing torch and transformers takes longer than most cases, so ranks are forked from one process that has imported
+them, and run all cases of a test file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS_AFTER_A_FAILURE = 20
 
 
 class RankPool:
-    """`size` processes; `run` calls a function on all of them and returns what each returned."""
+    """`size` processes; `run` calls a function on all of them and returns the results by rank."""
 
     def __init__(self, size: int):
         context = multiprocessing.get_context("forkserver")
@@ -43,7 +43,7 @@ class RankPool:
         answers: dict[int, Any] = {}
         failures: list[str] = []
         while waiting:
-            # one that failed leaves the others waiting for it
+            # after a failure the other ranks may wait for the failed one
             ready = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else _SECONDS_FOR_A_CASE)
             if not ready:
                 failures += [f"rank {rank}: no answer" for rank in waiting.values()]
@@ -51,8 +51,8 @@ class RankPool:
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                is_sound, answers[rank] = pipe.recv()
-                if not is_sound:
+                succeeded, answers[rank] = pipe.recv()
+                if not succeeded:
                     failures.append(f"rank {rank}: {answers[rank]}")
         if failures:
             raise AssertionError("\n".join(failures))
@@ -93,7 +93,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             return
         try:
             pipe.send((True, function(*args)))
-        except BaseException:  # told to the test
+        except BaseException:  # raised in the test
             pipe.send((False, traceback.format_exc()))
 
 

@@ -1,4 +1,4 @@
-"""Runs under any layout of ranks that save, or go on from what another layout has saved."""
+"""Runs on any mesh that save, or resume from the checkpoint of another mesh."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank has at the end; weights and moments are put together again."""
+    """State of a rank at the end, with full weights and moments."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -80,16 +80,16 @@ def train(run: Run) -> Result:
 def build_policy(run: Run) -> NativeTrain:
     if run.sizes is None:
         model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-        placement = ParallelContext()
+        parallel = ParallelContext()
     else:
         model = build_on_meta(str(run.model), dtype=torch.float32)
         if run.is_subset:
             freeze(model)
-        placement = parallelize(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
+        parallel = parallelize(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
     if run.is_subset:
         freeze(model)
     optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
-    return NativeTrain(model, parity.LAYOUTS["shared"], torch.float32, optimizer, placement)
+    return NativeTrain(model, parity.LAYOUTS["shared"], torch.float32, optimizer, parallel)
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -116,14 +116,14 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: parity.whole(tensor) for name, tensor in tensors.items()}
+    return {name: parity.gather_full(tensor) for name, tensor in tensors.items()}
 
 
 def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
-    """Put every moment together by torch's own collectives, which know nothing of files."""
+    """Gather the full moments with torch's collectives, independent of checkpoint files."""
     found: dict[str, Tensor] = {}
-    for parameter, part in policy._parameters.shards.items():
-        for key, value in policy._optimizer.state[part].items():
+    for parameter, shard in policy._parameters.shards.items():
+        for key, value in policy._optimizer.state[shard].items():
             name = f"{key}/{policy._parameters.names[parameter]}"
             if isinstance(parameter, DTensor) and value.ndim:
                 value = DTensor.from_local(
@@ -134,18 +134,18 @@ def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
-            found[name] = parity.whole(value)
+            found[name] = parity.gather_full(value)
     return found
 
 
 def save_with_a_rank_that_cannot_write(run: Run) -> str:
-    """Let the last rank fail in its write, then go on; return what each rank is told at the end."""
+    """Fail to write on the last rank; return the error that each rank gets."""
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
-    capture = policy.snapshot
+    snapshot = policy.snapshot
 
-    def failing_capture(*arguments: Any) -> Write:
-        write = capture(*arguments)
+    def failing_snapshot(*arguments: Any) -> Write:
+        write = snapshot(*arguments)
 
         def fail_to_write(directory: Path) -> Sequence[str]:
             if dist.get_rank() == dist.get_world_size() - 1:
@@ -154,7 +154,7 @@ def save_with_a_rank_that_cannot_write(run: Run) -> str:
 
         return fail_to_write
 
-    policy.snapshot = failing_capture
+    policy.snapshot = failing_snapshot
     try:
         trainer.save()
         trainer.wait_for_saves()
@@ -164,14 +164,14 @@ def save_with_a_rank_that_cannot_write(run: Run) -> str:
 
 
 def train_during_a_slow_save(run: Run) -> tuple[list[float], list[list[str]]]:
-    """Hold the writing thread of one rank back until two more steps are made; return losses and what lies there."""
+    """Block the writing thread of one rank for two more steps; return losses and published checkpoints."""
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
     may_write = Event()
-    capture = policy.snapshot
+    snapshot = policy.snapshot
 
-    def slow_capture(*arguments: Any) -> Write:
-        write = capture(*arguments)
+    def slow_snapshot(*arguments: Any) -> Write:
+        write = snapshot(*arguments)
 
         def write_late(directory: Path) -> Sequence[str]:
             if policy.dp_group.world.rank == policy.dp_group.world.size - 1:
@@ -180,7 +180,7 @@ def train_during_a_slow_save(run: Run) -> tuple[list[float], list[list[str]]]:
 
         return write_late
 
-    policy.snapshot = slow_capture
+    policy.snapshot = slow_snapshot
     losses = [trainer.training_step()["loss"].mean for _ in range(SAVED_STEP)]
     trainer.save()
     losses += [trainer.training_step()["loss"].mean for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Three steps of which one is spoilt on a single rank: what each process skipped, and what it left as it was."""
+"""Three steps, one of them non-finite on a single rank; returns what each process skipped and its state digests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.strategies.parity import (
     LOSSES_WITH_REFERENCE,
     NUM_STEPS,
     Case,
+    load_parallel,
     make_policy,
     make_trainer,
-    split_model,
 )
 from thresher.losses.objective import Objective
 from thresher.strategies.native.infer import NativeInfer
@@ -27,7 +27,7 @@ from thresher.training.trainer import DPOTrainer
 
 @dataclass(frozen=True)
 class Skips:
-    """What a process says after each step: its digest of weights and optimizer, and why the step was skipped."""
+    """Per step of a process: digest of weights and optimizer state, and why the step was skipped."""
 
     before: str
     digests: list[str]
@@ -35,17 +35,17 @@ class Skips:
     steps: list[int]
 
 
-def train_spoilt(case: Case, policy_dir: Path, reference_dir: Path, scale: float = 1.0) -> Skips:
-    """Train on every rank; where scale is not 1, the objective of the second step's own share alone is scaled."""
-    policy = make_policy(case, *split_model(case, policy_dir))
-    frozen, placement = split_model(case, reference_dir)
-    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, placement)
+def train_with_nonfinite_step(case: Case, policy_dir: Path, reference_dir: Path, scale: float = 1.0) -> Skips:
+    """Train on this rank; scale multiplies the objective of rank 0 in the second step."""
+    policy = make_policy(case, *load_parallel(case, policy_dir))
+    frozen, parallel = load_parallel(case, reference_dir)
+    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
     trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     before, digests, skipped, steps = digest(policy), [], [], []
     for step in range(NUM_STEPS):
-        # one rank alone: what the others compute is sound
-        spoils = step == 1 and scale != 1.0 and policy.dp_group.rank == 0
-        with_scale(trainer, scale if spoils else 1.0)
+        # only on rank 0: the other ranks compute finite values
+        overflows = step == 1 and scale != 1.0 and policy.dp_group.rank == 0
+        with_scale(trainer, scale if overflows else 1.0)
         trainer.training_step()
         digests.append(digest(policy))
         skipped.append(trainer.skipped)
@@ -59,7 +59,7 @@ def with_scale(trainer: DPOTrainer, scale: float) -> None:
 
 
 def digest(policy: NativeTrain) -> str:
-    """Every bit of what this process holds of weights and moments."""
+    """SHA-256 of the weights and moments on this process."""
     tensors = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in policy.weights().values()]
     for state in policy._optimizer.state_dict()["state"].values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]

@@ -1,6 +1,6 @@
-"""The policy's part of a checkpoint: every process writes the parts that no other does, and reads those it needs.
+"""Weights and optimizer state of a checkpoint: each process writes the shards that it owns and reads those it needs.
 
-The files do not say how many processes there were, or along which axes: a part knows where in its whole it lies.
+The files record the slice of each shard, not the mesh, so any number of processes along any axes can load them.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ _OPTIMIZER = "optimizer"
 
 
 class PolicyCheckpoint:
-    """Weights and optimizer state to and from the files of a checkpoint."""
+    """Saves and loads the weights and optimizer state of a policy."""
 
-    def __init__(self, parameters: LocalParameters, optimizer: torch.optim.Optimizer, placement: ParallelContext):
+    def __init__(self, parameters: LocalParameters, optimizer: torch.optim.Optimizer, parallel: ParallelContext):
         self._parameters = parameters
         self._optimizer = optimizer
-        self._placement = placement
+        self._world = parallel.dp_group.world
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None) -> Write:
-        """Take everything as it is now; all processes take part."""
-        wholes, world = self._parameters.by_name, self._placement.dp_group.world
-        state = optimizer_state(self._optimizer, self._parameters.shard_names, wholes)
-        moments = {name: _split_like(tensor, wholes[_parameter_of(name)]) for name, tensor in state.tensors.items()}
-        parts = {stem: self._parts(tensors, tensors) for stem, tensors in {STEM: wholes, **extra}.items()}
-        parts[_OPTIMIZER] = self._parts(state.tensors, moments)
+        """Capture everything at this step; collective."""
+        parameters, owns = self._parameters.by_name, self._parameters.owns
+        state = optimizer_state(self._optimizer, self._parameters.shard_names, parameters)
+        # moments are sharded like their parameter; a step count is a full scalar on every process
+        like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
+        shards = {
+            stem: shards_to_write(tensors, tensors, owns) for stem, tensors in {STEM: parameters, **extra}.items()
+        }
+        shards[_OPTIMIZER] = shards_to_write(state.tensors, like, owns)
         if copies is not None:
-            parts = {stem: _copied(stem, own, copies) for stem, own in parts.items()}
-        # of all processes that have the same parameters, one tells what there is to tell of them
-        told = world.gather_object(state.values if self._parameters.owns(torch.zeros(())) else None)
-        values = None if told is None else join_values([each for each in told if each is not None])
-        number = self._file_number(has_something=any(parts.values()))
+            shards = {stem: _copied(stem, local, copies) for stem, local in shards.items()}
+        # one process per distinct set of parameters reports their optimizer settings
+        gathered = self._world.gather_object(state.values if owns(torch.zeros(())) else None)
+        values = None if gathered is None else join_values([each for each in gathered if each is not None])
+        number = self._file_number(has_shards=any(shards.values()))
 
         def write(directory: Path) -> list[str]:
             names = []
             if number is not None:
-                names += [save_shards(directory, stem, own, number) for stem, own in parts.items()]
+                names += [save_shards(directory, stem, local, number) for stem, local in shards.items()]
             if values is not None:
                 save_json(directory / f"{_OPTIMIZER}.json", values)
                 names.append(f"{_OPTIMIZER}.json")
@@ -61,38 +64,29 @@ class PolicyCheckpoint:
         return write
 
     def load(self, directory: Path) -> None:
-        """Restore what any processes wrote, bitwise; all processes take part."""
-        wholes = self._parameters.by_name
-        elsewhere = self._placement.dp_group.world.names_on_other_ranks(wholes)
-        mend = "resume with the same pretrain, master_dtype and lora settings"
-        load_weights(directory, wholes, hint=mend, other_rank_names=elsewhere)
+        """Restore a checkpoint bitwise, for any number of processes that wrote it; collective."""
+        parameters = self._parameters.by_name
+        other_rank_names = self._world.names_on_other_ranks(parameters)
+        hint = "resume with the same pretrain, master_dtype and lora settings"
+        load_weights(directory, parameters, hint=hint, other_rank_names=other_rank_names)
 
-        def box_of(name: str, shape: Shape) -> Slices:
-            return local_slices(wholes[_parameter_of(name)]) if shape else ()
+        def slices_of(name: str, shape: Shape) -> Slices:
+            return local_slices(parameters[_parameter_of(name)]) if shape else ()
 
         values = load_json(directory / f"{_OPTIMIZER}.json")
         with ShardedReader(directory, _OPTIMIZER) as stored:
-            state = State(LocalShards(stored, box_of), values)
-            load_optimizer_state(self._optimizer, self._parameters.shard_names, state, wholes, elsewhere)
+            state = State(LocalShards(stored, slices_of), values)
+            load_optimizer_state(self._optimizer, self._parameters.shard_names, state, parameters, other_rank_names)
 
-    def _parts(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-        return shards_to_write(tensors, places, self._parameters.owns)
-
-    def _file_number(self, *, has_something: bool) -> ShardFile | None:
-        """Number the files among the processes that have something to write: copies of a whole write nothing."""
-        world = self._placement.dp_group.world
-        writers = [rank for rank, writes in enumerate(world.all_gather_object(has_something)) if writes]
-        return ShardFile(writers.index(world.rank), len(writers)) if has_something else None
+    def _file_number(self, *, has_shards: bool) -> ShardFile | None:
+        """Number the files among the processes that own shards; replicas write none."""
+        writers = [rank for rank, writes in enumerate(self._world.all_gather_object(has_shards)) if writes]
+        return ShardFile(writers.index(self._world.rank), len(writers)) if has_shards else None
 
 
 def _parameter_of(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _split_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Moments are split as their parameter is; a count of steps is whole everywhere."""
-    return parameter if tensor.ndim else tensor
-
-
-def _copied(stem: str, parts: Mapping[str, TensorShard], copies: HostBuffers) -> dict[str, TensorShard]:
-    return {name: replace(part, values=copies.take(f"{stem}/{name}", part.values)) for name, part in parts.items()}
+def _copied(stem: str, shards: Mapping[str, TensorShard], copies: HostBuffers) -> dict[str, TensorShard]:
+    return {name: replace(shard, values=copies.take(f"{stem}/{name}", shard.values)) for name, shard in shards.items()}

@@ -1,4 +1,4 @@
-"""The native engine without gradients: scores pairs for evaluation and as a reference."""
+"""Inference with the native engine: scores pairs for evaluation and for the reference."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class NativeInfer:
         model: nn.Module,
         layout: Layout,
         compute_dtype: torch.dtype,
-        placement: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
+        parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
     ):
         self.model = model
-        self.dp_group = placement.dp_group
+        self.dp_group = parallel.dp_group
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, placement.context_parallel)
-        stage = placement.stage
-        self.passes: MicroBatchExecutor = (
+        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, parallel.context_parallel)
+        stage = parallel.stage
+        self.executor: MicroBatchExecutor = (
             SequentialExecutor(self.pair_model, layout)
             if stage is None
             else PipelineExecutor(self.pair_model, layout, stage)
@@ -42,18 +42,18 @@ class NativeInfer:
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
-        """Score a micro-batch in evaluation mode and leave the model's mode as it was."""
+        """Score a micro-batch in eval mode, then restore the mode of the model."""
         was_training = self.model.training
         self.model.eval()
         try:
-            return self.passes.score(batch, with_squared_probs=with_squared_probs).detach()
+            return self.executor.score(batch, with_squared_probs=with_squared_probs).detach()
         finally:
             self.model.train(was_training)
 
     def check_logps(self, batch: PairBatch) -> None:
-        """Compare our logps with those of the model's own forward; stop the run when they part."""
-        if isinstance(self.passes, PipelineExecutor):
-            check_stages(self.passes, batch)
+        """Compare the logps with those of the model's original forward; raise UserError if they differ."""
+        if isinstance(self.executor, PipelineExecutor):
+            check_stages(self.executor, batch)
         else:
             check_logps(self.pair_model, self._layout, batch)
 
@@ -62,6 +62,6 @@ class NativeInfer:
 
     @torch.no_grad()
     def ema_update(self, weights: Mapping[str, Tensor], alpha: float) -> None:
-        """TR-DPO: move to alpha * weights + (1 - alpha) * own."""
-        for name, own in self.model.named_parameters():
-            own.lerp_(weights[name].to(own), alpha)
+        """TR-DPO: set the weights to alpha * weights + (1 - alpha) * current."""
+        for name, parameter in self.model.named_parameters():
+            parameter.lerp_(weights[name].to(parameter), alpha)

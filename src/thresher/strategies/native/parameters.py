@@ -1,4 +1,13 @@
-"""The trainable parameters of a process: what it holds of each, their gradients and their norm."""
+"""Trainable parameters of this process: local shards, gradient reduction and clipping.
+
+The loss is already divided by the pairs of the whole step (see accumulate.py), so every reduction is a sum:
+
+    axis          gradients                                       summed by
+    dp_shard, cp  all                                             FSDP2, in every backward (fsdp.py)
+    dp_replicate  all                                             FSDP2 if dp_shard or cp > 1, otherwise here
+    tp            of replicated parameters that are partial sums  here
+    pp            of an embedding tied to the head                here, by the first and the last stage
+"""
 
 from __future__ import annotations
 
@@ -14,62 +23,63 @@ from thresher.strategies.native.parallelize import ParallelContext
 
 
 class LocalParameters:
-    """What this process holds of each trainable parameter: optimizers and norms work on it, knowing no axes.
+    """The trainable parameters by name, and this process's shard of each as a plain tensor.
 
-    A part shares its memory with the parameter it is of. AdamW is a rule for single numbers, so that any split of them
-    gives the same step.
+    names: parameter -> name. shards: parameter -> shard, which shares its memory; the parameter itself if it is not a
+    DTensor. The optimizer steps on the shards: AdamW is elementwise, so the result does not depend on the sharding.
     """
 
-    def __init__(self, model: nn.Module, plain: nn.Module, placement: ParallelContext):
-        self._placement = placement
+    def __init__(self, model: nn.Module, base_model: nn.Module, parallel: ParallelContext):
+        self._parallel = parallel
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.names}
-        trained = [(name, p) for name, p in plain.named_parameters() if p in self.names]
-        self._summed = [p for name, p in trained if name in placement.partial_grad_params]
-        stage = placement.stage
-        self._shared = [] if stage is None else [p for name, p in trained if name in stage.tied_weights]
-        # of what the first and the last stage of a pipeline share, the first adds it to a norm
-        self._counted_elsewhere: set[Tensor] = set(self._shared) if stage is not None and stage.is_last else set()
+        trained = [(name, p) for name, p in base_model.named_parameters() if p in self.names]
+        self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
+        stage = parallel.stage
+        self._tied = [] if stage is None else [p for name, p in trained if name in stage.tied_weights]
+        self._owned_by_first_stage: set[Tensor] = set(self._tied) if stage is not None and stage.is_last else set()
 
     @property
     def by_name(self) -> dict[str, nn.Parameter]:
-        return {name: whole for whole, name in self.names.items()}
+        return {name: parameter for parameter, name in self.names.items()}
 
     @property
     def shard_names(self) -> dict[nn.Parameter, str]:
-        return {part: self.names[whole] for whole, part in self.shards.items()}
+        return {shard: self.names[parameter] for parameter, shard in self.shards.items()}
 
-    def owns(self, whole: Tensor) -> bool:
-        """Say if this process is the one, of all that hold this part of a parameter, that sums it up or saves it."""
-        return whole not in self._counted_elsewhere and self._placement.owns(whole)
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this process, of all that hold the same shard, adds it to the norm and writes it to checkpoints."""
+        return parameter not in self._owned_by_first_stage and self._parallel.owns(parameter)
 
-    def all_reduce_gradients(self) -> None:
-        """Make every gradient that of the whole step, after the last backward, and hand it to the parts."""
-        for whole in self.names:
-            if isinstance(whole, DTensor) and isinstance(whole.grad, DTensor):
-                # that of a split embedding comes as a sum of whole matrices
-                whole.grad = whole.grad.redistribute(placements=whole.placements)
-        self._placement.dp_group.all_reduce_gradients(list(self.names))
-        if self._placement.tp.size > 1:
-            gradients = [p.grad for p in self._summed if p.grad is not None]
-            all_reduce_bucketed([to_local(gradient) for gradient in gradients], self._placement.tp)
-        if self._placement.stage is not None:
-            gradients = [p.grad for p in self._shared if p.grad is not None]
-            self._placement.stage.reduce_tied_gradients([to_local(gradient) for gradient in gradients])
-        for whole, part in self.shards.items():
-            if part is not whole:
-                part.grad = None if whole.grad is None else to_local(whole.grad)
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of the step over ranks, once after its last backward, and set them on the shards."""
+        for parameter in self.names:
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                # the gradient of an embedding sharded over tp is a partial sum of the full matrix
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        self._parallel.dp_group.all_reduce_gradients(list(self.names))
+        if self._parallel.tp.size > 1:
+            all_reduce_bucketed(_local_gradients(self._partial_over_tp), self._parallel.tp)
+        if self._parallel.stage is not None:
+            self._parallel.stage.reduce_tied_gradients(_local_gradients(self._tied))
+        for parameter, shard in self.shards.items():
+            if shard is not parameter:
+                shard.grad = None if parameter.grad is None else to_local(parameter.grad)
 
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients to a global norm of at most max_norm, if that is not 0; return what it was."""
-        counted = [part.grad for whole, part in self.shards.items() if part.grad is not None and self.owns(whole)]
-        own = float(nn.utils.get_total_norm(counted)) if counted else 0.0
-        (square,), _ = self._placement.dp_group.world.all_reduce([own**2])
+        """Scale the gradients to a global norm of at most max_norm (0: no clipping); return the norm before."""
+        owned = [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
+        local_norm = float(nn.utils.get_total_norm(owned)) if owned else 0.0
+        (square,), _ = self._parallel.dp_group.world.all_reduce([local_norm**2])
         norm = math.sqrt(square)
         if max_norm and norm > max_norm:
             torch._foreach_mul_([p.grad for p in self.shards.values() if p.grad is not None], max_norm / (norm + 1e-6))
         return norm
 
     def zero_grad(self) -> None:
-        for whole, part in self.shards.items():
-            whole.grad = part.grad = None
+        for parameter, shard in self.shards.items():
+            parameter.grad = shard.grad = None
+
+
+def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [to_local(p.grad) for p in parameters if p.grad is not None]

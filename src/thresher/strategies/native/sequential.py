@@ -1,4 +1,4 @@
-"""How the native engine goes through micro-batches: one forward and one backward after another."""
+"""Sequential micro-batch executor: one forward and one backward after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from thresher.strategies.accumulate import LossFn
 from thresher.strategies.strategy import TokenCounts
 
 _IDS = np.zeros(2, dtype=np.int32)
-# what a rank scores that has no pairs left while others, which need its part of the weights, have some
+# scored in place of a batch without pairs: FSDP ranks must run the same number of forwards
 DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
 
 
 @dataclass(frozen=True)
 class SequentialExecutor:
-    """Micro-batches in turn; one without pairs is a forward whose result nobody sees."""
+    """Scores micro-batches in turn; the output of a dummy batch is discarded."""
 
     model: PairModel
     layout: Layout
@@ -31,27 +31,27 @@ class SequentialExecutor:
 
     def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
         tokens = TokenCounts()
-        for number, batch in enumerate(batches):
-            policy, counted = self._score(batch, with_squared_probs)
-            loss_fn(number, policy).backward()
-            tokens += counted
+        for index, batch in enumerate(batches):
+            policy, batch_tokens = self._score(batch, with_squared_probs)
+            loss_fn(index, policy).backward()
+            tokens += batch_tokens
         return tokens
 
     def _score(self, batch: PairBatch, with_squared_probs: bool) -> tuple[ChosenRejectedLogps, TokenCounts]:
-        arranged = self.layout.collate(batch if len(batch) else DUMMY_BATCH)
-        scored = self.model.score(arranged, with_squared_probs=with_squared_probs)
-        return (scored, count_tokens(arranged)) if len(batch) else (empty_like(scored), TokenCounts())
+        inputs = self.layout.collate(batch if len(batch) else DUMMY_BATCH)
+        logps = self.model.score(inputs, with_squared_probs=with_squared_probs)
+        return (logps, count_tokens(inputs)) if len(batch) else (empty_like(logps), TokenCounts())
 
 
-def count_tokens(arranged: ModelInputs) -> TokenCounts:
-    return TokenCounts(arranged.num_useful_tokens, arranged.num_padding_tokens, arranged.num_shared_tokens)
+def count_tokens(inputs: ModelInputs) -> TokenCounts:
+    return TokenCounts(inputs.num_useful_tokens, inputs.num_padding_tokens, inputs.num_shared_tokens)
 
 
 def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
-    """No pairs, on the graph of some: their backward goes through the model and adds nothing."""
-    return ChosenRejectedLogps(_none_of_side(sides.chosen), _none_of_side(sides.rejected))
+    """Logps of no pairs that stay on the autograd graph: their backward runs through the model and adds zero."""
+    return ChosenRejectedLogps(_empty_side(sides.chosen), _empty_side(sides.rejected))
 
 
-def _none_of_side(side: ResponseLogps) -> ResponseLogps:
-    collision = None if side.log_sum_squared_probs is None else side.log_sum_squared_probs[:0]
-    return ResponseLogps(side.values[:0], side.lengths[:0], collision)
+def _empty_side(side: ResponseLogps) -> ResponseLogps:
+    squared = None if side.log_sum_squared_probs is None else side.log_sum_squared_probs[:0]
+    return ResponseLogps(side.values[:0], side.lengths[:0], squared)

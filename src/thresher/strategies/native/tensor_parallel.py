@@ -1,6 +1,6 @@
-"""The tp axis: every matrix of a layer is split over processes by the plan that a model family has in transformers.
+"""The tp axis: shards the matrices of every layer by the tensor-parallel plan of the architecture in transformers.
 
-The head's rows are split as well, and scored where they are (see models/lm_head.py): nobody has all logits.
+The LM head is sharded over the vocabulary and scored shard by shard (see models/lm_head.py).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism, r
 from thresher.errors import UserError
 from thresher.models.pipeline_chunk import IdentityModule
 
-# transformers would sum these gradients over tp after every backward, and so count those of earlier micro-batches again
+# transformers would all-reduce these gradients after every backward, adding earlier micro-batches again
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
-    """Split a model over a mesh of one axis; name the parameters that every process has whole but sees in part.
+    """Shard a model over a one-dimensional mesh; return the names of replicated parameters with partial gradients.
 
-    Their gradients must be summed over the axis once a step: norms within heads, of which a process has some.
+    Those are norms within heads (Qwen 3): each process has the gradient of its own heads, to be summed once per step.
     """
     plan = dict(model.tp_plan)
     if not plan:
         raise UserError(
-            f"tp_size is {mesh.size()}, and transformers has no tensor-parallel plan for the model family "
+            f"tp_size is {mesh.size()}, but transformers has no tensor-parallel plan for the architecture "
             f"{model.config.model_type}; set tp_size to 1"
         )
     partial = {name for name, style in plan.items() if style == _PARTIAL_GRADIENT}
-    elsewhere = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
-    styles = {name: style for name, style in plan.items() if name not in partial | elsewhere}
+    on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
+    styles = {name: style for name, style in plan.items() if name not in partial | on_other_stages}
     apply_tensor_parallelism(model, mesh, _with_adapters(model, styles))
     return frozenset(
         name
@@ -40,10 +40,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset
 
 
 def _with_adapters(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Extend a plan to the two small matrices that LoRA puts beside a large one.
-
-    Beside a matrix that is split by outputs, the second of them is; by inputs, the first. The other is whole.
-    """
+    """Extend a plan to LoRA: shard lora_B of a column-wise matrix, lora_A of a row-wise one; replicate the other."""
     wrapped = {
         replace_layer_number_by_wildcard(name) for name, module in model.named_modules() if hasattr(module, "lora_A")
     }
@@ -52,6 +49,6 @@ def _with_adapters(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         if name not in wrapped:
             extended[name] = style
             continue
-        split = "lora_B" if style.startswith("colwise") else "lora_A"
-        extended |= {f"{name}.base_layer": style, f"{name}.{split}.default": style}
+        sharded = "lora_B" if style.startswith("colwise") else "lora_A"
+        extended |= {f"{name}.base_layer": style, f"{name}.{sharded}.default": style}
     return extended

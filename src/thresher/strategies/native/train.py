@@ -1,4 +1,4 @@
-"""The native engine: plain torch on one device a rank; parallel axes wrap the model before it gets here."""
+"""Training with the native engine: plain torch on one device per process, on a model that is already parallelized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and clipping; max_grad_norm 0 leaves gradients alone."""
+    """AdamW and gradient clipping; max_grad_norm 0 disables clipping."""
 
     learning_rate: float
     weight_decay: float = 0.0
@@ -39,7 +39,7 @@ class OptimizerSettings:
 
 
 class NativeTrain:
-    """A policy in training: one of several equal copies, or the only one."""
+    """A policy in training, or one data-parallel replica of it."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class NativeTrain:
         layout: Layout,
         compute_dtype: torch.dtype,
         optimizer: OptimizerSettings,
-        placement: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
+        parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
     ):
         self.model = model
-        self.dp_group = placement.dp_group
-        self._infer = NativeInfer(model, layout, compute_dtype, placement)
+        self.dp_group = parallel.dp_group
+        self._infer = NativeInfer(model, layout, compute_dtype, parallel)
         self._pair_model = self._infer.pair_model
         self._max_grad_norm = optimizer.max_grad_norm
-        self._parameters = LocalParameters(model, self._pair_model.base_model, placement)
+        self._parameters = LocalParameters(model, self._pair_model.base_model, parallel)
         self._optimizer = _adamw(list(self._parameters.shards.values()), optimizer)
-        self._files = PolicyCheckpoint(self._parameters, self._optimizer, placement)
+        self._checkpoint = PolicyCheckpoint(self._parameters, self._optimizer, parallel)
         model.train()
 
     def train_step(
@@ -67,33 +67,32 @@ class NativeTrain:
         num_pairs_in_step: int,
         learning_rate: float,
     ) -> StepOutcome:
-        """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer as they were."""
-        own = self.accumulate(micro_batches, objective, num_pairs_in_step)
-        self._parameters.all_reduce_gradients()
-        # from here on every process has the same numbers, and so comes to the same decisions
-        metrics, tokens = self.dp_group.metrics_group.all_reduce_metrics(own.metrics, astuple(own.tokens))
+        """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
+        local = self.accumulate(micro_batches, objective, num_pairs_in_step)
+        self._parameters.reduce_gradients()
+        # the reduced numbers are equal on every process, so all decide alike whether to skip the step
+        metrics, tokens = self.dp_group.metrics_group.all_reduce_metrics(local.metrics, astuple(local.tokens))
         grad_norm = self._parameters.clip(self._max_grad_norm)
-        reason, fault = nonfinite_reason(metrics, grad_norm), None
-        if reason is not None:
-            fault = NonFiniteStep(
-                reason, find_nonfinite_pairs(own.seen, self.dp_group, couples_pairs=objective.couples_pairs)
-            )
+        nonfinite = None
+        if reason := nonfinite_reason(metrics, grad_norm):
+            pairs = find_nonfinite_pairs(local.scored_pairs, self.dp_group, couples_pairs=objective.couples_pairs)
+            nonfinite = NonFiniteStep(reason, pairs)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
         self._parameters.zero_grad()
-        return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), fault)
+        return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), nonfinite)
 
     def compile(self) -> None:
-        """Compile the layers; the first step of each kind takes long."""
+        """Compile the layers; the first steps are slow."""
         compile_layers(self._pair_model.backbone)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
     ) -> LocalStepResult:
-        """Leave this rank's part of the step's gradient in the parameters."""
-        return accumulate_gradients(self._infer.passes, micro_batches, objective, num_pairs_in_step, self.dp_group)
+        """Add this rank's term of the step's gradient to the parameters, not yet reduced over ranks."""
+        return accumulate_gradients(self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group)
 
     def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         return self._infer.score(batch, with_squared_probs=with_squared_probs)
@@ -121,19 +120,19 @@ class NativeTrain:
         return self._pair_model.max_positions
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
-        return self._files.snapshot(extra, copies)
+        return self._checkpoint.snapshot(extra, copies)
 
     def load(self, directory: Path) -> None:
-        self._files.load(directory)
+        self._checkpoint.load(directory)
 
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    # norms and biases are not decayed, as everywhere in this field; a part has as many dims as its whole
+    # norms and biases are not decayed, as is usual; a shard has as many dims as its parameter
     decayed = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        groups,  # an empty one as well: every process has the same groups, whatever parameters are there
+        groups,  # even an empty one: every process has the same groups, for any sharding
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

@@ -1,4 +1,4 @@
-"""A policy as `assembly` builds it from a config, split over the ranks of a pool."""
+"""Train a policy that `builders` makes from a config, on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, Outcome, make_trainer, whole
+from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, Outcome, gather_full, make_trainer
 from thresher.builders.engines import build_policy, build_reference
 from thresher.config import parse_config
 from thresher.data.pair import PairBatch
@@ -35,7 +35,7 @@ def config_of(policy_dir: Path, num_workers: int, axes: dict[str, int], **model_
 def train_from_config(
     policy_dir: Path, axes: dict[str, int], layout: str, loss: str = "sigmoid", **model_args: Any
 ) -> Outcome:
-    """Three steps of a policy that its own base, or a second copy, is the reference of; checked before the first."""
+    """Three steps after the start-up check; the reference is the base of the adapter, or a copy of the policy."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     world = Group(dist.get_rank(), size, dist.group.WORLD) if size > 1 else Group()
     config = config_of(policy_dir, size, axes, **model_args)
@@ -50,5 +50,5 @@ def train_from_config(
     for _ in range(3):
         metrics.append({name: metric.mean for name, metric in trainer.training_step().items()})
         norms.append(trainer.state.grad_norm)
-    weights = {name: whole(weight) for name, weight in policy.weights().items()}
+    weights = {name: gather_full(weight) for name, weight in policy.weights().items()}
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps)
