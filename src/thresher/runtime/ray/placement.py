@@ -91,7 +91,7 @@ def _assign_nodes(
 ) -> list[tuple[Node, int | None]]:
     """Return the node and the device, None for a CPU worker, of each rank."""
     if role.devices:
-        return [(node, device) for device, node in _nodes_of_devices(nodes, role, devices_per_node)]
+        return _nodes_of_devices(nodes, role, devices_per_node)
     if not any(node.num_cpus > 0 for node in nodes):
         raise ResourceError(f"{role.name} requests CPU workers, but {_describe(nodes)}; add nodes with CPUs")
     num_workers: Counter[str] = Counter()
@@ -103,7 +103,9 @@ def _assign_nodes(
     return [(node, None) for node in nodes for _ in range(num_workers[node.node_id])]
 
 
-def _nodes_of_devices(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None) -> list[tuple[int, Node]]:
+def _nodes_of_devices(
+    nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
+) -> list[tuple[Node, int | None]]:
     sizes = sorted({node.num_gpus for node in nodes if node.num_gpus > 0})
     if devices_per_node is None and len(sizes) > 1:
         raise ResourceError(
@@ -120,7 +122,7 @@ def _nodes_of_devices(nodes: Sequence[Node], role: RoleDemand, devices_per_node:
             f"but {_describe(nodes)} ({available}{limit}); use available devices, add nodes, or remove device_mapping "
             "and set num_workers to train on CPUs"
         )
-    return [(device, usable[device // size]) for device in role.devices]
+    return [(usable[device // size], device) for device in role.devices]
 
 
 def count_devices(nodes: Sequence[Node], devices_per_node: int | None) -> int:
