@@ -218,7 +218,7 @@ class LightWorker:
             self._step += 1
             yield self._step, dict(RECORD)
 
-    def follow(self, until: int) -> None:
+    def run_quietly(self, until: int) -> None:
         self._step = until
 
 
@@ -239,9 +239,9 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
         print(f"\ndriver ms per step, {repeats} ranges of each kind in turn: median (quartiles)\n")
         print("| workers | steps per range | pairs in the store | wall | CPU |\n|---:|---:|---:|---|---|")
         for size in ranks:
-            resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
+            resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
             cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train", False))
-            cluster.call("follow", 0)  # wait for all workers
+            cluster.call("run_quietly", 0)  # wait for all workers
             report_driver(size, time_ranges(RayTrainerGroup(cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
@@ -274,7 +274,7 @@ def time_empty_call(cluster: Any) -> Timed:
     import ray
 
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
-    ray.get([worker.follow.remote(0) for worker in cluster.workers])
+    ray.get([worker.run_quietly.remote(0) for worker in cluster.workers])
     return time.perf_counter() - seconds, time.process_time() - cpu_seconds
 
 

@@ -246,7 +246,7 @@ def test_a_log_that_cannot_be_opened_or_written_is_a_warning(tmp_path, monkeypat
     with logged() as records, run_log(tmp_path / "file" / "logs"):
         pass
     assert [record.levelname for record in records] == ["WARNING"]
-    assert "run.log: Not a directory; the run has no such file" in records[0].getMessage()
+    assert "run.log: Not a directory; the run continues without this file" in records[0].getMessage()
 
     with logged() as records, run_log(tmp_path):
         file = next(each for each in PACKAGE.handlers if isinstance(each, LogFile))
@@ -262,7 +262,7 @@ def test_logs_are_not_written_through_links(tmp_path):
     logs.mkdir()
     precious.mkdir()
     (logs / "run.log").symlink_to(precious / "run.log")
-    with pytest.raises(UserError, match=r"run\.log is a link; logs are plain files"), run_log(logs):
+    with pytest.raises(UserError, match=r"run\.log is a symlink, and logs are not written through"), run_log(logs):
         pytest.fail("the run began")
     (logs / "run.log").unlink()
     (logs / "workers").symlink_to(precious)

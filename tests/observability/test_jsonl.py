@@ -1,4 +1,4 @@
-"""The local log: complete, never doubled, equal after a resume."""
+"""The local log is complete, has no duplicate records, and a resume does not change it."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def log_steps(directory: Path, resume_step: int | None, steps: range) -> Path:
     return directory / "metrics.jsonl"
 
 
-def test_values_come_back_exactly(tmp_path: Path) -> None:
+def test_values_round_trip_exactly(tmp_path: Path) -> None:
     tracker = JsonlTracker()
     tracker.start(run_in(tmp_path), None)
     tracker.log(1, {"a": 0.1 + 0.2, "b": math.nan, "c": -math.inf, "d": torch.tensor(0.5), "e": 3})
@@ -38,7 +38,7 @@ def test_values_come_back_exactly(tmp_path: Path) -> None:
     assert repr(record) == repr({"step": 1, "a": 0.1 + 0.2, "b": math.nan, "c": -math.inf, "d": 0.5, "e": 3})
 
 
-def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+def test_every_line_is_written_before_the_next_step(tmp_path: Path) -> None:
     tracker = JsonlTracker()
     tracker.start(run_in(tmp_path), None)
     tracker.log(1, {"loss": 0.5})
@@ -49,18 +49,18 @@ def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed_at", range(3, 9))
 @pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', '{"step": 9}'])
 def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path: Path, killed_at: int, torn: str) -> None:
-    (tmp_path / "straight").mkdir()
-    (tmp_path / "cut").mkdir()
-    straight = log_steps(tmp_path / "straight", None, range(1, 11))
-    path = log_steps(tmp_path / "cut", None, range(1, killed_at + 1))
+    (tmp_path / "uninterrupted").mkdir()
+    (tmp_path / "killed").mkdir()
+    uninterrupted = log_steps(tmp_path / "uninterrupted", None, range(1, 11))
+    path = log_steps(tmp_path / "killed", None, range(1, killed_at + 1))
     with path.open("a") as file:
         file.write(torn)
-    log_steps(tmp_path / "cut", 3, range(4, 11))
-    assert path.read_bytes() == straight.read_bytes()
+    log_steps(tmp_path / "killed", 3, range(4, 11))
+    assert path.read_bytes() == uninterrupted.read_bytes()
     assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_resume_without_a_log_begins_one(tmp_path: Path) -> None:
+def test_a_resume_without_a_log_starts_one(tmp_path: Path) -> None:
     path = log_steps(tmp_path, 3, range(4, 6))
     assert [record["step"] for record in read_metrics(path)] == [4, 4, 5]
 
@@ -74,7 +74,7 @@ def test_a_new_run_never_overwrites_an_old_log(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_a_broken_line_inside_the_log_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_an_invalid_line_inside_the_log_is_reported_and_the_file_is_unchanged(tmp_path: Path) -> None:
     path = log_steps(tmp_path, None, range(1, 4))
     broken = path.read_text().replace('{"step": 2, "loss"', "garbage", 1)
     path.write_text(broken)
@@ -83,7 +83,7 @@ def test_a_broken_line_inside_the_log_is_named_and_nothing_is_lost(tmp_path: Pat
     assert path.read_text() == broken
 
 
-def test_a_metric_cannot_be_called_step(tmp_path: Path) -> None:
+def test_a_metric_cannot_be_named_step(tmp_path: Path) -> None:
     tracker = JsonlTracker()
     tracker.start(run_in(tmp_path), None)
     with pytest.raises(ValueError, match="step"):

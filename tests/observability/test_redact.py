@@ -1,4 +1,4 @@
-"""Secrets never get out; the words of this field do."""
+"""Secrets are masked; ordinary settings that resemble them are not."""
 
 import json
 
@@ -39,7 +39,7 @@ CANARY = "c4n4ry-Value"
         {"note": "use ghp_c4n4ryValuec4n4ryValue here"},
     ],
 )
-def test_canaries_do_not_get_out(config: dict[str, object]) -> None:
+def test_secrets_are_masked(config: dict[str, object]) -> None:
     text = json.dumps(redact(config))
     assert "c4n4ry" not in text
     assert "***" in text
@@ -61,15 +61,15 @@ def test_a_number_can_be_a_password() -> None:
         {"secretary_problem": 1, "monkey": 2, "query": "https://host/a?page=2&sort=up"},
     ],
 )
-def test_what_only_looks_like_a_secret_stays(config: dict[str, object]) -> None:
+def test_settings_that_resemble_secrets_are_unchanged(config: dict[str, object]) -> None:
     assert redact(config) == config
 
 
-def test_a_url_keeps_everything_but_its_login() -> None:
+def test_only_the_credentials_of_a_url_are_masked() -> None:
     assert redact_text("at https://me:pw@host:80/a?b=c ok") == "at https://***@host:80/a?b=c ok"
 
 
-def test_the_original_is_not_changed() -> None:
+def test_redacting_does_not_modify_its_input() -> None:
     config = {"a": {"token": CANARY}}
     redact(config)
     assert config == {"a": {"token": CANARY}}

@@ -1,4 +1,4 @@
-"""The file of skipped steps by itself; what runs write into it is tested with them."""
+"""The file format of the skipped-step log; tests/runtime checks the records of complete runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thresher.training.skipped_steps import NonFinitePair, SkippedStep, SkippedS
 STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), consecutive=1, ends_run=False)
 
 
-def test_a_record_is_json_without_words_that_json_lacks(tmp_path):
+def test_a_record_is_valid_json_without_nan(tmp_path):
     SkippedStepLog(tmp_path / "logs", None).write(7, STEP)
     (line,) = (tmp_path / "logs" / "skipped_steps.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {
@@ -25,13 +25,13 @@ def test_a_record_is_json_without_words_that_json_lacks(tmp_path):
     }
 
 
-def test_a_run_that_starts_over_after_a_failure_keeps_no_record(tmp_path):
+def test_restarting_from_the_beginning_discards_all_records(tmp_path):
     SkippedStepLog(tmp_path, None).write(1, STEP)
     SkippedStepLog(tmp_path, -1)
     assert (tmp_path / "skipped_steps.jsonl").read_text() == ""
 
 
-def test_a_full_disk_is_told_as_one(tmp_path):
+def test_a_full_disk_raises_a_disk_error(tmp_path):
     skipped = SkippedStepLog(tmp_path, None)
     skipped.path.symlink_to("/dev/full")
     with pytest.raises(DiskError, match=r"could not write the log of the run.*: No space left on device; free"):

@@ -1,4 +1,4 @@
-"""The real libraries, without a network: what goes in can be read back, and a resume goes on in the same run."""
+"""The real tracker libraries, offline: metrics can be read back, and a resume continues the same run."""
 
 import math
 import os
@@ -54,7 +54,7 @@ class TestTensorBoard:
         assert self.read(tmp_path, "eval/loss") == [(4, 0.25)]
         first.close("failed")
 
-    def test_a_new_run_sets_old_events_aside(self, tmp_path: Path) -> None:
+    def test_a_new_run_renames_the_events_of_an_earlier_run(self, tmp_path: Path) -> None:
         for steps in (range(1, 6), range(1, 3)):
             tracker = TensorBoardTracker()
             log_steps(tracker, tmp_path, None, steps)
@@ -104,7 +104,7 @@ class TestMlflow:
         runs = client.search_runs([client.get_experiment_by_name("my-run").experiment_id])
         assert sorted(run.info.status for run in runs) == ["FAILED", "KILLED"]
 
-    def test_everything_lies_in_the_run_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_files_are_written_to_the_run_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "run").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
@@ -124,7 +124,7 @@ def read_wandb_history(path: Path) -> list[dict[str, str]]:
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last fragment
+        if kind in (1, 4):  # a complete record, or its last fragment
             record = Record.FromString(parts)
             parts = b""
             if record.WhichOneof("record_type") == "history":
@@ -134,7 +134,7 @@ def read_wandb_history(path: Path) -> list[dict[str, str]]:
 
 class TestWandb:
     @pytest.fixture(autouse=True)
-    def _alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def _isolated(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -188,7 +188,7 @@ class TestWandb:
         steps = [int(row["_step"]) for path in files for row in read_wandb_history(path)]
         assert steps == list(range(1, 7))
 
-    def test_online_without_a_key_names_the_mend_instead_of_asking(self, tmp_path: Path) -> None:
+    def test_online_without_a_key_names_the_fix_instead_of_prompting(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"no API key.*wandb login.*offline"):
             WandbTracker(project="p", mode="online").start(run_in(tmp_path), None)
 

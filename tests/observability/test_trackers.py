@@ -1,4 +1,4 @@
-"""The fan-out, the registry, the console and memory."""
+"""The fan-out to several trackers, the factory, the console and memory metrics."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ def run_in(directory: Path, **config: object) -> RunInfo:
 
 
 class Recorder:
-    """Remembers its calls, and raises in one of them."""
+    """Record all calls, and raise in one of them."""
 
     def __init__(self, name: str = "recorder", fail_in: str = "", error: Exception | None = None) -> None:
         self.name = name
@@ -32,31 +32,31 @@ class Recorder:
         self._error = error or ConnectionError("no route to https://me:hunter2@host/x")
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        self._note("start", (dict(run.config), resume_step))
+        self._record("start", (dict(run.config), resume_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        self._note("log", step)
+        self._record("log", step)
 
     def close(self, status: Status) -> None:
-        self._note("close", status)
+        self._record("close", status)
 
-    def _note(self, call: str, argument: object) -> None:
+    def _record(self, call: str, argument: object) -> None:
         self.calls.append(argument)
         if call == self._fail_in:
             raise self._error
 
 
 @pytest.mark.parametrize("fail_in", ["start", "log", "close"])
-def test_a_failing_tracker_is_reported_once_and_stops_nothing(
+def test_a_failing_tracker_is_reported_once_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fail_in: str
 ) -> None:
-    failing, sound = Recorder("failing", fail_in), Recorder()
-    trackers = Trackers([JsonlTracker()], [failing, sound])
+    failing, working = Recorder("failing", fail_in), Recorder()
+    trackers = Trackers([JsonlTracker()], [failing, working])
     trackers.start(run_in(tmp_path), None)
     for step in (1, 2, 3):
         trackers.log(step, {"loss": 0.5})
     trackers.close("finished")
-    assert sound.calls == [({}, None), 1, 2, 3, "finished"]
+    assert working.calls == [({}, None), 1, 2, 3, "finished"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     (report,) = caplog.messages
     assert caplog.records[0].levelname == "WARNING"
@@ -64,7 +64,7 @@ def test_a_failing_tracker_is_reported_once_and_stops_nothing(
     assert "hunter2" not in report
 
 
-def test_a_failing_local_log_stops_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_local_log_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = Trackers([Recorder("jsonl", "log", OSError(errno.ENOSPC, "disk full"))], [])
     trackers.start(run_in(tmp_path), None)
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
@@ -72,23 +72,21 @@ def test_a_failing_local_log_stops_the_run(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.messages == []
 
 
-def test_a_mistake_that_can_be_mended_stops_the_run_at_its_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_user_error_of_a_tracker_ends_the_run_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = Trackers([], [Recorder("wandb", "start", UserError("run `wandb login`"))])
     with pytest.raises(UserError, match="wandb login"):
         trackers.start(run_in(tmp_path), None)
     assert caplog.messages == []
 
 
-def test_other_trackers_are_closed_when_the_local_log_cannot_be(
+def test_other_trackers_are_closed_when_the_local_log_fails_to_close(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sound = Recorder()
-    trackers = Trackers([Recorder("jsonl", "close", OSError(errno.ENOSPC, "disk full"))], [sound])
+    working = Recorder()
+    trackers = Trackers([Recorder("jsonl", "close", OSError(errno.ENOSPC, "disk full"))], [working])
     with pytest.raises(DiskError, match="could not write the log of the run: disk full; free some space"):
         trackers.close("finished")
-    assert sound.calls == ["finished"]
+    assert working.calls == ["finished"]
     assert caplog.messages == []
 
 
@@ -98,10 +96,10 @@ def test_no_tracker_sees_a_secret(tmp_path: Path) -> None:
     assert recorder.calls == [({"hf_token": "***", "beta": 0.1}, 5)]
 
 
-def test_an_unknown_tracker_names_the_nearest_and_all() -> None:
+def test_an_unknown_tracker_is_rejected_with_a_suggestion_and_all_names() -> None:
     with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, jsonl, .*mlflow"):
         make_trackers(["jsonl", "tensorbord"])
-    with pytest.raises(UserError, match="no tracker 'x'; the trackers are"):
+    with pytest.raises(UserError, match="unknown tracker 'x'; the trackers are"):
         make_trackers(["x"])
 
 
@@ -123,7 +121,7 @@ def test_the_local_log_is_always_on_and_names_may_repeat(tmp_path: Path) -> None
     ],
 )
 def test_a_missing_library_names_the_package_to_install(name: str, module: str) -> None:
-    # in a process of its own: MLflow, once imported without sqlalchemy, never finds its store again
+    # in a subprocess, because MLflow imported without sqlalchemy never finds its store again
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
         "from thresher.observability.trackers.factory import TrackerSettings, make_trackers\n"
@@ -135,7 +133,7 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
     assert f"pip install 'thresher[{name}]'" in done.stdout
 
 
-def test_importing_observe_imports_no_tracker_library() -> None:
+def test_importing_observability_imports_no_tracker_library() -> None:
     code = (
         "import sys, thresher.observability; "
         "print([m for m in ('wandb', 'mlflow', 'tensorboard', 'torch.utils.tensorboard') if m in sys.modules])"
@@ -172,7 +170,7 @@ def test_a_pipe_gets_one_plain_line_per_log_call() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar_and_whole_messages() -> None:
+def test_a_terminal_gets_a_bar_and_unwrapped_messages() -> None:
     text, _ = show(is_terminal=True)
     assert "5/10" in text
     assert "loss 0.6000" in text
@@ -191,7 +189,7 @@ def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
     assert "step 1/2  loss 0.5000" in done.stderr
 
 
-def test_peak_memory_sees_an_allocation() -> None:
+def test_peak_memory_includes_an_allocation() -> None:
     code = (
         "from thresher.observability.memory import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
         "print(b['memory/peak_rss_gb'] - a['memory/peak_rss_gb'])"

@@ -1,4 +1,4 @@
-"""One Ray session, started as a run starts it, and the small models and pairs that all tests here train on."""
+"""Fixtures of the runtime tests: small models and pairs, a Ray session, and a reference cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    """Ray on this machine, with cores enough for several clusters at once; runs find it and leave it as it is."""
+    """A local Ray session with enough logical cores for several clusters; runs reuse it."""
     import ray
 
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -27,13 +27,13 @@ def ray_here() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference_cluster(ray_here) -> Iterator[Any]:
-    """One worker of the reference that serves all runs of a module."""
+    """One reference worker that serves all runs of a module."""
     from thresher.runtime.ray.cluster import Cluster, WorkerConfig
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager
     from thresher.runtime.ray.workers import ReferenceWorker
 
-    resources = ResourceManager([RoleDemand("reference", (), 1)], None, at_once=True)
+    resources = ResourceManager([RoleDemand("reference", (), 1)], None, concurrent=True)
     cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference", joins_process_group=False))
     yield cluster
     cluster.close()

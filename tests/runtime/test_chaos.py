@@ -1,4 +1,4 @@
-"""Six faults at random moments, done to real runs; `benchmarks/chaos.py` does more of them, and of more kinds."""
+"""Six faults injected into real runs at random times; `benchmarks/chaos.py` injects more of them, of more kinds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KINDS = (
 )
 
 
-def test_six_faults_leave_no_trace_in_the_numbers(base):
+def test_six_faults_do_not_change_the_results(base):
     train = base["actor_train"]["data_args"]["file_name"]
-    held_out = base["validation"]["data_args"]["file_name"]
-    inputs = ["--model", base["pretrain"], "--pairs", train, held_out]
+    validation = base["validation"]["data_args"]["file_name"]
+    inputs = ["--model", base["pretrain"], "--pairs", train, validation]
     options = ["--faults", "6", "--modes", "concurrent", "--steps", "150", "--kinds", *KINDS]
     ended = subprocess.run(
         [sys.executable, str(HARNESS), *options, *inputs], capture_output=True, text=True, timeout=1200

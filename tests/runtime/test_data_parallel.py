@@ -1,6 +1,6 @@
 """The same run in one process and on 1, 2 and 4 Ray workers: every metric and every weight agree.
 
-The last step has 3 pairs and 3 are held out, so that the fourth of 4 workers has an empty share of both.
+The last step has 3 pairs, and there are 3 validation pairs, so the fourth of 4 workers has no pairs in either.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def in_process(base, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size} workers")
 def on_workers(request, reference_cluster, base, tmp_path_factory):
-    """Run cases on one cluster of workers, which serves them one after the other.
+    """Run cases one after the other on one cluster of workers.
 
-    Their reference is scored by a worker of its own, some steps ahead; the one process has it in a table.
+    A separate worker prefetches the reference logps; the run in one process precomputes them.
     """
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager
     from thresher.runtime.ray.runtime import RayRuntime
 
     size = request.param
-    resources = ResourceManager([RoleDemand("actor_train", (), size)], None, at_once=True)
+    resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
     clusters: list = []
 
     def run(case: dict[str, Any], output: Path) -> None:
@@ -89,21 +89,21 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_workers_make_the_run_of_one_process(in_process, on_workers, tmp_path, name):
-    alone = in_process(name)
+def test_a_run_on_workers_equals_the_run_in_one_process(in_process, on_workers, tmp_path, name):
+    local = in_process(name)
     on_workers(CASES[name], tmp_path)
-    assert_same_run(tmp_path, alone)
+    assert_same_run(tmp_path, local)
 
 
-def test_steps_that_are_not_finite_end_the_run_on_every_worker_and_what_came_before_is_logged(on_workers, tmp_path):
-    """The last test of a cluster: whoever fails takes all others along."""
+def test_non_finite_steps_end_the_run_on_every_worker_after_logging_earlier_steps(on_workers, tmp_path):
+    """The last test of a cluster, because the failure of a worker ends all workers."""
     diverging = {"max_consecutive_skipped_steps": 1, "actor_train": {"training_args": {"learning_rate": 1e30}}}
     with pytest.raises(UserError, match="the loss or gradient was not finite in 1 steps in a row, up to step 2"):
         on_workers(diverging, tmp_path)
     assert [record["step"] for record in metric_log(tmp_path)] == [1]
 
 
-def test_the_runs_that_are_compared_learn_something(in_process):
+def test_the_compared_runs_change_the_loss_and_the_weights(in_process):
     losses = [record["loss"] for record in metric_log(in_process("sigmoid, all weights")) if "loss" in record]
     assert len(losses) == 4
     assert losses[-1] != pytest.approx(losses[0], abs=1e-2)

@@ -1,4 +1,4 @@
-"""Every way to start a run, to its end: the launcher, an example's script, and a job on a cluster that is there."""
+"""Every way to start a run: the launcher, the script of an example, and a job on an existing cluster."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
 
 
-def spell(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Spell nested values as overrides."""
+def overrides(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield nested values as overrides."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from spell(value, f"{prefix}{key}.")
+            yield from overrides(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}={str(value).replace(' ', '')}"
 
 
 @pytest.fixture(scope="module")
 def tiny(base, tmp_path_factory) -> list[str]:
-    """Overrides that make the example train the tiny model on the tiny pairs; the first run fills the cache for all."""
+    """Overrides that make the example train a tiny model on tiny data; all runs share a reference cache."""
     cache = tmp_path_factory.mktemp("cache")
-    return [*spell(base), f"reference.cache_dir={cache}", "~actor_train.training_args.gradient_accumulation_steps"]
+    return [*overrides(base), f"reference.cache_dir={cache}", "~actor_train.training_args.gradient_accumulation_steps"]
 
 
 def call(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def call(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def launched(tiny, tmp_path_factory) -> Path:
-    """What the launcher's run in one process leaves."""
+    """Output directory of a run in one process, started by the launcher."""
     output = tmp_path_factory.mktemp("launched")
     by_name = ["--config_path", "polite_smollm2", "--config_name", "dpo_config"]
     done = call(sys.executable, EXAMPLES / "start_dpo_pipeline.py", *by_name, *tiny, f"output_dir={output}")
@@ -69,24 +69,24 @@ def test_the_launcher_trains_to_the_final_checkpoint(launched):
     assert [path.name for path in sorted((launched / "checkpoints").iterdir())][-1].endswith("4")
 
 
-def test_the_script_of_an_example_makes_the_launchers_run(tiny, launched, tmp_path):
+def test_the_script_of_an_example_equals_the_launcher(tiny, launched, tmp_path):
     script = EXAMPLES / "polite_smollm2" / "run_dpo_pipeline.sh"
     done = call("bash", script, *tiny, f"output_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, launched)
 
 
-class LMHead(NamedTuple):
-    """Where a cluster is found: by drivers, and by those who submit jobs."""
+class HeadNode(NamedTuple):
+    """Addresses of a cluster, for drivers and for job submission."""
 
     address: str
     dashboard: str
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[LMHead]:
-    """A head on loopback with its dashboard, as `ray start` makes one; its token is that of the tests."""
-    temp_dir = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it, and their paths may have 107 characters
+def head() -> Iterator[HeadNode]:
+    """A head node with a dashboard on loopback, started by `ray start` with the token of the tests."""
+    temp_dir = tempfile.mkdtemp(prefix="ray")  # short: it contains sockets, whose paths are limited to 107 characters
     port, dashboard_port, agent_port, client_port = free_ports(4)
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}", f"--temp-dir={temp_dir}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats"]
@@ -100,9 +100,9 @@ def head() -> Iterator[LMHead]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield LMHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
+        yield HeadNode(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
     finally:
-        process.terminate()  # a blocking head takes all that it started with it
+        process.terminate()  # with --block, the head stops all its processes
         process.wait(timeout=30)
         shutil.rmtree(temp_dir, ignore_errors=True)
 
@@ -119,15 +119,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def accepts(port: int) -> bool:
-    with socket.socket() as knocking:
-        return knocking.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def train(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-m", "thresher", "train", CONFIG, *arguments, **changes)
 
 
-def test_a_worker_ends_the_command_with_its_own_message_and_exit_code_2(tiny, head, tmp_path):
+def test_a_user_error_in_a_worker_ends_the_command_with_its_message_and_exit_code_2(tiny, head, tmp_path):
     diverging = ["max_consecutive_skipped_steps=1", "actor_train.training_args.learning_rate=1e30"]
     done = train(*tiny, *diverging, f"output_dir={tmp_path}", f"ray_address={head.address}")
     assert done.returncode == 2, done.stderr
@@ -139,18 +139,18 @@ def test_a_worker_ends_the_command_with_its_own_message_and_exit_code_2(tiny, he
 
 
 @pytest.fixture
-def another_token(tmp_path) -> str:
+def wrong_token(tmp_path) -> str:
     path = tmp_path / "token"
     path.write_text("0" * 64)
     return str(path)
 
 
-def test_training_with_another_token_than_the_clusters_is_told(tiny, head, another_token, tmp_path):
+def test_training_with_a_wrong_token_is_rejected(tiny, head, wrong_token, tmp_path):
     output = tmp_path / "out"
-    done = train(*tiny, f"output_dir={output}", f"ray_address={head.address}", RAY_AUTH_TOKEN_PATH=another_token)
+    done = train(*tiny, f"output_dir={output}", f"ray_address={head.address}", RAY_AUTH_TOKEN_PATH=wrong_token)
     assert done.returncode == 2, done.stderr
     assert re.search(
-        rf"error: the Ray cluster at {head.address} refuses us: .*incorrect; set RAY_AUTH_TOKEN_PATH to a file",
+        rf"error: authentication with the Ray cluster at {head.address} failed: .*incorrect; set RAY_AUTH_TOKEN_PATH",
         done.stderr,
     )
     assert "Traceback" not in done.stderr
@@ -161,10 +161,10 @@ def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-m", "thresher", "submit", CONFIG, *arguments, **changes)
 
 
-def test_a_submitted_job_on_two_workers_makes_the_launchers_run(tiny, base, dashboard, launched, tmp_path):
-    # relative paths of inputs are those of the files that were sent along
-    taken = tmp_path / "taken"
-    shutil.copytree(Path(base["pretrain"]).parent, taken)
+def test_a_submitted_job_on_two_workers_equals_the_launcher(tiny, base, dashboard, launched, tmp_path):
+    # relative paths of inputs refer to the uploaded files
+    uploaded = tmp_path / "uploaded"
+    shutil.copytree(Path(base["pretrain"]).parent, uploaded)
     relative = [each.replace(str(Path(base["pretrain"]).parent) + "/", "") for each in tiny]
     secret = "tracker_kwargs.mlflow_tracking_uri=http://me:0pensesame@127.0.0.1:1"
     done = submit(
@@ -173,8 +173,8 @@ def test_a_submitted_job_on_two_workers_makes_the_launchers_run(tiny, base, dash
         "actor_train.num_workers=2",
         secret,
         f"--address={dashboard}",
-        f"--working-dir={taken}",
-        RAY_ADDRESS="http://127.0.0.1:1",  # what was typed counts, not what lies around
+        f"--working-dir={uploaded}",
+        RAY_ADDRESS="http://127.0.0.1:1",  # --address takes precedence
     )
     assert done.returncode == 0, done.stderr + done.stdout
     job = re.search(r"submitted job (\S+)", done.stderr)[1]
@@ -186,7 +186,7 @@ def test_a_submitted_job_on_two_workers_makes_the_launchers_run(tiny, base, dash
     assert "0pensesame" not in done.stdout + done.stderr + listed.stdout + listed.stderr
 
 
-def test_the_exit_code_of_a_job_is_passed_on_with_the_way_to_its_log(tiny, dashboard, tmp_path):
+def test_the_command_returns_the_exit_code_of_the_job_and_shows_how_to_read_its_log(tiny, dashboard, tmp_path):
     done = submit(*tiny, f"output_dir={tmp_path / 'out'}", f"pretrain={tmp_path / 'nowhere'}", f"--address={dashboard}")
     assert done.returncode == 2
     assert re.search("error: .*nowhere", done.stdout)
@@ -195,13 +195,13 @@ def test_the_exit_code_of_a_job_is_passed_on_with_the_way_to_its_log(tiny, dashb
     assert f"see its log with: RAY_AUTH_MODE=token ray job logs {job} --address {dashboard}" in done.stderr
 
 
-def test_a_job_that_nobody_waits_for_is_named_and_can_be_followed(tiny, dashboard, launched, tmp_path):
+def test_without_wait_the_command_prints_the_job_and_how_to_follow_it(tiny, dashboard, launched, tmp_path):
     done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", "--no-wait")
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
     assert f"submitted job {job}" in done.stderr
     assert f"stop it with: RAY_AUTH_MODE=token ray job stop {job} --address {dashboard}" in done.stderr
-    assert not (tmp_path / "checkpoints").exists()  # it has hardly begun
+    assert not (tmp_path / "checkpoints").exists()  # the job has just started
     followed = call("bash", "-c", re.search(r"follow it with: (.*)", done.stderr)[1])
     assert followed.returncode == 0, followed.stderr
     assert_same_run(tmp_path, launched)
@@ -230,24 +230,26 @@ def without_variables(command: str) -> list[str]:
     return [word for word in shlex.split(command) if not word.startswith("RAY_")]
 
 
-def test_submitting_with_another_token_than_the_clusters_is_told(tiny, dashboard, another_token, tmp_path):
-    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", RAY_AUTH_TOKEN_PATH=another_token)
-    assert done.returncode == 2
-    assert re.search(r"error: the Ray cluster at \S+ refuses us: .*; set RAY_AUTH_TOKEN_PATH to a file", done.stderr)
-
-
-def test_files_that_the_job_server_finds_too_large_are_told_with_a_way_out(tiny, dashboard, tmp_path):
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "weights").write_bytes(os.urandom(101 << 20))  # Ray's job server takes 100 MiB
-    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", f"--working-dir={taken}")
+def test_submitting_with_a_wrong_token_is_rejected(tiny, dashboard, wrong_token, tmp_path):
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", RAY_AUTH_TOKEN_PATH=wrong_token)
     assert done.returncode == 2
     assert re.search(
-        r"error: .*did not take the job: .*104857600 exceeded; .*name them in its \.rayignore", done.stderr
+        r"error: authentication with the Ray cluster at \S+ failed: .*; set RAY_AUTH_TOKEN_PATH", done.stderr
     )
 
 
-def test_a_dashboard_that_is_not_there_is_told(tiny, tmp_path):
+def test_a_working_directory_that_is_too_large_is_rejected_with_a_hint(tiny, dashboard, tmp_path):
+    uploaded = tmp_path / "uploaded"
+    uploaded.mkdir()
+    (uploaded / "weights").write_bytes(os.urandom(101 << 20))  # Ray's job server takes 100 MiB
+    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", f"--working-dir={uploaded}")
+    assert done.returncode == 2
+    assert re.search(
+        r"error: .*rejected the job: .*104857600 exceeded; .*exclude large ones in its \.rayignore", done.stderr
+    )
+
+
+def test_an_unreachable_dashboard_is_reported(tiny, tmp_path):
     done = submit(*tiny, f"output_dir={tmp_path}", "--address=http://127.0.0.1:1")
     assert done.returncode == 2
     assert re.search(r"error: no Ray job server answers at http://127.0.0.1:1: .*refused; give the URL", done.stderr)

@@ -1,4 +1,4 @@
-"""Which node and share of a device a worker gets, as a pure function: no Ray is started here."""
+"""Placement of workers on nodes and devices, as a pure function without Ray."""
 
 from __future__ import annotations
 
@@ -19,52 +19,60 @@ def reference(*devices: int) -> RoleDemand:
     return RoleDemand("reference", devices, len(devices))
 
 
-def test_a_device_id_names_its_node():
-    places = place_roles(GPU_NODES, [policy(0, 3, 4, 7)], None, at_once=True)["actor_train"]
-    assert [place.node.node_id for place in places] == ["node0", "node0", "node1", "node1"]
-    counted = place_roles(GPU_NODES, [policy(0, 1, 2, 3)], 2, at_once=True)["actor_train"]
-    assert [place.node.node_id for place in counted] == ["node0", "node0", "node1", "node1"]
-    assert [place.num_gpus for place in places] == [1.0] * 4
+def test_a_device_id_determines_the_node():
+    placements = place_roles(GPU_NODES, [policy(0, 3, 4, 7)], None, concurrent=True)["actor_train"]
+    assert [worker.node.node_id for worker in placements] == ["node0", "node0", "node1", "node1"]
+    counted = place_roles(GPU_NODES, [policy(0, 1, 2, 3)], 2, concurrent=True)["actor_train"]
+    assert [worker.node.node_id for worker in counted] == ["node0", "node0", "node1", "node1"]
+    assert [worker.num_gpus for worker in placements] == [1.0] * 4
 
 
 def test_roles_on_the_same_devices_share_bundles_and_halve_the_device():
-    places = place_roles(GPU_NODES, [policy(0, 1), reference(0, 1)], None, at_once=True)
-    assert [place.num_gpus for group in places.values() for place in group] == [0.5] * 4
-    assert [(place.owner, place.bundle) for place in places["reference"]] == [("actor_train", 0), ("actor_train", 1)]
-    assert [amounts for _, amounts in bundles_of("actor_train", places)] == [{"CPU": 2.0, "GPU": 1.0}] * 2
-    assert bundles_of("reference", places) == []
+    placements = place_roles(GPU_NODES, [policy(0, 1), reference(0, 1)], None, concurrent=True)
+    assert [worker.num_gpus for group in placements.values() for worker in group] == [0.5] * 4
+    assert [(worker.owner, worker.bundle) for worker in placements["reference"]] == [
+        ("actor_train", 0),
+        ("actor_train", 1),
+    ]
+    assert [amounts for _, amounts in bundles_of("actor_train", placements)] == [{"CPU": 2.0, "GPU": 1.0}] * 2
+    assert bundles_of("reference", placements) == []
 
 
-def test_roles_on_other_devices_have_bundles_of_their_own():
-    places = place_roles(GPU_NODES, [policy(0, 1, 2), reference(2, 5)], None, at_once=True)
-    assert [(place.owner, place.bundle) for place in places["reference"]] == [("actor_train", 2), ("reference", 0)]
-    assert [place.num_gpus for place in places["actor_train"]] == [1.0, 1.0, 0.5]
-    assert [(node.node_id, amounts) for node, amounts in bundles_of("reference", places)] == [
+def test_roles_on_different_devices_have_separate_bundles():
+    placements = place_roles(GPU_NODES, [policy(0, 1, 2), reference(2, 5)], None, concurrent=True)
+    assert [(worker.owner, worker.bundle) for worker in placements["reference"]] == [
+        ("actor_train", 2),
+        ("reference", 0),
+    ]
+    assert [worker.num_gpus for worker in placements["actor_train"]] == [1.0, 1.0, 0.5]
+    assert [(node.node_id, amounts) for node, amounts in bundles_of("reference", placements)] == [
         ("node1", {"CPU": 1.0, "GPU": 1.0})
     ]
 
 
-def test_cpu_workers_go_where_the_cores_are_and_share_them_where_they_are_few():
+def test_cpu_workers_are_placed_by_free_cores_and_share_scarce_ones():
     nodes = [Node("small", "10.0.0.1", 2.0, 0), Node("large", "10.0.0.2", 6.0, 0)]
     roles = [RoleDemand("actor_train", (), 4)]
-    places = place_roles(nodes, roles, None, at_once=True)["actor_train"]
-    assert [place.node.node_id for place in places] == ["small", "large", "large", "large"]
-    assert [(place.num_cpus, place.threads) for place in places] == [(1.0, 2)] * 4
+    placements = place_roles(nodes, roles, None, concurrent=True)["actor_train"]
+    assert [worker.node.node_id for worker in placements] == ["small", "large", "large", "large"]
+    assert [(worker.num_cpus, worker.threads) for worker in placements] == [(1.0, 2)] * 4
 
     roles = [RoleDemand("actor_train", (), 4), RoleDemand("reference", (), 2)]
-    places = place_roles(nodes[:1], roles, None, at_once=False)
-    assert [(place.num_cpus, place.threads) for group in places.values() for place in group] == [(0.33, 1)] * 6
-    assert sum(amounts["CPU"] for role in places for _, amounts in bundles_of(role, places)) <= 2.0
+    placements = place_roles(nodes[:1], roles, None, concurrent=False)
+    assert [(worker.num_cpus, worker.threads) for group in placements.values() for worker in group] == [(0.33, 1)] * 6
+    assert sum(amounts["CPU"] for role in placements for _, amounts in bundles_of(role, placements)) <= 2.0
 
 
-def test_roles_that_take_turns_compute_with_all_cores_of_a_node():
+def test_roles_that_take_turns_use_all_cores_of_a_node():
     nodes = [Node("node", "10.0.0.1", 8.0, 0)]
     roles = [RoleDemand("actor_train", (), 2), RoleDemand("reference", (), 2)]
     threads = {
-        at_once: [
-            place.threads for group in place_roles(nodes, roles, None, at_once=at_once).values() for place in group
+        concurrent: [
+            worker.threads
+            for group in place_roles(nodes, roles, None, concurrent=concurrent).values()
+            for worker in group
         ]
-        for at_once in (True, False)
+        for concurrent in (True, False)
     }
     assert threads == {True: [2] * 4, False: [4] * 4}
 
@@ -76,44 +84,44 @@ def test_roles_that_take_turns_compute_with_all_cores_of_a_node():
             GPU_NODES,
             policy(*range(16)),
             None,
-            "actor_train.device_mapping asks for 16 devices up to device 15, and the cluster has 2 nodes with 4 GPUs "
-            "and 8 CPUs: it has devices 0 to 7; name devices that are there, add nodes, or leave device_mapping out "
-            "and set num_workers to train on CPUs",
+            "actor_train.device_mapping requests 16 devices, up to device 15, but the cluster has 2 nodes with 4 GPUs "
+            "and 8 CPUs (devices 0 to 7); use available devices, add nodes, or remove device_mapping and set "
+            "num_workers to train on CPUs",
         ),
         (
             GPU_NODES,
             reference(2),
             8,
-            "reference.device_mapping asks for 1 devices up to device 2, and the cluster has 2 nodes with 4 GPUs and 8 "
-            "CPUs, 8 counted on each: it has no device; name devices that are there, add nodes, or leave "
-            "device_mapping out and set num_workers to train on CPUs",
+            "reference.device_mapping requests 1 device, up to device 2, but the cluster has 2 nodes with 4 GPUs and 8 "
+            "CPUs (no devices with num_gpus_per_node 8); use available devices, add nodes, or remove device_mapping "
+            "and set num_workers to train on CPUs",
         ),
         (
             [Node("a", "10.0.0.1", 8.0, 0)],
             policy(0),
             None,
-            "actor_train.device_mapping asks for 1 devices up to device 0, and the cluster has 1 node with 0 GPUs and "
-            "8 CPUs: it has no device; name devices that are there, add nodes, or leave device_mapping out and set "
-            "num_workers to train on CPUs",
+            "actor_train.device_mapping requests 1 device, up to device 0, but the cluster has 1 node with 0 GPUs and "
+            "8 CPUs (no devices); use available devices, add nodes, or remove device_mapping and set num_workers to "
+            "train on CPUs",
         ),
         (
             [Node("a", "10.0.0.1", 8.0, 2), Node("b", "10.0.0.2", 8.0, 4)],
             policy(0),
             None,
-            "actor_train.device_mapping counts devices node by node, and the cluster has 1 node with 2 GPUs and 8 CPUs "
-            "and 1 node with 4 GPUs and 8 CPUs; set num_gpus_per_node to the number that each of them gives",
+            "actor_train.device_mapping needs the same number of GPUs on every node, but the cluster has 1 node with 2 "
+            "GPUs and 8 CPUs and 1 node with 4 GPUs and 8 CPUs; set num_gpus_per_node to the number to use per node",
         ),
         (
             [Node("a", "10.0.0.1", 0.0, 2)],
             RoleDemand("actor_train", (), 2),
             None,
-            "actor_train asks for CPU workers, and the cluster has 1 node with 2 GPUs and 0 CPUs; add nodes with CPUs",
+            "actor_train requests CPU workers, but the cluster has 1 node with 2 GPUs and 0 CPUs; add nodes with CPUs",
         ),
     ],
 )
-def test_a_wish_that_the_cluster_cannot_hold_is_refused_in_one_message(nodes, role, per_node, message):
+def test_a_request_that_exceeds_the_cluster_is_rejected(nodes, role, per_node, message):
     with pytest.raises(UserError) as caught:
-        place_roles(nodes, [role], per_node, at_once=True)
+        place_roles(nodes, [role], per_node, concurrent=True)
     assert str(caught.value) == message
 
 
@@ -129,17 +137,17 @@ def test_a_wish_that_the_cluster_cannot_hold_is_refused_in_one_message(nodes, ro
         ({"ray_address": "10.0.0.1:6379"}, True),
     ],
 )
-def test_auto_takes_ray_where_a_role_has_several_processes_or_a_cluster_is_named(values, uses_ray):
+def test_auto_uses_ray_for_several_processes_or_with_a_cluster_address(values, uses_ray):
     assert parse_config(values).uses_ray is uses_ray
 
 
-def test_a_global_batch_is_the_steps_size_whatever_the_number_of_ranks():
+def test_the_global_batch_size_does_not_depend_on_the_number_of_ranks():
     def size(workers: int, **training: int) -> int:
         return parse_config({"actor_train": {"num_workers": workers, "training_args": training}}).pairs_per_step
 
     assert [size(workers, global_batch_size=24) for workers in (1, 2, 4)] == [24] * 3
-    each = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    assert [size(workers, **each) for workers in (1, 2, 4)] == [6, 12, 24]
+    per_worker = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    assert [size(workers, **per_worker) for workers in (1, 2, 4)] == [6, 12, 24]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_a_global_batch_is_the_steps_size_whatever_the_number_of_ranks():
         ),
     ],
 )
-def test_settings_of_the_runtime_that_contradict_each_other_are_refused(values, message):
+def test_contradictory_runtime_settings_are_rejected(values, message):
     with pytest.raises(UserError) as caught:
         parse_config(values)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Preparation on Ray Data: the bytes of one process, also after a kill; mistakes told as one process tells them."""
+"""Data preparation on Ray Data writes the same bytes and raises the same errors as one process, also after a kill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_lines(path: Path, rows: list[Any]) -> str:
 
 
 def many_files(directory: Path) -> list[str]:
-    """Spans of lines and of row groups, a packed file, blank lines, bad rows, and labels between them."""
+    """Sources with several spans of lines and of row groups, blank lines, a bad row, and unpaired rows between them."""
     lines = write_lines(directory / "a.jsonl", [row(n) for n in range(1500)])
     with Path(lines).open("a") as stream:
         stream.write("\n" * 700 + '{"broken": 1}\n' + json.dumps(row(7)) + "\n\n\n")
@@ -81,38 +81,40 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
         assert Path(f"{output}.quarantine.jsonl").read_bytes() == quarantined
 
 
-def test_mistakes_are_told_in_the_same_words(tmp_path: Path, ray_here, small_spans: None) -> None:
-    packed = gzip.compress("".join(f"{json.dumps(row(n, word=secrets.token_hex(40)))}\n" for n in range(5000)).encode())
-    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-1000])
+def test_errors_have_the_same_message_as_in_one_process(tmp_path: Path, ray_here, small_spans: None) -> None:
+    compressed = gzip.compress(
+        "".join(f"{json.dumps(row(n, word=secrets.token_hex(40)))}\n" for n in range(5000)).encode()
+    )
+    (tmp_path / "cut.jsonl.gz").write_bytes(compressed[:-1000])
     names = many_files(tmp_path)
-    for name, part in (
+    for name, text in (
         (names, "a.jsonl, line 2201: no value"),
         (str(tmp_path / "cut.jsonl.gz"), "cannot be read as jsonl"),
     ):
-        told = []
+        messages = []
         for runner in (None, run_on_ray(2)):
             with pytest.raises(UserError) as error:
                 prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", runner=runner)
-            told.append(str(error.value))
-        assert told[0] == told[1]
-        assert part in told[0]
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+        assert text in messages[0]
     assert not (tmp_path / "s").exists()
 
 
-def test_the_command_prepares_on_ray_where_an_option_or_the_config_says_so(
+def test_the_command_prepares_on_ray_with_an_option_or_a_config_key(
     tmp_path: Path, ray_here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray of these tests is there already, and the command finds it."""
-    from thresher.runtime.ray import ray_data as preparing
+    """The command uses the Ray session of the tests."""
+    from thresher.runtime.ray import ray_data
 
     groups: list[tuple[int, int]] = []
-    run_spans = preparing._run_spans
+    run_spans = ray_data._run_spans
 
     def counted(worker: Any, spans: Any, num_workers: int) -> Any:
         groups.append((len(spans), num_workers))
         return run_spans(worker, spans, num_workers)
 
-    monkeypatch.setattr(preparing, "_run_spans", counted)
+    monkeypatch.setattr(ray_data, "_run_spans", counted)
     name = write_lines(tmp_path / "a.jsonl", [row(n) for n in range(40)])
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -132,7 +134,7 @@ def test_the_command_prepares_on_ray_where_an_option_or_the_config_says_so(
     assert files_of(tmp_path / "local") == files_of(tmp_path / "option") == files_of(tmp_path / "config")
 
 
-def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_preparation_on_ray_resumes_and_writes_the_same_bytes(tmp_path: Path) -> None:
     names = [write_lines(tmp_path / f"{n}.jsonl", [row(n) for n in range(700)]) for n in range(4)]
 
     def run(output: Path, runner: str, *kills: int) -> list[str]:
@@ -143,10 +145,10 @@ def test_a_killed_preparation_on_ray_goes_on_and_ends_with_the_same_bytes(tmp_pa
         assert done.returncode == 0, done.stderr
         return log.read_text().splitlines()
 
-    whole = run(tmp_path / "whole", "local:1")
+    uninterrupted = run(tmp_path / "uninterrupted", "local:1")
     killed = run(tmp_path / "killed", "ray:2", 5)
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
-    assert killed[:5] == whole[:5]
-    assert set(killed) == set(whole)
-    assert 0 < len(killed) - len(whole) <= 3  # blocks since the last checkpoint, of five
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "uninterrupted")
+    assert killed[:5] == uninterrupted[:5]
+    assert set(killed) == set(uninterrupted)
+    assert 0 < len(killed) - len(uninterrupted) <= 3  # blocks since the last checkpoint, of five
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

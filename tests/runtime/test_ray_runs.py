@@ -1,4 +1,4 @@
-"""Whole runs on Ray through the pipeline: the reference in all its modes, resuming, and what a failure tells."""
+"""Complete runs on Ray: the reference modes, resuming, and the errors of failed workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
-    """Run a config to its end; return what a person was told."""
+    """Run a config; return the logged messages."""
     config = parse_config({**values, "output_dir": str(output)})
     with logged() as records:
         DPOPipeline(config, console=console).run()
@@ -35,12 +35,12 @@ def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:
 
 
 class FreeCores:
-    """A tracker that notes how many cores nobody has reserved while the policy trains."""
+    """A tracker that records the maximum number of unreserved cores during training."""
 
     name = "console"
 
     def __init__(self) -> None:
-        self.max_over_ranks = 0.0
+        self.max_free = 0.0
 
     def start(self, run: object, resume_step: int | None) -> None:
         pass
@@ -48,9 +48,9 @@ class FreeCores:
     def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
         import ray
 
-        deadline = time.monotonic() + 10  # Ray gives resources back some moments after it was asked to
-        while self.max_over_ranks < 6 and time.monotonic() < deadline:
-            self.max_over_ranks = max(self.max_over_ranks, ray.available_resources()["CPU"])
+        deadline = time.monotonic() + 10  # Ray releases resources with a delay
+        while self.max_free < 6 and time.monotonic() < deadline:
+            self.max_free = max(self.max_free, ray.available_resources()["CPU"])
             time.sleep(0.1)
 
     def close(self, status: str) -> None:
@@ -58,74 +58,74 @@ class FreeCores:
 
 
 @pytest.fixture(scope="module")
-def alone(base, tmp_path_factory) -> Path:
-    """The run in one process, its reference scored by a plain forward at the moment of need."""
-    output = tmp_path_factory.mktemp("alone")
+def local(base, tmp_path_factory) -> Path:
+    """The run in one process, which scores the reference on demand."""
+    output = tmp_path_factory.mktemp("local")
     run(merge(base, {"reference": {"mode": "concurrent", "infer_batch_size": 8}}), output)
     return output
 
 
 @pytest.fixture(scope="module")
 def on_two(base, ray_here, tmp_path_factory) -> tuple[Path, list[str], FreeCores]:
-    """The run on two workers, its reference scored in advance by two more."""
+    """The run on two workers, with the reference precomputed by two more."""
     output, free = tmp_path_factory.mktemp("two"), FreeCores()
     reference = {"num_workers": 2, "mode": "precompute", "cache_dir": str(output / "cache")}
     changes = {"reference": reference, "track_with": ["console"]}
-    with contextlib.chdir(output.parent):  # relative paths mean the same to workers
+    with contextlib.chdir(output.parent):  # relative paths mean the same in workers
         return output, run(merge(merge(base, TWO), changes), Path(output.name), free), free
 
 
-def test_a_reference_that_workers_score_in_advance_equals_a_plain_forward(alone, on_two):
+def test_a_precomputed_reference_equals_a_plain_forward(local, on_two):
     output, lines, _ = on_two
-    assert_same_run(output, alone)
+    assert_same_run(output, local)
     assert lines[-2].endswith("reference: precompute; layout: shared; on 2 x cpu on 1 node")
     assert lines[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
 
 
-def test_workers_that_scored_in_advance_are_released_before_the_policy_trains(on_two):
-    assert on_two[2].max_over_ranks == 6  # of 8; two workers of the policy have one each
+def test_reference_workers_are_released_after_precomputing(on_two):
+    assert on_two[2].max_free == 6  # of 8; each of the two policy workers reserves one
 
 
 def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
-    """With dropout, each rank must go on with its own random stream."""
+    """With dropout, each rank must restore its random state."""
     lora = {"model_args": {"lora_rank": 4, "lora_dropout": 0.3}, "training_args": {"learning_rate": 0.05}}
     values = merge(merge(base, TWO), {"actor_train": lora})
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert run(values, whole)[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
-    shutil.copytree(whole / "checkpoints" / "step-00000002", resumed / "checkpoints" / "step-00000002")
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    assert run(values, uninterrupted)[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
+    shutil.copytree(uninterrupted / "checkpoints" / "step-00000002", resumed / "checkpoints" / "step-00000002")
     lines = run({**values, "resume_from_checkpoint": "auto"}, resumed)
     assert lines[-2].endswith("resuming from " + str(resumed / "checkpoints" / "step-00000002"))
     assert lines[-1] == "reference: 24 pairs from the cache, 0 scored by its workers"
 
-    assert metric_log(resumed) == [record for record in metric_log(whole) if record["step"] > 2]
+    assert metric_log(resumed) == [record for record in metric_log(uninterrupted) if record["step"] > 2]
     last = "checkpoints/step-00000004"
     for name in ("weights", "optimizer", "rng"):
-        ours, theirs = (stored(output / last, name) for output in (resumed, whole))
+        ours, theirs = (stored(output / last, name) for output in (resumed, uninterrupted))
         assert ours.keys() == theirs.keys()
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), f"{name}: {key}"
-    streams = stored(whole / last, "rng")
+    streams = stored(uninterrupted / last, "rng")
     assert not torch.equal(streams["torch"], streams["rank.1.torch"])
 
 
-def test_a_run_resumes_on_another_number_of_workers_and_says_what_was_lost(base, alone, on_two, tmp_path):
+def test_a_run_resumes_with_fewer_workers_and_reports_unused_random_states(base, local, on_two, tmp_path):
     source, output = on_two[0], tmp_path / "out"
     shutil.copytree(source / "checkpoints" / "step-00000002", output / "checkpoints" / "step-00000002")
     lines = run({**base, "resume_from_checkpoint": "auto"}, output)
     assert "the checkpoint has the RNG state of 2 ranks, and this run has 1: the rest is not used" in lines
     ours = metric_log(output)
-    theirs = [record for record in metric_log(alone) if record["step"] > 2]
+    theirs = [record for record in metric_log(local) if record["step"] > 2]
     for mine, yours in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(yours, rel=1e-5, abs=1e-5)
 
 
 @pytest.fixture
-def ahead(base, ray_here, tmp_path):
-    """A run on two workers that is ready to begin, with one worker of the reference two steps ahead."""
+def prefetching(base, ray_here, tmp_path):
+    """A run on two workers that is ready to begin, with one reference worker that prefetches two steps."""
     from thresher.runtime.ray.runtime import open_ray_runtime
 
     changes = {"reference": {"mode": "concurrent", "infer_batch_size": 8}, "output_dir": str(tmp_path / "out")}
-    # many micro-batches, so that a step takes the policy longer than an answer takes the reference
+    # many micro-batches, so that training a step takes longer than scoring it
     long_steps = {"actor_train": {"training_args": {"global_batch_size": 20, "max_tokens_per_micro_batch": 16}}}
     config, inputs = open_small_inputs(merge(merge(merge(base, TWO), changes), long_steps))
     assert mode_of(config) == "concurrent"
@@ -133,11 +133,11 @@ def ahead(base, ray_here, tmp_path):
         yield config, inputs, runtime, runtime.start(inputs, None, print)
 
 
-def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_asked(ahead, tmp_path):
+def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahead(prefetching, tmp_path):
     from thresher.builders.run import loop_settings
     from thresher.training.skipped_steps import SkippedStepLog
 
-    config, inputs, runtime, started = ahead
+    config, inputs, runtime, started = prefetching
     started.begin()
     log: list[tuple[int, dict]] = []
 
@@ -153,12 +153,12 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
     assert sorted({span.step for span in scored}) == [0, 1, 2, 3]
     for rank in trained:
         assert [span.step for span in rank] == [0, 1, 2, 3]
-    # back-pressure: a step is asked for when the one before the one before it is taken up, not earlier
+    # back-pressure: a step is submitted when the step prefetch_steps before it starts, not earlier
     first = trained[0]
     for span in scored:
         if span.step > config.reference.prefetch_steps:
             assert span.start > first[span.step - config.reference.prefetch_steps - 1].start - 1e-3
-    # both at once: a later step is scored in the time in which an earlier one is trained
+    # overlap: a later step is scored while an earlier one is trained
     assert any(
         score.step > train.step and score.start < train.stop and train.start < score.stop
         for score in scored
@@ -166,8 +166,8 @@ def test_the_reference_works_while_the_policy_trains_and_no_further_ahead_than_a
     )
 
 
-def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
-    _, inputs, runtime, started = ahead
+def test_an_error_names_the_worker_that_died(prefetching):
+    _, inputs, runtime, started = prefetching
     import ray
 
     from thresher.runtime.ray.cluster import wait_for
@@ -176,37 +176,37 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(ahead):
     records = started.trainable.run(inputs.plan.num_steps)
     next(records)
     ray.kill(runtime.policy.workers[1])
-    with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*it goes on from the newest"):
+    with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*resume from the newest"):
         list(records)
     with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
-        wait_for(runtime.policy.submit("evaluate_and_record")[:1])  # the whole group was ended
+        wait_for(runtime.policy.submit("evaluate_and_record")[:1])  # all workers were killed
 
 
-def cannot_be_loaded(*roles: str) -> dict[str, Any]:
-    """A mistake that only those see who load a model: it asks for kernels that are not installed."""
+def unloadable(*roles: str) -> dict[str, Any]:
+    """A config error that only the workers detect: kernels that are not installed."""
     return {role: {"model_args": {"attn_implementation": "flash_attention_2"}} for role in roles}
 
 
-def test_a_mistake_that_only_workers_see_is_told_in_their_words(base, ray_here, tmp_path):
+def test_a_user_error_in_a_worker_is_raised_unchanged(base, ray_here, tmp_path):
     with pytest.raises(UserError) as caught:
-        run(merge(merge(base, TWO), cannot_be_loaded("reference")), tmp_path / "out")
+        run(merge(merge(base, TWO), unloadable("reference")), tmp_path / "out")
     message = str(caught.value)
     assert "ray::" not in message
     assert "Traceback" not in message
     assert message.startswith(f"cannot load the model from {base['reference']['model_args']['model_name_or_path']}: ")
 
 
-def test_a_policy_that_cannot_be_loaded_is_told_before_the_reference_is_there(base, ray_here, tmp_path):
-    """Neither can be. The policy's workers are there first, and nobody waits for the reference's to say the same."""
+def test_a_policy_that_cannot_be_loaded_fails_before_the_reference_starts(base, ray_here, tmp_path):
+    """Neither can be loaded. The policy workers start first, and the error does not wait for reference workers."""
     with pytest.raises(UserError, match=f"cannot load the model from {re.escape(base['pretrain'])}: "):
-        run(merge(merge(base, TWO), cannot_be_loaded("actor_train", "reference")), tmp_path / "out")
+        run(merge(merge(base, TWO), unloadable("actor_train", "reference")), tmp_path / "out")
 
 
-def test_ray_that_a_run_starts_listens_on_loopback_only_and_asks_for_a_token(ray_here):
+def test_a_local_cluster_listens_on_loopback_only_and_requires_a_token(ray_here):
     assert os.environ["RAY_AUTH_MODE"] == "token"
-    own = {socket for pid in descendants(os.getpid()) for socket in sockets_of(pid)}
-    addresses = {address for socket, address in listeners().items() if socket in own}
-    assert addresses  # of Ray's own servers
+    sockets = {socket for pid in descendants(os.getpid()) for socket in sockets_of(pid)}
+    addresses = {address for socket, address in listeners().items() if socket in sockets}
+    assert addresses  # of Ray's servers
     assert addresses <= {"0100007F", LOOPBACK_V6, LOOPBACK_V4_IN_V6}
 
 
@@ -223,6 +223,6 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def listeners() -> dict[str, str]:
-    """Address by socket of all that listens on this machine."""
+    """Addresses of all listening sockets of this machine, by socket."""
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}

@@ -1,4 +1,4 @@
-"""A worker that is killed in the middle: the run goes on by itself and ends as if nothing had happened."""
+"""A run recovers from killed and hung workers and from signals with bit-identical results."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def values(base):
 
 
 @pytest.fixture(scope="module")
-def whole(values, ray_here, tmp_path_factory):
-    output = tmp_path_factory.mktemp("whole")
+def uninterrupted(values, ray_here, tmp_path_factory):
+    output = tmp_path_factory.mktemp("uninterrupted")
     run(values, output)
     return output
 
@@ -58,38 +58,38 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_killed_policy_worker_changes_nothing(values, whole, tmp_path, step):
+def test_a_killed_policy_worker_does_not_change_the_results(values, uninterrupted, tmp_path, step):
     killer = Killer(step, "ActorWorker")
     lines = run(values, tmp_path / "killed", killer)
     assert killer.killed
     assert any("restarting from" in line for line in lines)
-    assert_equal_runs(tmp_path / "killed", whole)
+    assert_equal_runs(tmp_path / "killed", uninterrupted)
     recovery = recovery_of(tmp_path / "killed")
     assert recovery["from_step"] == (0 if step == 1 else 2)
     assert recovery["steps_repeated"] <= 2
 
 
-def test_a_worker_that_hangs_is_named_with_the_last_thing_it_did(values, whole, tmp_path):
+def test_a_hung_worker_is_reported_with_its_last_activity(values, uninterrupted, tmp_path):
     stopper = Killer(3, "ActorWorker", signal.SIGSTOP)
     heartbeat_timeout = 16.0
     config = parse_config({**values, "output_dir": str(tmp_path / "hung"), "heartbeat_timeout": heartbeat_timeout})
     with logged(logging.WARNING) as records:
         DPOPipeline(config, console=stopper).run()
-    record, *others = [record for record in records if " hangs: " in record.getMessage()]
+    record, *others = [record for record in records if " is unresponsive: " in record.getMessage()]
     assert not others, records
-    told = record.getMessage()
-    words = r"actor_train worker [01] of 2 hangs: no answer for 12 s; the last thing it told, begun \d+ s ago: "
-    # asked every 2 s, a worker may have told nothing since it was built; these steps take milliseconds
-    work = r"(step \d: |saving step|evaluating after|building the|checking that|loading the|meeting the)[^;]*"
-    assert re.match(rf"{words}{work}\(process {stopper.killed}\); restarting from", told), told
-    # looked for within the timeout; until it is told, the other workers are ended and checkpoints verified
+    message = record.getMessage()
+    start = r"actor_train worker [01] of 2 is unresponsive: no heartbeat for 12 s; last activity, started \d+ s ago: "
+    # polled every 2 s, so the last heartbeat may be older than these steps, which take milliseconds
+    activity = r"(step \d: |saving step|evaluating after|building the|checking the|loading the|joining the)[^;]*"
+    assert re.match(rf"{start}{activity}\(process {stopper.killed}\); restarting from", message), message
+    # detected within the timeout; before it is logged, the other workers are killed and checkpoints verified
     assert record.created - stopper.time <= heartbeat_timeout + 8
     assert not Path(f"/proc/{stopper.killed}").exists()
-    assert_equal_runs(tmp_path / "hung", whole)
+    assert_equal_runs(tmp_path / "hung", uninterrupted)
 
 
-class Asker(Killer):
-    """A console that sends this process a signal when a step is logged for the first time."""
+class Terminator(Killer):
+    """A console tracker that sends SIGTERM to this process when a step is logged for the first time."""
 
     def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
         if step == self._step and not self.killed:
@@ -98,18 +98,18 @@ class Asker(Killer):
 
 
 @pytest.mark.parametrize("where", [{}, TWO], ids=["in process", "two workers"])
-def test_sigterm_saves_the_step_under_way_and_the_same_command_goes_on(base, ray_here, tmp_path, where):
+def test_sigterm_saves_the_current_step_and_the_same_command_resumes(base, ray_here, tmp_path, where):
     values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 150, "track_with": ["console"]})
-    run(values, tmp_path / "whole")
+    run(values, tmp_path / "uninterrupted")
     before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
-    stopped = pytest.raises(RunStopped, match=r"after step \d+, which is saved; the same command goes on")
+    stopped = pytest.raises(RunStopped, match=r"after step \d+ \(checkpoint saved\); rerun the same command to resume")
     with logged(logging.WARNING) as records, stopped as caught:
-        DPOPipeline(config, console=Asker(3, "")).run()
+        DPOPipeline(config, console=Terminator(3, "")).run()
     assert caught.value.exit_code == 128 + signal.SIGTERM
     assert records[-1].getMessage().startswith("SIGTERM: finishing and saving the current step (up to 60 s)")
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
     assert 3 <= int(saved.name.removeprefix("step-")) < 150
     assert signal.getsignal(signal.SIGTERM) is before
     run(values, tmp_path / "stopped")
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "uninterrupted")

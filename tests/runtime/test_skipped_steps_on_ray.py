@@ -1,4 +1,4 @@
-"""The record of skipped steps of whole runs: the driver writes it, each step stands in it once, whatever dies."""
+"""The skipped-step log of complete runs has one record per skipped step, also after failures and resumes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def poisoned(base, tmp_path_factory) -> tuple[dict[str, Any], int, str]:
-    """A run of which the third step holds a pair whose weight makes its loss infinite; the pair, and its hash."""
+    """A config whose third step has a pair with an infinite loss, that pair, and its hash."""
     directory = tmp_path_factory.mktemp("poisoned")
-    config, inputs = open_small_inputs(merge(base, {"output_dir": str(directory / "sound")}))
+    config, inputs = open_small_inputs(merge(base, {"output_dir": str(directory / "valid")}))
     pair = int(inputs.plan.pair_ids(2)[1])
     rows = [json.loads(line) for line in Path(config.actor_train.data_args.file_name[0]).read_text().splitlines()]
     rows[pair] |= {"weight": 3.4e38, "margin": 20.0}
@@ -47,7 +47,7 @@ def poisoned(base, tmp_path_factory) -> tuple[dict[str, Any], int, str]:
     return values, pair, content.hex()
 
 
-def test_a_run_in_one_process_names_the_pair_by_number_and_content(poisoned, tmp_path):
+def test_a_run_in_one_process_records_the_number_and_hash_of_the_pair(poisoned, tmp_path):
     values, pair, content = poisoned
     run(values, tmp_path, Killer(-1, ""))
     (record,) = records(tmp_path)
@@ -57,34 +57,34 @@ def test_a_run_in_one_process_names_the_pair_by_number_and_content(poisoned, tmp
 
 
 @distributed
-def test_a_killed_worker_leaves_one_record_of_a_step_that_was_skipped_twice(poisoned, ray_here, tmp_path):
-    """It dies after the step is told; the run goes on from the one before, and is told again."""
+def test_a_killed_worker_leaves_one_record_of_a_repeated_skipped_step(poisoned, ray_here, tmp_path):
+    """The worker dies after the step is logged; the run resumes before it and skips it again."""
     values, _, _ = poisoned
-    run(values, tmp_path / "alone", Killer(-1, ""))
+    run(values, tmp_path / "local", Killer(-1, ""))
     killer = Killer(3, "ActorWorker")
     run(merge(values, TWO), tmp_path / "killed", killer)
     assert killer.killed
     assert (tmp_path / "killed" / "logs" / "recoveries.jsonl").exists()
-    assert records(tmp_path / "killed") == records(tmp_path / "alone")
-    weights = last_weights(tmp_path / "alone")
+    assert records(tmp_path / "killed") == records(tmp_path / "local")
+    weights = last_weights(tmp_path / "local")
     for name, weight in last_weights(tmp_path / "killed").items():
         torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=0, msg=name)
 
 
-def test_a_run_that_goes_on_cuts_the_records_of_steps_that_it_makes_again(poisoned, tmp_path):
+def test_a_resumed_run_replaces_the_records_of_repeated_steps(poisoned, tmp_path):
     values, _, _ = poisoned
     run(values, tmp_path, Killer(-1, ""))
-    whole, weights = records(tmp_path), last_weights(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")  # as if it had died before
+    uninterrupted, weights = records(tmp_path), last_weights(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")  # as if the run had died before saving it
     file = tmp_path / "logs" / "skipped_steps.jsonl"
-    earlier = json.dumps({**whole[0], "step": 1}) + "\n"
-    file.write_text(earlier + file.read_text() + '{"step": 3, "reas')  # torn by a crash
+    earlier = json.dumps({**uninterrupted[0], "step": 1}) + "\n"
+    file.write_text(earlier + file.read_text() + '{"step": 3, "reas')  # an interrupted write
     run(values, tmp_path, Killer(-1, ""))
-    assert records(tmp_path) == [json.loads(earlier), *whole]
+    assert records(tmp_path) == [json.loads(earlier), *uninterrupted]
     assert all(torch.equal(weight, weights[name]) for name, weight in last_weights(tmp_path).items())
 
 
-def test_a_separate_run_sets_the_record_of_an_earlier_one_aside(poisoned, tmp_path):
+def test_a_separate_run_renames_the_log_of_an_earlier_one(poisoned, tmp_path):
     values, _, _ = poisoned
     run(values, tmp_path, Killer(-1, ""))
     shutil.rmtree(tmp_path / "checkpoints")
@@ -94,7 +94,7 @@ def test_a_separate_run_sets_the_record_of_an_earlier_one_aside(poisoned, tmp_pa
 
 
 @distributed
-def test_too_many_in_a_row_end_a_run_of_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
+def test_too_many_consecutive_skips_end_a_run_on_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
     values, pair, _ = poisoned
     with pytest.raises(UserError, match=r"in 1 steps in a row, up to step 3; lower .* which .*skipped_steps\.jsonl"):
         run(merge(values, {**TWO, "max_consecutive_skipped_steps": 1}), tmp_path, Killer(-1, ""))
@@ -111,7 +111,7 @@ def test_the_command_ends_with_exit_code_2_and_names_the_file(poisoned, tmp_path
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert f"listed in {tmp_path / 'out' / 'logs' / 'skipped_steps.jsonl'}" in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert f"listed in {tmp_path / 'out' / 'logs' / 'skipped_steps.jsonl'}" in output
+    assert "Traceback" not in output
     assert len(records(tmp_path / "out")) == 1

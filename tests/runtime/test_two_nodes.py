@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes that say they have two GPUs each: placement is real, and torch computes on the CPU."""
+"""A Ray cluster of two nodes with two simulated GPUs each: real placement, computation on the CPU."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def run(values: dict[str, Any], output: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(base, tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("alone")
+def local(base, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("local")
     run(base, output)
     return output
 
 
 LAYOUTS = {
-    "the reference on devices of its own": {
+    "the reference on separate devices": {
         "actor_train": {"device_mapping": [1, 2]},
         "reference": {"device_mapping": "[0, 3]", "mode": "concurrent", "infer_batch_size": 8},
     },
@@ -55,10 +55,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_run_over_two_nodes_equals_one_process(base, alone, address, tmp_path, layout):
+def test_a_run_over_two_nodes_equals_one_process(base, local, address, tmp_path, layout):
     lines = run(merge(merge(base, layout), {"ray_address": address}), tmp_path / "out")
     assert any(line.endswith("on 2 x cpu on 2 nodes") for line in lines)
-    assert_same_run(tmp_path / "out", alone)
+    assert_same_run(tmp_path / "out", local)
 
 
 @pytest.fixture
@@ -69,16 +69,16 @@ def connected(address) -> Iterator[None]:
         yield
 
 
-def test_workers_lie_where_their_device_ids_say(connected):
-    """Two roles share devices 0 and 3, and the policy has device 1 for itself."""
+def test_workers_run_on_the_nodes_of_their_device_ids(connected):
+    """Two roles share devices 0 and 3; device 1 belongs to the policy alone."""
     import ray
 
     from thresher.runtime.ray.cluster import Cluster, WorkerConfig
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager, alive_nodes
 
-    class Whereabouts:
-        """A worker that only says where it is: its node, and the devices that Ray shows it."""
+    class LocationWorker:
+        """A worker that returns its node and its visible devices."""
 
         def __init__(self, rank: int, size: int, threads: int, directory: str):
             pass
@@ -88,9 +88,9 @@ def test_workers_lie_where_their_device_ids_say(connected):
             return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
     roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
-    resources = ResourceManager(roles, None, at_once=True)
+    resources = ResourceManager(roles, None, concurrent=True)
     clusters = {
-        name: Cluster(name, Whereabouts, resources, WorkerConfig(name, joins_process_group=False))
+        name: Cluster(name, LocationWorker, resources, WorkerConfig(name, joins_process_group=False))
         for name in ("actor_train", "reference")
     }
     policy, reference = (cluster.call("where") for cluster in clusters.values())
@@ -103,30 +103,32 @@ def test_workers_lie_where_their_device_ids_say(connected):
     resources.close()
 
 
-def test_devices_that_the_cluster_lacks_are_refused_before_anything_is_written(base, address, tmp_path):
+def test_missing_devices_are_rejected_before_anything_is_written(base, address, tmp_path):
     values = merge(base, {"actor_train": {"device_mapping": "list(range(0,8))"}, "ray_address": address})
     with pytest.raises(UserError) as caught:
         run(values, tmp_path / "out")
     assert str(caught.value) == (
-        "actor_train.device_mapping asks for 8 devices up to device 7, and the cluster has 2 nodes with 2 GPUs and 4 "
-        "CPUs: it has devices 0 to 3; name devices that are there, add nodes, or leave device_mapping out and set "
-        "num_workers to train on CPUs"
+        "actor_train.device_mapping requests 8 devices, up to device 7, but the cluster has 2 nodes with 2 GPUs and 4 "
+        "CPUs (devices 0 to 3); use available devices, add nodes, or remove device_mapping and set num_workers to "
+        "train on CPUs"
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_devices_that_other_work_holds_are_told(connected, monkeypatch):
+def test_devices_that_other_work_uses_are_reported(connected, monkeypatch):
     from thresher.runtime.ray import resources
     from thresher.runtime.ray.placement import RoleDemand
 
     monkeypatch.setattr(resources, "_SECONDS_TO_RESERVE", 1.0)
-    holder = resources.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, at_once=True)
-    with pytest.raises(UserError, match=r"reference asks for 2 GPUs .* other work holds them \(3 and .* are free\)"):
-        resources.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, at_once=True)
+    holder = resources.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, concurrent=True)
+    with pytest.raises(
+        UserError, match=r"reference requests 2 GPUs .* other work uses them \(3 GPUs and .* are free\)"
+    ):
+        resources.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, concurrent=True)
     holder.close()
 
 
-def test_a_cluster_that_is_not_there_is_told(base, tmp_path):
+def test_an_unreachable_cluster_is_reported(base, tmp_path):
     with pytest.raises(
         UserError, match=r"cannot connect to the Ray cluster at 127\.0\.0\.1:1: .*refused; check ray_addr"
     ):

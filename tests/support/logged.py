@@ -1,4 +1,4 @@
-"""What the `thresher` loggers say, for tests and fixtures of any scope, where pytest's caplog serves single tests."""
+"""Capture records of the `thresher` loggers in fixtures of any scope; pytest's caplog works only in tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Collector(logging.Handler):
         self._records = records
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.getMessage()  # a message that its arguments do not fit fails here
+        record.getMessage()  # raises if the arguments do not match the message
         self._records.append(record)
 
 

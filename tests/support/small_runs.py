@@ -1,4 +1,4 @@
-"""Small runs through the whole pipeline: a model, its tokenizer and pairs of words, all made of noise."""
+"""Inputs for small runs of the full pipeline: random tiny models, a tokenizer and pairs of random words."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
     """Write pairs of random words, 1 to 4 in a prompt and 1 to 9 in a response."""
     draw = np.random.default_rng(seed)
 
-    def words(most: int) -> str:
-        return " ".join(f"w{i}" for i in draw.integers(4, VOCAB, draw.integers(1, most + 1)))
+    def words(max_count: int) -> str:
+        return " ".join(f"w{i}" for i in draw.integers(4, VOCAB, draw.integers(1, max_count + 1)))
 
     rows = [{"prompt": words(4) + " ", "chosen": words(9), "rejected": words(9)} for _ in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,9 +47,9 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
 
 
 def make_base(directory: Path) -> dict[str, Any]:
-    """Four steps over 21 pairs: three of 6, and a last one of 3, fewer than 4 ranks; 3 pairs are held out.
+    """Return a config of 4 steps over 21 pairs and 3 validation pairs; the last step has 3 pairs, fewer than 4 ranks.
 
-    Policy and reference are different models, so that no margin is rounding noise around 0.
+    Policy and reference are different models, so that margins are not rounding noise around 0.
     """
     policy, reference = (save_small_model(directory / name, seed) for seed, name in enumerate(("policy", "reference")))
     data = {"template": "raw"}
@@ -68,11 +68,11 @@ def make_base(directory: Path) -> dict[str, Any]:
                 "global_batch_size": 6,
                 "per_device_train_batch_size": 2,
                 "lr_scheduler_type": "linear",
-                "adam_epsilon": 1e-3,  # the default would blow rounding noise up to the size of an effect
+                "adam_epsilon": 1e-3,  # the default would amplify rounding noise
             },
         },
         "reference": {"model_args": {"model_name_or_path": str(reference)}, "infer_batch_size": 4},
-        "validation": {"data_args": {"file_name": str(write_rows(directory / "held_out.jsonl", 3, 1)), **data}},
+        "validation": {"data_args": {"file_name": str(write_rows(directory / "validation.jsonl", 3, 1)), **data}},
     }
 
 
@@ -90,13 +90,13 @@ def last_weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
-    """Whole tensors, however many processes wrote them."""
+    """Read the full tensors of a checkpoint, however many processes wrote them."""
     with ShardedReader(checkpoint, stem) as tensors:
         return {name: tensors.read(name) for name in tensors}
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
-    """Every logged metric and every final weight agree."""
+    """Check that every logged metric and every final weight agree."""
     ours, theirs = metric_log(one), metric_log(other)
     assert [record.keys() for record in ours] == [record.keys() for record in theirs]
     for mine, yours in zip(ours, theirs, strict=True):
@@ -108,7 +108,7 @@ def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     direct = [int(child) for file in children for child in file.read_text().split()]
     return [pid, *(each for child in direct for each in descendants(child))]

@@ -1,1 +1,1 @@
-"""What a run tells the world: trackers, rates and memory; `thresher.redact` keeps secrets out of it."""
+"""Logs, metrics and heartbeats of a run. `thresher.redact` masks secrets in them."""

@@ -1,4 +1,4 @@
-"""What this process is doing, for whoever waits for it: should it hang, its last words are told."""
+"""Process heartbeat: the current activity, reported when a worker hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last thing that a process began, and when, in seconds since the epoch."""
+    """The activity that a process started last; started_at is in seconds since the epoch."""
 
     activity: str
     started_at: float
@@ -22,13 +22,13 @@ class Heartbeat:
 _last = Heartbeat("starting", time.time(), os.getpid())
 
 
-def set_activity(what: str) -> None:
-    """Say what begins now."""
-    global _last  # a process does one thing at a time, and has one pulse
-    _last = Heartbeat(what, time.time(), os.getpid())
-    logger.debug("%s", what)
+def set_activity(activity: str) -> None:
+    """Record the activity that starts now."""
+    global _last  # one per process, because a process has one activity at a time
+    _last = Heartbeat(activity, time.time(), os.getpid())
+    logger.debug("%s", activity)
 
 
 def heartbeat() -> Heartbeat:
-    """The last thing that was said here."""
+    """Return the last heartbeat of this process."""
     return _last

@@ -8,7 +8,7 @@ import torch
 
 
 def memory_metrics() -> dict[str, float]:
-    """Give the peaks since the process began; those of CUDA are the largest over this process's devices."""
+    """Return the peaks since the process started; the CUDA peaks are the maximum over its devices."""
     metrics = {"memory/peak_rss_gb": _peak_rss_bytes() / 1e9}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
@@ -18,7 +18,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def _peak_rss_bytes() -> int:
-    # Linux hands the parent's ru_maxrss on to a new process; VmHWM is this process's own.
+    # On Linux a new process inherits ru_maxrss from its parent; VmHWM covers this process alone.
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -26,33 +26,33 @@ _PACKAGE = logging.getLogger("thresher")
 
 
 class LogFile(logging.StreamHandler[TextIO]):
-    """Append records to a file, each flushed; a file that can no longer be written is left out with a warning."""
+    """Append records to a file and flush each. After a failed write, log a warning and stop writing to the file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_NOFOLLOW: a run's directory may come from elsewhere, and a link in it would lead out of it
+        # O_NOFOLLOW: a run directory from another source may contain a symlink that points out of it
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         super().__init__(os.fdopen(file, "a", encoding="utf-8", errors="backslashreplace"))
         self.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._path = path
 
     def format(self, record: logging.LogRecord) -> str:
-        # further lines of a message are indented, so that none of them looks like a record
+        # indent continuation lines, so that none of them looks like a record
         return super().format(record).replace("\n", "\n    ")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         _PACKAGE.removeHandler(self)
-        logger.warning("could not write %s: %r; nothing more is written there", self._path, sys.exc_info()[1])
+        logger.warning("could not write %s: %r; no more records are written to it", self._path, sys.exc_info()[1])
 
     def close(self) -> None:
         super().close()
-        with contextlib.suppress(OSError):  # told by handleError, if it is what could not be written
+        with contextlib.suppress(OSError):  # handleError has reported a failed write
             self.stream.close()
 
 
 @contextlib.contextmanager
 def run_log(directory: Path) -> Iterator[None]:
-    """Write `run.log` for the length of a run, from level INFO on, and what ends the run early."""
+    """Write `run.log` during a run, at level INFO and above, including the error that ends the run early."""
     if directory.is_dir():
         refuse_links(directory)
     file = _open(directory / FILE_NAME)
@@ -75,12 +75,12 @@ def _open(path: Path) -> LogFile | None:
     try:
         return LogFile(path)
     except OSError as error:
-        logger.warning("could not open %s: %s; the run has no such file", path, error.strerror or error)
+        logger.warning("could not open %s: %s; the run continues without this file", path, error.strerror or error)
         return None
 
 
 def open_worker_log(directory: Path, role: str, rank: int, level: int) -> LogFile:
-    """Write the records of this process, which is a worker, to its own file; an OSError tells why it cannot be."""
+    """Write the records of this worker process to its log file; raise OSError if the file cannot be opened."""
     path = directory / WORKERS / f"{role}-{rank}.log"
     if path.parent.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path.parent))
@@ -93,8 +93,8 @@ def open_worker_log(directory: Path, role: str, rank: int, level: int) -> LogFil
 
 @contextlib.contextmanager
 def _info_enabled() -> Iterator[None]:
-    """Lower the level to INFO for handlers that are added within; all others get the records that they got before."""
-    level, own_level, propagate = _PACKAGE.getEffectiveLevel(), _PACKAGE.level, _PACKAGE.propagate
+    """Lower the level to INFO for handlers added inside the block; existing handlers keep their level."""
+    level, previous_level, propagate = _PACKAGE.getEffectiveLevel(), _PACKAGE.level, _PACKAGE.propagate
     if level <= logging.INFO:
         yield
         return
@@ -107,7 +107,7 @@ def _info_enabled() -> Iterator[None]:
     try:
         yield
     finally:
-        _PACKAGE.setLevel(own_level)
+        _PACKAGE.setLevel(previous_level)
         _PACKAGE.propagate = propagate
         _PACKAGE.removeHandler(forward)
         for handler in forward.handlers:
@@ -129,15 +129,15 @@ class _Forward(logging.Handler):
 
 
 def _last_record(error: BaseException) -> logging.LogRecord:
-    """What ended a run: a request to stop, a mistake in the user's words, or anything else with its traceback."""
-    is_asked = isinstance(error, (RunStopped, KeyboardInterrupt, SystemExit))
-    is_told = is_asked or isinstance(error, UserError)
+    """Describe what ended a run: a stop request, a user error, or an unexpected error with its traceback."""
+    is_stop_request = isinstance(error, (RunStopped, KeyboardInterrupt, SystemExit))
+    is_expected = is_stop_request or isinstance(error, UserError)
     return logger.makeRecord(
         logger.name,
-        logging.INFO if is_asked else logging.ERROR,
+        logging.INFO if is_stop_request else logging.ERROR,
         __file__,
         0,
         "the run ended: %s",
         (str(error) or repr(error),),
-        None if is_told else (type(error), error, error.__traceback__),
+        None if is_expected else (type(error), error, error.__traceback__),
     )

@@ -1,4 +1,4 @@
-"""Rates of a run: pairs and tokens over time, with what stands outside left out and the reference counted in."""
+"""Throughput of a run: pairs and tokens per second of training, including the cost of the reference."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# the newest spans that a worker remembers
+# spans that a worker keeps, the newest
 NUM_SPANS = 4096
 
 
 class TraceSpan(NamedTuple):
-    """A stretch of work on a step (counted from 0), in seconds since the epoch, so that processes can be compared."""
+    """Time spent on a step (counted from 0), in seconds since the epoch, which is comparable across processes."""
 
     work: str
     step: int
@@ -21,7 +21,7 @@ class TraceSpan(NamedTuple):
 
 
 class ThroughputMeter:
-    """Rates since the last log; evaluation and saving stand outside, the reference's cost inside."""
+    """Rates since the last log. They exclude evaluation and saving, and include the cost of the reference."""
 
     def __init__(self) -> None:
         self.restart()
@@ -32,14 +32,14 @@ class ThroughputMeter:
         self._waited = 0.0
 
     def record_step(self, pairs: int, useful_tokens: int) -> None:
-        """Note a finished step."""
+        """Count a completed step."""
         self._pairs += pairs
         self._useful_tokens += useful_tokens
         self._steps += 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens in the block."""
+        """Exclude the time of the block."""
         since = time.perf_counter()
         try:
             yield
@@ -56,9 +56,9 @@ class ThroughputMeter:
             self._waited += time.perf_counter() - since
 
     def pop_rates(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
-        """Return the rates and start over; a reference scored in advance is charged to the pairs that use it.
+        """Return the rates and restart; the cost of precomputed reference logps is charged to the pairs that use them.
 
-        None says that there is no reference, and so nobody waited for it.
+        reference_seconds_per_pair: None without a reference, which omits `time/wait_reference`.
         """
         training = time.perf_counter() - self._started
         seconds = training + (reference_seconds_per_pair or 0.0) * self._pairs

@@ -1,4 +1,4 @@
-"""Where a run runs: in this process, or on the workers of a Ray cluster. Ray is imported when it is asked for."""
+"""Runtimes: execute a run in this process or on the workers of a Ray cluster. Ray is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # a run that is only submitted must not wait for models and trainers to be imported
+if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.inputs import RunInputs
     from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a run that is only submitted must not wait for models and t
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run that is ready to begin; notes are warnings for the user, place says on what it trains."""
+    """A run that is ready to begin. devices describes the hardware, notes are warnings for the user."""
 
     trainable: Trainable
     progress: TrainingProgress
@@ -29,13 +29,13 @@ class RunHandle:
 
 
 class Runtime(Protocol):
-    """Start the trainers of a run; progress takes (what, done, total)."""
+    """Starts the trainers of a run; progress is called with (description, done, total)."""
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle: ...
 
 
 def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:
-    """Take what the run needs of this machine or cluster, or refuse at once; leaving gives it back."""
+    """Reserve the resources of the run, or raise if they do not exist; leaving the context releases them."""
     if config.uses_ray:
         from thresher.runtime.ray.environment import set_environment
 

@@ -1,4 +1,4 @@
-"""A run in this process."""
+"""Runtime for a run in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from thresher.runtime import RunHandle
 
 @dataclass(frozen=True)
 class LocalRuntime:
-    """The trainer is the only rank of one."""
+    """Trains in this process, which is the only rank."""
 
     config: DPOConfig
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
-        """Load the models, check them on real pairs, and go on from a checkpoint."""
+        """Load the models, check them on real pairs, and restore a checkpoint if there is one."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
         reference = build_reference_parts(self.config, inputs, policy, progress)
-        parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
-        return RunHandle(parts.trainer, parts.progress, reference.mode, str(policy.device), parts.notes, parts.begin)
+        bundle = build_trainer(self.config, inputs, policy, reference, checkpoint)
+        return RunHandle(
+            bundle.trainer, bundle.progress, reference.mode, str(policy.device), bundle.notes, bundle.begin
+        )

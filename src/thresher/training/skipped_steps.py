@@ -18,7 +18,7 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import PairStore
 from thresher.observability.trackers.jsonl import truncate_after
-from thresher.observability.trackers.tracker import readable_errors, rotate
+from thresher.observability.trackers.tracker import rotate, translate_os_errors
 from thresher.strategies.nonfinite import NonFiniteStep
 from thresher.training.state import TrainerState
 
@@ -67,7 +67,7 @@ class SkippedStepLog:
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         """Start a new log, or continue after `resume_step`; the file of an earlier run is renamed, not overwritten."""
         self.path = run_dir / FILE_NAME
-        with readable_errors():
+        with translate_os_errors():
             if resume_step is None:
                 rotate(self.path)
             elif self.path.exists():
@@ -85,7 +85,7 @@ class SkippedStepLog:
                 for pair in skipped.pairs
             ],
         }
-        with readable_errors():
+        with translate_os_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -1,1 +1,1 @@
-"""Trackers: where metrics go."""
+"""Trackers: the destinations of metrics."""

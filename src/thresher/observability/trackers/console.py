@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar where there is one, a plain line per log call where there is not."""
+"""Progress on stderr: a bar on a terminal, otherwise one plain line per log call."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from thresher.observability.trackers.tracker import RunInfo, Status
 from thresher.redact import escape_control_chars, redact_text
 
-# What a person watches: the metric, the label, and how it is printed.
+# The metrics that are shown, and their format.
 _SHOWN = (
     ("loss", "loss {:.4f}"),
     ("rewards/accuracies", "accuracy {:.3f}"),
@@ -19,7 +19,7 @@ _SHOWN = (
 
 
 class ConsoleTracker:
-    """Show progress on stderr. Print other messages on the same console, so that they do not tear the bar."""
+    """Show progress on stderr. Print other messages through the same console, so that they do not break the bar."""
 
     name = "console"
 
@@ -33,12 +33,12 @@ class ConsoleTracker:
         self._started_at = 0.0
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Say what runs, and start the bar on a terminal."""
+        """Describe the run, and start the bar on a terminal."""
         self._total_steps = run.total_steps
         self._first_step = max(0, resume_step or 0)
         self._started_at = self._clock()
-        begin = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
-        self.print(f"{run.exp_name}: {run.total_steps} steps, {begin}, in {run.run_dir}")
+        start = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
+        self.print(f"{run.exp_name}: {run.total_steps} steps, {start}, in {run.run_dir}")
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -53,7 +53,7 @@ class ConsoleTracker:
         self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step; those of an evaluation get a line of their own."""
+        """Show the metrics of a step; evaluation metrics get a separate line."""
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self.print(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in evaluated.items()))
@@ -66,14 +66,14 @@ class ConsoleTracker:
             self.print(f"step {step}/{self._total_steps}  {shown}  eta {self._time_left(step)}")
 
     def close(self, status: Status) -> None:
-        """End the bar and say how the run ended."""
+        """Stop the bar and print how the run ended."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         self.print(f"{status} after {format_seconds(self._clock() - self._started_at)}")
 
     def print(self, message: str) -> None:
-        """Print one message above the bar, with no markup read into it and no line broken."""
+        """Print a message above the bar, without markup or line wrapping."""
         self._console.print(escape_control_chars(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int) -> str:
@@ -84,6 +84,6 @@ class ConsoleTracker:
 
 
 def format_seconds(seconds: float) -> str:
-    """Spell a duration as hours, minutes and seconds."""
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    """Format a duration as hours, minutes and seconds."""
+    total = max(0, round(seconds))
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"

@@ -1,4 +1,4 @@
-"""Names to trackers."""
+"""Create trackers by name."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 @dataclass(frozen=True)
 class TrackerSettings:
-    """What the trackers beside the local log may be told."""
+    """Settings of the trackers other than the local log."""
 
     wandb_project: str = "thresher"
     wandb_entity: str | None = None
@@ -23,7 +23,7 @@ class TrackerSettings:
     mlflow_tracking_uri: str | None = None
 
 
-_MAKERS: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
+_FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
     "console": lambda _, console: console,
     "jsonl": lambda _, __: JsonlTracker(),
     "tensorboard": lambda _, __: TensorBoardTracker(),
@@ -32,24 +32,18 @@ _MAKERS: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
     ),
     "mlflow": lambda settings, _: MlflowTracker(tracking_uri=settings.mlflow_tracking_uri),
 }
-TRACKER_NAMES = tuple(_MAKERS)
 
 
 def make_trackers(
     names: Sequence[str], settings: TrackerSettings | None = None, *, console: ConsoleTracker | None = None
 ) -> Trackers:
-    """Make the named trackers and the local log, which is always on; `console` is used where it is among the names."""
+    """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
+    for name in names:
+        if name not in _FACTORIES:
+            nearest = difflib.get_close_matches(name, _FACTORIES, n=1)
+            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")
     settings = settings or TrackerSettings()
     console = console or ConsoleTracker()
-    for name in names:
-        _check(name)
-    optional = [_MAKERS[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
+    optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
     return Trackers([JsonlTracker()], optional)
-
-
-def _check(name: str) -> None:
-    if name in _MAKERS:
-        return
-    nearest = difflib.get_close_matches(name, _MAKERS, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"there is no tracker {name!r}; {hint}the trackers are {', '.join(_MAKERS)}")

@@ -1,8 +1,7 @@
-"""The local log: `metrics.jsonl`, one JSON object a line, the record of the run.
+"""The local log: `metrics.jsonl`, one JSON object per line.
 
-After a resume from step k the file holds exactly the records up to k and goes on from there, so that it ends
-equal to the log of a run that never stopped. NaN and the infinities are the strings `nan`, `inf`, `-inf`,
-which `float()` reads, because JSON has no word for them.
+Resuming from step k truncates the file to the records up to k, so that the complete log equals that of an uninterrupted
+run. JSON has no NaN and no infinities, so they are the strings `nan`, `inf` and `-inf`, which `float()` reads.
 """
 
 import json
@@ -19,7 +18,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker:
-    """Write metrics to `metrics.jsonl` in the run's directory."""
+    """Write metrics to `metrics.jsonl` in the run directory."""
 
     name = "jsonl"
 
@@ -27,7 +26,7 @@ class JsonlTracker:
         self._file: TextIO | None = None
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Open the log; a log that an earlier, separate run left there is renamed, never overwritten."""
+        """Open the log; the log of an earlier, separate run is renamed, never overwritten."""
         path = run.run_dir / FILE_NAME
         if resume_step is None:
             rotate(path)
@@ -38,10 +37,10 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         if self._file is None:
-            raise RuntimeError("the tracker must be started before it can log")
+            raise RuntimeError("call start() before log()")
         if "step" in metrics:
-            raise ValueError("`step` is the name of the step itself and cannot be a metric")
-        self._file.write(json.dumps({"step": step, **{k: _spell(v) for k, v in metrics.items()}}) + "\n")
+            raise ValueError("`step` is reserved and cannot be the name of a metric")
+        self._file.write(json.dumps({"step": step, **{k: _encode(v) for k, v in metrics.items()}}) + "\n")
         self._file.flush()
 
     def close(self, status: Status) -> None:  # noqa: ARG002
@@ -53,18 +52,18 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a log; a last line that was cut off is left out."""
-    return [_unspell(json.loads(line)) for line in _whole_lines(path)]
+    """Read a log, ignoring an incomplete last line."""
+    return [_decode(json.loads(line)) for line in _complete_lines(path)]
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Rewrite a log, in one atomic move, without its records of later steps and without a torn last line."""
-    kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+    """Atomically rewrite a log without the records of later steps and without an incomplete last line."""
+    kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
     durable.replace(path, "".join(f"{line}\n" for line in kept).encode())
 
 
-def _whole_lines(path: Path) -> list[str]:
-    # Only a newline ends a record: what stands behind the last one was cut off while it was written.
+def _complete_lines(path: Path) -> list[str]:
+    # Every record ends with a newline: text after the last one is an interrupted write.
     lines = path.read_bytes().split(b"\n")[:-1]
     texts = []
     for number, line in enumerate(lines, start=1):
@@ -78,11 +77,11 @@ def _whole_lines(path: Path) -> list[str]:
     return texts
 
 
-def _spell(value: float) -> float | str:
-    # float(): a tensor or NumPy scalar is written as the number that it is.
+def _encode(value: float) -> float | str:
+    # float() converts tensors and NumPy scalars
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else repr(number)
 
 
-def _unspell(record: dict[str, Any]) -> dict[str, Any]:
+def _decode(record: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) if isinstance(value, str) else value for key, value in record.items()}

@@ -1,8 +1,7 @@
-"""MLflow: an SQLite store `mlflow.db` below the run's directory, or any tracking server.
+"""MLflow: an SQLite store `mlflow.db` in the run directory, or any tracking server.
 
-A resumed run goes on under the same run id, kept in `mlflow_run.json`. MLflow cannot take back a point, so
-that points it has already are not sent again. MLflow's plain-file store is in maintenance and refuses to
-open, hence SQLite.
+A resumed run keeps its run id, stored in `mlflow_run.json`. MLflow cannot delete points, so points that it already has
+are not sent again. SQLite, because MLflow's file store is deprecated and refuses to open.
 """
 
 import json
@@ -15,26 +14,26 @@ from typing import Any
 from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-# The limits of one `log_batch` call, and of a parameter's text.
+# limits of a `log_batch` call and of a parameter's length
 _MAX_PARAMS = 100
 _MAX_METRICS = 1000
 _MAX_PARAM_CHARS = 6000
 
 
 class MlflowTracker:
-    """Log to MLflow through its client, which keeps no global state and collects nothing by itself."""
+    """Log to MLflow through its client, which has no global state and collects nothing automatically."""
 
     name = "mlflow"
 
     def __init__(self, *, tracking_uri: str | None = None) -> None:
-        # MLflow reports its use to its makers unless told not to, and reads this once, on import.
+        # MLflow sends usage statistics by default, and reads this once, on import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._library = import_tracker_library("mlflow", "mlflow")
         self._entities = import_tracker_library("mlflow.entities", "mlflow")
-        # It tells of every table that it makes, across the progress bar.
+        # Creating the store logs every table, which would break the progress bar.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         if tracking_uri is None:
-            # mlflow-skinny opens an SQLite store with these, but does not ask for them.
+            # mlflow-skinny needs these for an SQLite store, but does not depend on them.
             import_tracker_library("sqlalchemy", "mlflow")
             import_tracker_library("alembic", "mlflow")
         self._tracking_uri = tracking_uri
@@ -43,7 +42,7 @@ class MlflowTracker:
         self._present: set[tuple[str, int]] = set()
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Create a run, or open the one that this directory belongs to."""
+        """Create a run, or reopen the one of this run directory."""
         directory = run.run_dir.resolve()
         uri = self._tracking_uri or f"sqlite:///{directory / 'mlflow.db'}"
         self._client = self._library.MlflowClient(tracking_uri=uri)
@@ -53,7 +52,7 @@ class MlflowTracker:
             self._client.update_run(self._run_id, status="RUNNING")
             self._present = self._points_after(resume_step)
             return
-        # Artifacts lie beside a local store; a server has its own place for them.
+        # Artifacts of a local store are saved beside it; a server has a default location.
         artifacts = (directory / "mlflow-artifacts").as_uri() if self._tracking_uri is None else None
         experiment = self._client.get_experiment_by_name(run.exp_name)
         experiment_id = (

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `tensorboard/` below the run's directory."""
+"""TensorBoard event files in `tensorboard/` in the run directory."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Open a new event file; on a resume, one that hides what was logged after `resume_step`."""
+        """Open a new event file; when resuming, one that hides the points after `resume_step`."""
         directory = run.run_dir / "tensorboard"
         if resume_step is None:
             rotate(directory)
@@ -31,7 +31,7 @@ class TensorBoardTracker:
         """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
-        # A killed run loses what was not flushed, and a resume would not log it again.
+        # A killed run loses unflushed points, and a resume would not log them again.
         self._writer.flush()
 
     def close(self, status: Status) -> None:  # noqa: ARG002

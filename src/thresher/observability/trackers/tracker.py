@@ -1,8 +1,7 @@
-"""What a tracker is, and the fan-out to several of them.
+"""The tracker protocol, and the fan-out to several trackers.
 
-Decides who may fail: the local log must work, because it is the record of the run; any other tracker that
-fails after a good configuration is reported once and left out, because a dashboard's outage must not cost a
-training run.
+An error of the local log ends the run. Any other tracker that fails after start-up is reported once and disabled,
+because an outage of a dashboard must not end a training run.
 """
 
 import importlib
@@ -21,13 +20,13 @@ from thresher.redact import redact, redact_text
 logger = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted"]
-# the resume_step of a run that starts over and goes on in its own log: no record stays, not even one of step 0
+# the resume_step of a run that restarts from the beginning in its existing log: discard all records, even of step 0
 START_OVER = -1
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may know about a run. `run_dir` exists."""
+    """Description of a run for trackers. `run_dir` exists."""
 
     exp_name: str
     run_dir: Path
@@ -37,24 +36,24 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Somewhere that metrics go."""
+    """A destination of metrics."""
 
     @property
     def name(self) -> str:
-        """The name that a configuration calls it by."""
+        """The name used in the configuration."""
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Begin a new log (None), or go on after `resume_step`: what was logged for later steps is logged again."""
+        """Start a new log (None), or continue after `resume_step`: later steps will be logged again."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. A step may come in several parts, but steps never go back."""
+        """Log metrics of a step. A step may be logged in several calls; steps never decrease."""
 
     def close(self, status: Status) -> None:
-        """End, with everything written."""
+        """Write everything out and close."""
 
 
 class Trackers:
-    """Several trackers as one. Errors of `required` are raised, errors of `optional` logged once each."""
+    """Several trackers as one. Errors of `required` trackers are raised, those of `optional` trackers logged once."""
 
     name = "trackers"
 
@@ -63,10 +62,10 @@ class Trackers:
         self._optional = list(optional)
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Start all; a mistake that a person can mend stops the run here, before any work is done."""
-        # Redacted here whatever the caller did: no tracker may ever see a secret.
+        """Start all trackers; a `UserError` of any tracker is raised, because no work is lost yet."""
+        # Redact here, whether or not the caller did: no tracker may see a secret.
         run = replace(run, config=redact(run.config))
-        with readable_errors():
+        with translate_os_errors():
             run.run_dir.mkdir(parents=True, exist_ok=True)
             refuse_links(run.run_dir)
             for tracker in self._required:
@@ -74,16 +73,16 @@ class Trackers:
         self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log to all."""
-        with readable_errors():
+        """Log to all trackers."""
+        with translate_os_errors():
             for tracker in self._required:
                 tracker.log(step, metrics)
         self._each_optional(lambda tracker: tracker.log(step, metrics))
 
     def close(self, status: Status) -> None:
-        """Close all, the local log first and also when another one fails."""
+        """Close all trackers, also when the local log fails to close."""
         try:
-            with readable_errors():
+            with translate_os_errors():
                 for tracker in self._required:
                     tracker.close(status)
         finally:
@@ -97,27 +96,29 @@ class Trackers:
                 if raise_user_errors and isinstance(error, UserError):
                     raise
                 self._optional.remove(tracker)
-                # A server's address in the error may carry a login, and a record may go to any handler.
+                # The server address in the error may contain a password, and handlers need not redact.
                 logger.warning(
-                    "tracker %s failed and gets no more metrics; the local log has them all (%s)",
+                    "tracker %s failed and is disabled; the local log is complete (%s)",
                     tracker.name,
                     redact_text(f"{type(error).__name__}: {error}"),
                 )
 
 
-def readable_errors() -> AbstractContextManager[None]:
-    """Say what a person can do about a log that cannot be written; without it a run does not go on."""
+def translate_os_errors() -> AbstractContextManager[None]:
+    """Raise failed writes of the log as errors that say what to do; they end the run."""
     return durable.translate_os_errors("could not write the log of the run")
 
 
 def refuse_links(directory: Path) -> None:
-    """A log that is gone on with may come from elsewhere, and would be written to where a link leads."""
+    """Raise if a log directory contains a symlink: an existing log may come from elsewhere and redirect writes."""
     if links := sorted(path for path in directory.iterdir() if path.is_symlink()):
-        raise UserError(f"{links[0]} is a link; logs are plain files, so remove it, or set another logging_dir")
+        raise UserError(
+            f"{links[0]} is a symlink, and logs are not written through symlinks; remove it or set another logging_dir"
+        )
 
 
 def import_tracker_library(module: str, extra: str) -> ModuleType:
-    """Import a library that only one tracker needs."""
+    """Import the library of a tracker."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -128,10 +129,10 @@ def import_tracker_library(module: str, extra: str) -> ModuleType:
 
 
 def rotate(path: Path) -> Path | None:
-    """Rename what an earlier run left at `path` to the next free number; None if there was nothing."""
+    """Rename a file or directory of an earlier run to the next free number; None if it does not exist."""
     if not path.exists():
         return None
     number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while (renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    return path.rename(aside)
+    return path.rename(renamed)

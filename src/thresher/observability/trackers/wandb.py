@@ -1,8 +1,7 @@
-"""Weights & Biases: online where an API key is set up, offline in `wandb/` below the run's directory otherwise.
+"""Weights & Biases: online if an API key is configured, otherwise offline in `wandb/` in the run directory.
 
-A resumed run goes on under the same id, kept in `wandb_run.json`. W&B's history can only be appended to, so
-that steps it has already are not sent again. The command line, the code and the git remote are not collected:
-they may hold secrets.
+A resumed run keeps its id, stored in `wandb_run.json`. W&B's history is append-only, so steps that it already has are
+not sent again. The command line, the code and the git remote are not collected, because they may contain secrets.
 """
 
 import json
@@ -19,7 +18,7 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 
 class WandbTracker:
-    """Log to Weights & Biases, and never ask anything."""
+    """Log to Weights & Biases, without interactive prompts."""
 
     name = "wandb"
 
@@ -35,7 +34,7 @@ class WandbTracker:
         self._skip_through = -1
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Begin a run, or go on with the one that this directory belongs to."""
+        """Create a run, or resume the one of this run directory."""
         self._state_path = run.run_dir / "wandb_run.json"
         has_state = resume_step is not None and self._state_path.exists()
         state: dict[str, Any] | None = json.loads(self._state_path.read_text()) if has_state else None
@@ -50,7 +49,7 @@ class WandbTracker:
             mode=self._choose_mode(),
             dir=str(run.run_dir),
             config=dict(run.config),
-            # A run of its own, also where the calling program has another one open.
+            # a separate run, even if the calling program has an open one
             reinit="create_new",
             settings=self._library.Settings(
                 silent=True,
@@ -58,18 +57,18 @@ class WandbTracker:
                 disable_git=True,
                 disable_code=True,
                 x_disable_meta=True,
-                # Seconds that a killed offline run loses; W&B's own choice is 15.
+                # seconds of data that a killed offline run loses; the default is 15
                 x_transaction_log_flush_interval=0.1,
             ),
         )
         self._write_state(self._skip_through)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step, unless W&B has had them before a resume."""
+        """Send the metrics of a step, unless W&B has them from before a resume."""
         if step <= self._skip_through or step < self._run.step:
             return
         if step > self._last_step:
-            # W&B writes a step only when the next one begins, so until then it counts as not logged.
+            # W&B writes a step when the next one starts; until then it is not stored
             self._write_state(self._last_step)
             self._last_step = step
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
@@ -87,7 +86,7 @@ class WandbTracker:
             return "online"
         if mode == "online":
             raise UserError(
-                "wandb is to run online, but no API key is set up; "
+                "wandb mode is online, but no API key is configured; "
                 "run `wandb login`, set WANDB_API_KEY, or use mode `offline`"
             )
         return "offline"

@@ -1,1 +1,1 @@
-"""The Ray runtime: clusters of workers, placement, recovery, jobs."""
+"""The Ray runtime: placement, worker clusters, heartbeats, elastic scaling and jobs."""

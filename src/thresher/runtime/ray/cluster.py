@@ -1,4 +1,4 @@
-"""Cluster: the workers of one role as Ray actors, called together; the first failure of any is the failure of all."""
+"""Cluster: the workers of one role as Ray actors, called collectively. The first failure ends all of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from thresher.runtime.ray.resources import ResourceManager
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the workers of a role have in common; ranks that compute together join one process group."""
+    """Settings that all workers of a role share."""
 
     role: str
     joins_process_group: bool
 
 
 class Cluster:
-    """Start a worker at each place of a role.
+    """Starts one worker per placement of a role.
 
-    A survivor of a group would wait for a dead peer until a time-out, so the first failure ends them all, and it
-    reaches the caller as the worker's own message.
+    Surviving workers would wait for a dead peer until a collective times out, so the first failure kills all workers
+    and is raised in the caller.
     """
 
     def __init__(
@@ -37,25 +37,26 @@ class Cluster:
         worker_cls: type,
         resource_manager: ResourceManager,
         worker_config: WorkerConfig,
-        watch: HeartbeatMonitor | None = None,
+        monitor: HeartbeatMonitor | None = None,
     ):
         self.name = name
-        self.watch = watch or HeartbeatMonitor()
-        places = resource_manager.places(worker_config.role)
+        self.monitor = monitor or HeartbeatMonitor()
+        placements = resource_manager.placements[worker_config.role]
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
             remote.options(
-                num_cpus=place.num_cpus,
-                num_gpus=place.num_gpus,
+                num_cpus=placement.num_cpus,
+                num_gpus=placement.num_gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=resource_manager.group(place.owner), placement_group_bundle_index=place.bundle
+                    placement_group=resource_manager.groups[placement.owner],
+                    placement_group_bundle_index=placement.bundle,
                 ),
-            ).remote(rank, len(places), place.threads, str(Path.cwd()))
-            for rank, place in enumerate(places)
+            ).remote(rank, len(placements), placement.threads, str(Path.cwd()))
+            for rank, placement in enumerate(placements)
         ]
-        if watch is not None:
-            watch.add(name, self.workers)
+        if monitor is not None:
+            monitor.add(name, self.workers)
         if worker_config.joins_process_group:
             (address,) = wait_for([Call(self, 0, self.workers[0].start_rendezvous.remote())])
             self.call("join", address)
@@ -64,15 +65,15 @@ class Cluster:
         return len(self.workers)
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every worker; return their answers by rank."""
+        """Call a method of every worker; return the results by rank."""
         return wait_for(self.submit(method, *arguments))
 
     def submit(self, method: str, *arguments: object) -> list[Call]:
-        """Begin a call of every worker, to be awaited with `wait_for`."""
+        """Start a call of every worker, to be awaited with `wait_for`."""
         return [Call(self, rank, getattr(each, method).remote(*arguments)) for rank, each in enumerate(self.workers)]
 
     def stream(self, method: str, others_method: str, *arguments: object) -> Iterator[Any]:
-        """Yield what a generator method of rank 0 yields, while the other ranks run theirs."""
+        """Yield the items of a generator method of rank 0, while the other ranks run `others_method`."""
         first, *others = self.workers
         stream = getattr(first, method).options(num_returns="streaming").remote(*arguments)
         calls = [
@@ -82,34 +83,34 @@ class Cluster:
         running = {call.ref: call for call in calls}
         pending = [stream, *running]
         while pending:
-            ready, pending = self.watch.wait_any(pending)
+            ready, pending = self.monitor.wait_any(pending)
             if ready is not stream:
-                running[ready].answer()
+                running[ready].result()
                 continue
             try:
                 record = next(stream)
             except StopIteration:
                 continue
             pending.append(stream)
-            yield Call(self, 0, record).answer()
+            yield Call(self, 0, record).result()
 
     def close(self) -> None:
-        """End every worker at once."""
-        self.watch.remove(self.workers)
+        """Kill every worker."""
+        self.monitor.remove(self.workers)
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Something that a worker was asked for."""
+    """A pending call of one worker."""
 
     cluster: Cluster
     rank: int
     ref: Any
 
-    def answer(self) -> Any:
-        """Take the answer; a failure ends the worker's whole cluster."""
+    def result(self) -> Any:
+        """Wait for the result; a failure closes the cluster of the worker."""
         try:
             return ray.get(self.ref)
         except RayError as error:
@@ -118,33 +119,33 @@ class Call:
 
 
 def wait_for(calls: Sequence[Call]) -> list[Any]:
-    """Wait for calls, of one cluster or several; whichever fails first is told at once, whoever is still busy."""
+    """Wait for calls of one or several clusters; the first failure is raised without waiting for the others."""
     running = {call.ref: call for call in calls}
     pending = list(running)
     while pending:
-        ready, pending = calls[0].cluster.watch.wait_any(pending)
-        running[ready].answer()
-    return [call.answer() for call in calls]
+        ready, pending = calls[0].cluster.monitor.wait_any(pending)
+        running[ready].result()
+    return [call.result() for call in calls]
 
 
 def _fail(error: RayError, worker: str) -> NoReturn:
-    """Raise a worker's failure here: a mistake that a person can mend as it is, anything else with who and where."""
+    """Raise a worker's failure in this process: a `UserError` unchanged, any other error with the worker's name."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, UserError):
         raise cause from None
     if isinstance(error, RayActorError):
         raise WorkerLostError(
-            f"{worker} died: {_reason(error)}\nfinished checkpoints are whole, so look for the cause (often memory) "
-            "and start the run again: it goes on from the newest"
+            f"{worker} died: {_death_cause(error)}\nfinished checkpoints are valid: look for the cause (often out of "
+            "memory), then rerun the same command to resume from the newest"
         ) from None
     lines = str(error).strip().splitlines()
     raise WorkerError(f"{worker} failed: {lines[-1].strip()}\n{error}") from None
 
 
-def _reason(error: RayActorError) -> str:
-    """What Ray knows of a death, on one line: the facts stand below its first line, one of them a line."""
+def _death_cause(error: RayActorError) -> str:
+    """Summarize Ray's report of an actor's death on one line; the report has one fact per line below its first."""
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-    if "creation task" in lines[0]:  # of a worker that could not be made, the last line says why
+    if "creation task" in lines[0]:  # the constructor failed, and the last line says why
         return lines[-1]
     where = [line for line in lines[1:] if line.startswith(("pid:", "ip:"))]
     why = [line for line in lines[1:] if line.startswith(("The actor", "Worker ", "The node", "The owner"))]

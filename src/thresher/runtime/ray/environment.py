@@ -1,4 +1,4 @@
-"""What Ray must find in the environment before it is imported."""
+"""Environment variables that Ray reads when it is imported."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # a worker without GPUs keeps its CUDA_VISIBLE_DEVICES, as Ray will do by itself one day
+    # a worker without GPUs keeps its CUDA_VISIBLE_DEVICES, which is Ray's announced default
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_OF_OUR_OWN = {
-    # Ray's switch for systems without clusters: addresses are then 127.0.0.1 and its servers listen nowhere else
+_LOCAL_CLUSTER_ENV = {
+    # disables multi-node support: Ray uses 127.0.0.1, and its servers listen on loopback only
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # off: Ray would remember 100,000 calls for a dashboard that is not there, a few kilobytes for each step
+    # off: Ray would keep 100,000 task events for a dashboard that is not running, a few kilobytes per step
     "RAY_task_events_report_interval_ms": "0",
-    # Ray would have its workers give way to everything else on the machine; here they are the run
+    # Ray lowers the priority of its workers by default; here they do the training
     "RAY_worker_niceness": "0",
 }
 
 
 def set_environment(address: str | None) -> None:
-    """Tell Ray how to start, before it is imported: it reads this once. What a person has set stays."""
+    """Set Ray's environment variables if Ray is not imported yet; variables that the user set are kept."""
     if "ray" not in sys.modules:
-        for name, value in (_ENVIRONMENT | ({} if address else _OF_OUR_OWN)).items():
+        for name, value in (_ENVIRONMENT | ({} if address else _LOCAL_CLUSTER_ENV)).items():
             os.environ.setdefault(name, value)

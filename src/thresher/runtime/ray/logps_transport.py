@@ -1,4 +1,4 @@
-"""Logps on their way between processes: as numpy arrays, which the object store hands over without a copy."""
+"""Transfer of logps between processes as NumPy arrays, which Ray's object store shares without copying."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
 
 class FlatLogps(NamedTuple):
-    """Both sides of some pairs, pair after pair."""
+    """Both sides of some pairs, concatenated pair by pair."""
 
     chosen: npt.NDArray[np.float32]
     chosen_lengths: npt.NDArray[np.int64]
@@ -22,35 +22,34 @@ class FlatLogps(NamedTuple):
     rejected_lengths: npt.NDArray[np.int64]
 
 
-def pack_logps(parts: Sequence[ChosenRejectedLogps]) -> FlatLogps:
-    """Join what was scored in several batches."""
-    sides = ([part.chosen for part in parts], [part.rejected for part in parts])
+def pack_logps(batches: Sequence[ChosenRejectedLogps]) -> FlatLogps:
+    """Concatenate the logps of several batches."""
     arrays = []
-    for side in sides:
-        arrays.append(np.concatenate([part.values.float().cpu().numpy() for part in side]))
-        arrays.append(np.concatenate([part.lengths.cpu().numpy() for part in side]))
+    for side in ([batch.chosen for batch in batches], [batch.rejected for batch in batches]):
+        arrays.append(np.concatenate([batch.values.float().cpu().numpy() for batch in side]))
+        arrays.append(np.concatenate([batch.lengths.cpu().numpy() for batch in side]))
     return FlatLogps(*arrays)
 
 
-def unpack_logps(flat: FlatLogps, pairs_per_part: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
-    """Cut joined logps into parts of so many pairs each. On the CPU they stay where the object store put them."""
-    chosen = _cut_side(flat.chosen, flat.chosen_lengths, pairs_per_part, device)
-    rejected = _cut_side(flat.rejected, flat.rejected_lengths, pairs_per_part, device)
+def unpack_logps(flat: FlatLogps, pairs_per_batch: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
+    """Split concatenated logps into batches. On the CPU the results are views of the object store's memory."""
+    chosen = _unpack_side(flat.chosen, flat.chosen_lengths, pairs_per_batch, device)
+    rejected = _unpack_side(flat.rejected, flat.rejected_lengths, pairs_per_batch, device)
     return [ChosenRejectedLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
 
 
-def _cut_side(
+def _unpack_side(
     values: npt.NDArray[np.float32],
     lengths: npt.NDArray[np.int64],
-    pairs_per_part: Sequence[int],
+    pairs_per_batch: Sequence[int],
     device: torch.device,
 ) -> list[ResponseLogps]:
-    borders = np.cumsum([0, *pairs_per_part])
-    tokens = np.concatenate([[0], np.cumsum(lengths)])[borders]
+    bounds = np.cumsum([0, *pairs_per_batch])
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[bounds]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to logps
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # logps are read-only
         all_values, all_lengths = torch.from_numpy(values).to(device), torch.from_numpy(lengths).to(device)
     return [
-        ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[borders[at] : borders[at + 1]])
-        for at in range(len(pairs_per_part))
+        ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[bounds[at] : bounds[at + 1]])
+        for at in range(len(pairs_per_batch))
     ]

@@ -1,4 +1,4 @@
-"""Which node and which share of a device each worker gets: a pure function of the cluster and of what roles ask for."""
+"""Placement: assign a node and a fraction of a device to each worker, as a pure function of nodes and requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thresher.errors import ResourceError
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, by Ray's id of it."""
+    """A node of the Ray cluster."""
 
     node_id: str
     address: str
@@ -21,7 +21,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RoleDemand:
-    """What a role asks for: global device ids, one worker each, or a number of CPU workers."""
+    """The request of a role: global device ids, one worker per device, or a number of CPU workers."""
 
     name: str
     devices: tuple[int, ...]
@@ -30,10 +30,10 @@ class RoleDemand:
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where one worker runs.
+    """The node and resources of one worker.
 
-    bundle: which of the resource bundles of `owner` it lies in; roles that share a device share its bundle.
-    num_cpus: what is reserved for it. threads: how many it computes with.
+    bundle: index into the resource bundles of the role `owner`; roles that share a device share its bundle.
+    num_cpus: reserved cores. threads: number of compute threads.
     """
 
     node: Node
@@ -46,99 +46,101 @@ class WorkerPlacement:
 
 
 def place_roles(
-    nodes: Sequence[Node], roles: Sequence[RoleDemand], devices_per_node: int | None, *, at_once: bool
+    nodes: Sequence[Node], roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool
 ) -> dict[str, list[WorkerPlacement]]:
-    """Give every worker of every role its place, or refuse what the cluster cannot hold.
+    """Place every worker of every role, or raise if the cluster lacks the resources.
 
-    at_once: the roles compute at the same time and divide a node's cores; otherwise they take turns.
+    concurrent: the roles compute at the same time and divide the cores of a node; otherwise they take turns.
     """
-    seats = {role.name: _seats(nodes, role, devices_per_node) for role in roles}
-    on_node = Counter(node.node_id for places in seats.values() for node, _ in places)
+    assigned = {role.name: _assign_nodes(nodes, role, devices_per_node) for role in roles}
+    on_node = Counter(node.node_id for workers in assigned.values() for node, _ in workers)
     sharers = Counter(device for role in roles for device in role.devices)
     owners: dict[int, tuple[str, int]] = {}
-    found: dict[str, list[WorkerPlacement]] = {}
+    placements: dict[str, list[WorkerPlacement]] = {}
     for role in roles:
-        mates = on_node if at_once else Counter(node.node_id for node, _ in seats[role.name])
-        num_own, found[role.name] = 0, []
-        for node, device in seats[role.name]:
-            owner, bundle = role.name, num_own
+        co_located = on_node if concurrent else Counter(node.node_id for node, _ in assigned[role.name])
+        num_owned, placements[role.name] = 0, []
+        for node, device in assigned[role.name]:
+            owner, bundle = role.name, num_owned
             if device is not None:
                 owner, bundle = owners.setdefault(device, (owner, bundle))
-            num_own += owner == role.name
-            # a core is reserved where there is one for each; more workers than cores share them
+            num_owned += owner == role.name
+            # one core per worker, or a fraction if there are more workers than cores
             num_cpus = min(1.0, int(100 * node.num_cpus / on_node[node.node_id]) / 100)
-            threads = max(1, int(node.num_cpus / mates[node.node_id]))
+            threads = max(1, int(node.num_cpus / co_located[node.node_id]))
             num_gpus = 0.0 if device is None else int(1000 / sharers[device]) / 1000
-            found[role.name].append(WorkerPlacement(node, owner, bundle, device, num_gpus, num_cpus, threads))
-    return found
+            placements[role.name].append(WorkerPlacement(node, owner, bundle, device, num_gpus, num_cpus, threads))
+    return placements
 
 
-def bundles_of(owner: str, places: Mapping[str, Sequence[WorkerPlacement]]) -> list[tuple[Node, dict[str, float]]]:
-    """Resources of each bundle that a role owns, with what other roles put into it, and the node it must lie on."""
-    inside: dict[int, list[WorkerPlacement]] = {}
-    for place in (place for group in places.values() for place in group if place.owner == owner):
-        inside.setdefault(place.bundle, []).append(place)
+def bundles_of(owner: str, placements: Mapping[str, Sequence[WorkerPlacement]]) -> list[tuple[Node, dict[str, float]]]:
+    """Return node and resources of each bundle that a role owns, including the workers of other roles in it."""
+    by_bundle: dict[int, list[WorkerPlacement]] = {}
+    for worker in (worker for role in placements.values() for worker in role if worker.owner == owner):
+        by_bundle.setdefault(worker.bundle, []).append(worker)
     bundles = []
-    for _, mates in sorted(inside.items()):
-        resources = {"CPU": round(sum(place.num_cpus for place in mates), 2)}
-        resources |= {"GPU": 1.0} if mates[0].device is not None else {}
-        bundles.append((mates[0].node, {name: amount for name, amount in resources.items() if amount}))
+    for _, workers in sorted(by_bundle.items()):
+        resources = {"CPU": round(sum(worker.num_cpus for worker in workers), 2)}
+        resources |= {"GPU": 1.0} if workers[0].device is not None else {}
+        bundles.append((workers[0].node, {name: amount for name, amount in resources.items() if amount}))
     return bundles
 
 
-def _seats(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None) -> list[tuple[Node, int | None]]:
+def _assign_nodes(
+    nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
+) -> list[tuple[Node, int | None]]:
+    """Return the node and the device, None for a CPU worker, of each rank."""
     if role.devices:
-        return [(node, device) for device, node in _nodes_of_devices(nodes, role, devices_per_node)]
+        return _nodes_of_devices(nodes, role, devices_per_node)
     if not any(node.num_cpus > 0 for node in nodes):
-        raise ResourceError(f"{role.name} asks for CPU workers, and {_describe(nodes)}; add nodes with CPUs")
-    taken: Counter[str] = Counter()
-    seats: list[tuple[Node, int | None]] = []
+        raise ResourceError(f"{role.name} requests CPU workers, but {_describe(nodes)}; add nodes with CPUs")
+    num_workers: Counter[str] = Counter()
     for _ in range(role.num_workers):
-        # the node with most cores for one more worker; of equals, the first
-        node = max(nodes, key=lambda node: node.num_cpus / (taken[node.node_id] + 1))
-        taken[node.node_id] += 1
-        seats.append((node, None))
-    # neighbours in rank are neighbours on a node
-    order = {node.node_id: at for at, node in enumerate(nodes)}
-    return sorted(seats, key=lambda seat: order[seat[0].node_id])
+        # the node that would have the most cores per worker, the first of equals
+        node = max(nodes, key=lambda node: node.num_cpus / (num_workers[node.node_id] + 1))
+        num_workers[node.node_id] += 1
+    # consecutive ranks share a node
+    return [(node, None) for node in nodes for _ in range(num_workers[node.node_id])]
 
 
-def _nodes_of_devices(nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None) -> list[tuple[int, Node]]:
+def _nodes_of_devices(
+    nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
+) -> list[tuple[Node, int | None]]:
     sizes = sorted({node.num_gpus for node in nodes if node.num_gpus > 0})
     if devices_per_node is None and len(sizes) > 1:
         raise ResourceError(
-            f"{role.name}.device_mapping counts devices node by node, and {_describe(nodes)}; set num_gpus_per_node to "
-            "the number that each of them gives"
+            f"{role.name}.device_mapping needs the same number of GPUs on every node, but {_describe(nodes)}; set "
+            "num_gpus_per_node to the number to use per node"
         )
-    size, able = _nodes_with_devices(nodes, devices_per_node)
-    highest = max(role.devices)
-    if highest >= size * len(able):
-        offer = f"devices 0 to {size * len(able) - 1}" if able else "no device"
-        counted = f", {size} counted on each" if devices_per_node else ""
+    size, usable = _nodes_with_devices(nodes, devices_per_node)
+    count, highest = len(role.devices), max(role.devices)
+    if highest >= size * len(usable):
+        available = f"devices 0 to {size * len(usable) - 1}" if usable else "no devices"
+        limit = f" with num_gpus_per_node {size}" if devices_per_node else ""
         raise ResourceError(
-            f"{role.name}.device_mapping asks for {len(role.devices)} devices up to device {highest}, and "
-            f"{_describe(nodes)}{counted}: it has {offer}; name devices that are there, add nodes, or leave "
-            "device_mapping out and set num_workers to train on CPUs"
+            f"{role.name}.device_mapping requests {count} device{'s' if count > 1 else ''}, up to device {highest}, "
+            f"but {_describe(nodes)} ({available}{limit}); use available devices, add nodes, or remove device_mapping "
+            "and set num_workers to train on CPUs"
         )
-    return [(device, able[device // size]) for device in role.devices]
+    return [(usable[device // size], device) for device in role.devices]
 
 
-def devices_of(nodes: Sequence[Node], devices_per_node: int | None) -> int:
-    """How many device ids the nodes have."""
-    size, able = _nodes_with_devices(nodes, devices_per_node)
-    return size * len(able)
+def count_devices(nodes: Sequence[Node], devices_per_node: int | None) -> int:
+    """Return the number of device ids of the nodes."""
+    size, usable = _nodes_with_devices(nodes, devices_per_node)
+    return size * len(usable)
 
 
 def _nodes_with_devices(nodes: Sequence[Node], devices_per_node: int | None) -> tuple[int, list[Node]]:
-    """Devices of each node, and the nodes that have as many."""
+    """Return the number of device ids per node, and the nodes that have at least as many GPUs."""
     size = devices_per_node or min((node.num_gpus for node in nodes if node.num_gpus > 0), default=1)
     return size, [node for node in nodes if node.num_gpus >= size]
 
 
 def _describe(nodes: Sequence[Node]) -> str:
     kinds = Counter((node.num_gpus, node.num_cpus) for node in nodes)
-    parts = [
+    counts = [
         f"{count} node{'s' if count > 1 else ''} with {gpus} GPUs and {cpus:g} CPUs"
         for (gpus, cpus), count in kinds.items()
     ]
-    return f"the cluster has {' and '.join(parts)}"
+    return f"the cluster has {' and '.join(counts)}"

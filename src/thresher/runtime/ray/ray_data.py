@@ -1,7 +1,7 @@
-"""Preparation on Ray Data: workers of a cluster read spans of the sources and tokenise them, in bounded memory.
+"""Data preparation on Ray Data: workers read and tokenize spans of the sources in bounded memory.
 
-Ray Data streams: it holds as much in its object store as is allowed, lets workers wait for the writer beyond that, and
-hands results over in the order of the tasks. Rows with labels are read, joined and tokenised in this process.
+Ray Data limits the results in its object store, blocks workers that are ahead of the writer, and returns results in the
+order of the tasks. Unpaired rows are read, joined and tokenized in this process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from thresher.data.prepare.tasks import SpanTask, TaskReader
 from thresher.errors import UserError
 from thresher.runtime.ray.environment import set_environment
 
-# results that wait for the writer, in bytes: some spans for every worker, whatever the size of the sources
+# limit of results that wait for the writer: a few spans per worker, independent of the size of the sources
 _BYTES_PER_WORKER = 64 << 20
 _BYTES_PER_RESULT_BLOCK = 8 << 20
 
 
 def run_on_ray(num_workers: int, address: str | None = None) -> Executor:
-    """Tokenise in workers of the cluster at `address`, or of one that is started here for the length of the work."""
+    """Return an executor with workers on the cluster at `address`, or on a local cluster that it starts."""
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
         set_environment(address)
@@ -51,7 +51,7 @@ def _run_spans(worker: BlockWorker, spans: Sequence[SpanTask], num_workers: int)
     context.execution_options.resource_limits = ray.data.ExecutionResources(
         object_store_memory=num_workers * _BYTES_PER_WORKER
     )
-    # workers may ask for parts of cores, so that one is left for Ray Data and the writer
+    # fractional cores, so that one core is left for Ray Data and the writer
     num_cpus = min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1.0) - 1) / num_workers)
     tasks = ray.data.from_items([{TASK_COLUMN: task} for task in spans], override_num_blocks=len(spans))
     results = tasks.map_batches(

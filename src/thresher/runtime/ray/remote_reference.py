@@ -1,4 +1,4 @@
-"""The reference as a policy worker sees it: in the cache, some steps ahead on other workers, or beside the policy."""
+"""The reference of a policy worker: read from the cache, prefetched from reference workers, or loaded locally."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from thresher.training.trainer import ReferenceScorer, evaluation_batches
 
 @dataclass(frozen=True)
 class ReferenceHandle:
-    """What a policy worker must know of the reference: its mode, the digest of its files, and its workers, if any."""
+    """Describes the reference to a policy worker: its mode, the digest of its weights, and its workers, if any."""
 
     mode: ReferenceMode
     weights: str | None
@@ -46,92 +46,92 @@ class ReferenceHandle:
 class PrefetchingReference:
     """Logps that reference workers compute while the policy trains on earlier pairs.
 
-    Work comes in units: a rank's share of a step, or a batch of its held-out pairs. A unit is asked for `ahead` units
-    before it is needed and no earlier, so that results do not pile up.
+    A work item is a rank's micro-batches of a step, or one of its validation batches. It is submitted `prefetch_depth`
+    items before it is needed and no earlier, which bounds the number of waiting results.
     """
 
     def __init__(
         self,
         batches_of: Callable[[int], Sequence[PairIds]],
-        ask: Callable[[int], Any],
+        submit: Callable[[int], Any],
         *,
-        units: Sequence[int],
+        work_items: Sequence[int],
         repeats: bool,
-        ahead: int,
+        prefetch_depth: int,
         device: torch.device,
     ):
-        self.seconds_per_pair = 0.0  # the policy waits where this is slower, and its clock sees that
+        self.seconds_per_pair = 0.0  # included in the time that the policy waits
         self._batches_of = batches_of
-        self._ask = ask
-        self._units = units
+        self._submit = submit
+        self._work_items = work_items
         self._repeats = repeats
-        self._ahead = ahead
+        self._prefetch_depth = prefetch_depth
         self._device = device
         self._next = 0
-        self._asked: deque[tuple[int, Any]] = deque()
-        self._unit: dict[bytes, ChosenRejectedLogps] = {}
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._current: dict[bytes, ChosenRejectedLogps] = {}
 
     def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
-        """Take a batch out of the current unit, moving on to the unit that holds it; they come in order."""
+        """Return the logps of a batch, advancing to its work item; batches come in order."""
         if not len(batch):
             return empty_logps(self._device)
         key = batch.pair_ids.tobytes()
-        for _ in range(len(self._units) + 1):
-            if key in self._unit:
-                return self._unit[key]
+        for _ in range(len(self._work_items) + 1):
+            if key in self._current:
+                return self._current[key]
             self._advance()
         raise KeyError(f"no step of the plan has a batch of the pairs {batch.pair_ids.tolist()} for this rank")
 
     def _advance(self) -> None:
-        self._request()
-        if not self._asked:
+        self._prefetch()
+        if not self._pending:
             return
-        unit, answer = self._asked.popleft()
-        self._request()
-        batches = self._batches_of(unit)
+        item, result = self._pending.popleft()
+        self._prefetch()
+        batches = self._batches_of(item)
         if not batches:
-            self._unit = {}
+            self._current = {}
             return
         try:
-            flat = ray.get(answer)
+            flat = ray.get(result)
         except RayActorError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise WorkerLostError(
-                f"a reference worker died: {reason}\nlook for the cause (often memory) and start the run again: it "
-                "goes on from the newest checkpoint"
+                f"a reference worker died: {reason}\nlook for the cause (often out of memory), then rerun the same "
+                "command to resume from the newest checkpoint"
             ) from None
-        parts = unpack_logps(flat, [len(ids) for ids in batches], self._device)
-        self._unit = {ids.tobytes(): part for ids, part in zip(batches, parts, strict=True)}
+        logps = unpack_logps(flat, [len(ids) for ids in batches], self._device)
+        self._current = {ids.tobytes(): each for ids, each in zip(batches, logps, strict=True)}
 
-    def _request(self) -> None:
-        """Keep `ahead` units asked for; an empty share needs no answer."""
-        while len(self._asked) < self._ahead and (self._repeats or self._next < len(self._units)):
-            unit = self._units[self._next % len(self._units)]
-            self._asked.append((unit, self._ask(unit) if self._batches_of(unit) else None))
+    def _prefetch(self) -> None:
+        """Keep `prefetch_depth` work items submitted; an empty item needs no result."""
+        while len(self._pending) < self._prefetch_depth and (self._repeats or self._next < len(self._work_items)):
+            item = self._work_items[self._next % len(self._work_items)]
+            self._pending.append((item, self._submit(item) if self._batches_of(item) else None))
             self._next += 1
 
 
 def build_worker_reference(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceHandle, first_step: int
+    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, handle: ReferenceHandle, first_step: int
 ) -> ReferenceBundle:
-    """Make a policy worker's reference: in the cache that reference workers fill, some steps ahead, or its own."""
+    """Build the reference of a policy worker: from the cache, from reference workers, or loaded locally."""
     train: ReferenceScorer
     validation: ReferenceScorer | None
-    if link.mode == "precompute":
-        train, validation = cached_splits(config, inputs, str(link.weights), policy.device)
-    elif link.workers:
-        train, validation = _ahead(config, inputs, policy, link, first_step)
+    if handle.mode == "precompute":
+        train, validation = cached_splits(config, inputs, str(handle.weights), policy.device)
+    elif handle.workers:
+        train, validation = _prefetching(config, inputs, policy, handle, first_step)
     else:
-        return build_reference_parts(config, inputs, policy, device=policy.device, weights=link.weights)
-    digest = reference_digest(config, link.mode, link.weights)
-    notes = unused_settings(config, link.mode, works_ahead=link.mode == "concurrent")
-    return ReferenceBundle(link.mode, train, validation, digest, same_initial_weights(config), notes=notes)
+        return build_reference_parts(config, inputs, policy, device=policy.device, weights=handle.weights)
+    digest = reference_digest(config, handle.mode, handle.weights)
+    notes = unused_settings(config, handle.mode, works_ahead=handle.mode == "concurrent")
+    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), notes=notes)
 
 
 def cached_splits(
     config: DPOConfig, inputs: RunInputs, weights: str, device: torch.device
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
-    """Look the run's pairs up in the cache; driver, reference workers and policy workers all do."""
+    """Look up the pairs of the run in the cache, in the driver, reference workers and policy workers alike."""
     cache, plan = open_cache(config, weights), inputs.plan
     return look_up_splits(
         config, cache, inputs.train, plan.visited_pairs(), inputs.validation, device, num_visits=plan.num_visits
@@ -139,45 +139,46 @@ def cached_splits(
 
 
 def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pair: float) -> None:
-    """Find what reference workers have put into the cache meanwhile."""
+    """Repeat the lookup after reference workers filled the cache."""
     for split in (reference.train, reference.validation):
         if isinstance(split, PrecomputedReference):
             split.lookup()
             if split.num_missing:
                 raise UserError(
-                    f"the reference's workers scored {split.num_missing} pairs that a policy worker does not find in "
-                    f"{cache_root(config.reference.cache_dir)}; set reference.cache_dir to a place that all nodes share"
+                    f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
+                    f"{cache_root(config.reference.cache_dir)}; set reference.cache_dir to a directory that all "
+                    "nodes share"
                 )
             split.seconds_per_pair = seconds_per_pair
 
 
-def _ahead(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, link: ReferenceHandle, first_step: int
+def _prefetching(
+    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, handle: ReferenceHandle, first_step: int
 ) -> tuple[PrefetchingReference, PrefetchingReference | None]:
-    ranks, workers, plan = policy.dp_group, link.workers, inputs.plan
+    dp_group, workers, plan = policy.dp_group, handle.workers, inputs.plan
     micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy.hidden_size)
 
-    def worker_of(unit: int) -> Any:
-        return workers[(unit * ranks.size + ranks.rank) % len(workers)]  # shares go round, so that all have work
+    def worker_for(item: int) -> Any:
+        return workers[(item * dp_group.size + dp_group.rank) % len(workers)]  # round-robin over items and ranks
 
     train = PrefetchingReference(
-        lambda step: micro_batching.split(plan.pair_ids(step), ranks.rank, ranks.size),
-        lambda step: worker_of(step).score_step.remote(step, ranks.rank),
-        units=range(first_step, plan.num_steps),
+        lambda step: micro_batching.split(plan.pair_ids(step), dp_group.rank, dp_group.size),
+        lambda step: worker_for(step).score_step.remote(step, dp_group.rank),
+        work_items=range(first_step, plan.num_steps),
         repeats=False,
-        ahead=config.reference.prefetch_steps,
+        prefetch_depth=config.reference.prefetch_steps,
         device=policy.device,
     )
     if inputs.validation is None:
         return train, None
     size = config.actor_train.training_args.pairs_per_eval_batch
-    batches = evaluation_batches(len(inputs.validation), size, ranks.rank, ranks.size)
+    batches = evaluation_batches(len(inputs.validation), size, dp_group.rank, dp_group.size)
     validation = PrefetchingReference(
-        lambda at: [batches[at]],
-        lambda at: worker_of(at).score_validation.remote(at, ranks.rank),
-        units=range(len(batches)),
+        lambda index: [batches[index]],
+        lambda index: worker_for(index).score_validation.remote(index, dp_group.rank),
+        work_items=range(len(batches)),
         repeats=True,
-        ahead=config.reference.prefetch_steps,
+        prefetch_depth=config.reference.prefetch_steps,
         device=policy.device,
     )
     return train, validation

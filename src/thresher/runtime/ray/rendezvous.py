@@ -1,4 +1,4 @@
-"""How the ranks of a cluster find each other: one listens at an address that it chose itself, all meet there."""
+"""Rendezvous of the ranks of a cluster: one rank hosts a TCPStore on a free port, and all ranks connect to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import TCPStore
 from thresher.distributed.groups import Group
 
 Address = tuple[str, int]
-# a peer that died is noticed by the driver at once; this is for one that hangs
+# for a peer that hangs; the driver notices a dead one immediately
 _PEER_TIMEOUT = timedelta(minutes=30)
 
 
 def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
-    """Listen on this node's own address and a free port; the socket is bound before anybody hears of it."""
+    """Host a TCPStore on this node's address; the socket is bound here, so that its port cannot be taken meanwhile."""
     host = ray.util.get_node_ip_address()
     listener = socket.create_server((host, 0), backlog=max(128, size))
     port = listener.getsockname()[1]
@@ -29,11 +29,11 @@ def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
 
 
 def init_process_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
-    """Meet the other ranks; store is the one that this rank hosts, None on the others."""
+    """Join the process group of all ranks; store is the TCPStore that this rank hosts, if it does."""
     host, port = address
     interface = _interface_of(ray.util.get_node_ip_address())
     if interface is not None:
-        # both would take what the host's name resolves to, which may be loopback where it must not, or the other way
+        # the default is the address that the host name resolves to, which may be loopback on a cluster, or the reverse
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -48,6 +48,6 @@ def init_process_group(rank: int, size: int, address: Address, store: TCPStore |
 
 
 def _interface_of(address: str) -> str | None:
-    """Name the network interface that has this address; None where no interface of this machine has it."""
-    every = psutil.net_if_addrs().items()
-    return next((name for name, own in every if address in {each.address for each in own}), None)
+    """Return the name of the network interface with this address, None if there is no such interface."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if address in {each.address for each in addresses}), None)

@@ -1,4 +1,4 @@
-"""A run on Ray: a cluster for the policy, one for the reference where it works on its own, and the order of events."""
+"""Runtime for a run on Ray: starts the clusters of the policy and the reference and connects them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import frozen_weights_digest, reference_mode
 from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
-from thresher.config.roles import RoleConfig
 from thresher.errors import RescaleRequested, UserError
 from thresher.losses.objective import Objective
 from thresher.reference.cache_admin import cache_root
@@ -38,22 +37,22 @@ logger = logging.getLogger(__name__)
 
 
 class RayTrainerGroup:
-    """All ranks of the policy as one trainable: every call goes to all, rank 0 answers.
+    """All ranks of the policy as one `Trainable`: every call goes to all ranks and returns the result of rank 0.
 
-    room_for_more is asked after a checkpoint, before the next step: what it says is why all are to be built anew.
+    can_scale_up: called between a checkpoint and the next step; a message from it requests a restart with more workers.
     """
 
     def __init__(self, cluster: Cluster, can_scale_up: Callable[[], str | None] = lambda: None):
         self._cluster = cluster
-        self._room_for_more = can_scale_up
+        self._can_scale_up = can_scale_up
         self._is_saved = False
 
     def run(self, until: int) -> Iterator[Record]:
-        if self._is_saved and (reason := self._room_for_more()):
+        if self._is_saved and (reason := self._can_scale_up()):
             self.wait_for_saves()
             raise RescaleRequested(reason)
         self._is_saved = False
-        return self._cluster.stream("run", "follow", until)
+        return self._cluster.stream("run", "run_quietly", until)
 
     @property
     def stopped_at(self) -> int | None:
@@ -61,8 +60,8 @@ class RayTrainerGroup:
         return stopped_at
 
     def evaluate_and_record(self) -> dict[str, float]:
-        measured: dict[str, float] = self._cluster.call("evaluate_and_record")[0]
-        return measured
+        metrics: dict[str, float] = self._cluster.call("evaluate_and_record")[0]
+        return metrics
 
     def save(self) -> None:
         self._cluster.call("save")
@@ -73,28 +72,28 @@ class RayTrainerGroup:
 
 
 class RayRuntime:
-    """Start the clusters of a run and bring them to the first step."""
+    """Starts the clusters of a run."""
 
     def __init__(
         self,
         config: DPOConfig,
         mode: ReferenceMode,
         resources: ResourceManager,
-        elasticity: ElasticScaler | None = None,
+        scaler: ElasticScaler | None = None,
     ):
-        self._config = config if mode != "precompute" else _with_cache_place(config)
+        self._config = config if mode != "precompute" else _with_absolute_cache_dir(config)
         self._mode = mode
         self._resources = resources
-        self._elasticity = elasticity or ElasticScaler(config, alive_nodes, ray.available_resources)
-        self._watch = HeartbeatMonitor(config.heartbeat_timeout)
+        self._scaler = scaler or ElasticScaler(config, alive_nodes, ray.available_resources)
+        self._monitor = HeartbeatMonitor(config.heartbeat_timeout)
         self.policy: Cluster | None = None
         self.reference: Cluster | None = None
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
-        """Load the models everywhere at once, link the clusters, and go on from a checkpoint."""
+        """Load the models on all workers in parallel, connect the clusters, and restore a checkpoint, if any."""
         config, mode = self._config, self._mode
         weights = frozen_weights_digest(config, mode)
-        # clusters that are there already serve the next run as well
+        # existing clusters are reused by the next run
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
         opening, loading = self._open_logs(policy), policy.submit("load", config, inputs)
         num_found, num_missing = _count_cached(config, inputs, weights) if mode == "precompute" else (0, 0)
@@ -109,14 +108,14 @@ class RayRuntime:
             reference.call("serve", hidden_size, config.actor_train.num_data_ranks)
             workers = tuple(reference.workers)
         wait_for(loading)
-        for fault in filter(None, dict.fromkeys(wait_for(opening))):
-            logger.warning("%s", fault)
+        for warning in filter(None, dict.fromkeys(wait_for(opening))):
+            logger.warning("%s", warning)
         reports = policy.call("build", checkpoint, ReferenceHandle(mode, weights, workers))
         report = reports[0]
 
         def begin() -> None:
             seconds_per_pair = None
-            if mode == "precompute" and report.standing.step < inputs.plan.num_steps:
+            if mode == "precompute" and report.progress.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing(str(weights), progress) / inputs.plan.num_visits
                 found, scored = f"{num_found:,}", f"{num_missing:,}"
                 logger.info("reference: %s pairs from the cache, %s scored by its workers", found, scored)
@@ -125,38 +124,38 @@ class RayRuntime:
             policy.call("begin", seconds_per_pair)
 
         num_nodes = len({each.node_id for each in reports})
-        place = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
-        notes = (*report.notes, *self._elasticity.notes, *self._idle_workers())
-        trainers = RayTrainerGroup(policy, self._elasticity.can_scale_up)
-        return RunHandle(trainers, report.standing, report.reference_mode, place, notes, begin)
+        devices = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
+        notes = (*report.notes, *self._scaler.notes, *self._unused_settings())
+        trainers = RayTrainerGroup(policy, self._scaler.can_scale_up)
+        return RunHandle(trainers, report.progress, report.reference_mode, devices, notes, begin)
 
     def close(self) -> None:
-        """End every worker."""
+        """Kill every worker."""
         for cluster in (self.policy, self.reference):
             if cluster is not None:
                 cluster.close()
 
-    def _idle_workers(self) -> list[str]:
+    def _unused_settings(self) -> list[str]:
         if self._mode != "concurrent" or reference_has_workers(self._config, self._mode):
             return []
         return [
-            f"reference.{name} has no effect here: a synced reference lives in the policy's workers"
+            f"reference.{name} has no effect here: a synced reference runs in the policy workers"
             for name in self._config.reference.non_default("device_mapping", "num_workers")
         ]
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
-        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._watch)
+        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._monitor)
 
     def _open_logs(self, cluster: Cluster) -> list[Call]:
-        directory = logging_dir(self._config).resolve()  # workers may stand in another directory
+        directory = logging_dir(self._config).resolve()  # a worker may have another working directory
         return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel())
 
     def _score_missing(self, weights: str, progress: ProgressCallback) -> float:
-        """Let the reference's workers, if it has any, fill the cache; return the seconds that it took."""
+        """Let the reference workers, if there are any, fill the cache; return the elapsed seconds."""
         started = time.perf_counter()
         if self.reference is not None:
             for what, done, total in self.reference.stream("score_missing", "score_missing_quietly", weights):
-                progress(f"scoring the reference: {what} pairs, blocks of the first worker", done, total)
+                progress(f"scoring the reference: {what} pairs, blocks of worker 0", done, total)
         return time.perf_counter() - started
 
     def _release_reference(self) -> None:
@@ -167,46 +166,42 @@ class RayRuntime:
 
 
 def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None) -> tuple[int, int]:
-    """Say how many of the run's pairs the cache has and how many it lacks: without a gap nobody loads the reference."""
+    """Count the pairs of the run that the cache has and lacks; if it lacks none, the reference is not loaded."""
     both = cached_splits(config, inputs, str(weights), torch.device("cpu"))
     splits = [split for split in both if split is not None]
     num_missing = sum(split.num_missing for split in splits)
     return sum(split.num_pairs for split in splits) - num_missing, num_missing
 
 
-def _with_cache_place(config: DPOConfig) -> DPOConfig:
-    """Say where the cache is: a worker's environment need not be the driver's."""
-    place = str(cache_root(config.reference.cache_dir).resolve())
-    return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": place})})
+def _with_absolute_cache_dir(config: DPOConfig) -> DPOConfig:
+    """Resolve the cache directory in the driver, because a worker's environment may differ."""
+    cache_dir = str(cache_root(config.reference.cache_dir).resolve())
+    return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": cache_dir})})
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
-    """A synced reference follows the policy's weights, so it lives in the policy's own workers."""
+    """Return whether the reference has workers; a synced one copies the policy's weights and runs in its workers."""
     return mode == "precompute" or (mode == "concurrent" and config.reference.sync_steps is None)
 
 
 @contextlib.contextmanager
 def open_ray_runtime(config: DPOConfig, objective: Objective) -> Iterator[RayRuntime]:
-    """Connect, reserve what the roles ask for, and give it all back at the end."""
+    """Connect to Ray, reserve the resources of all roles, and release them at the end."""
     mode = reference_mode(config, objective)
     if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_replicated:
         raise UserError(
-            "a reference that works ahead has a whole copy in every worker; set reference.strategy_args.strategy_name "
-            "to hf_infer, or reference.mode to precompute"
+            "a concurrent reference cannot be sharded; set reference.strategy_args.strategy_name to hf_infer, or "
+            "reference.mode to precompute"
         )
     with ray_session(config.ray_address):
         names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
-        elasticity = ElasticScaler(config, alive_nodes, ray.available_resources, names)
-        fitted = elasticity.config
-        roles = [_demand(name, getattr(fitted, name)) for name in names]
-        resources = ResourceManager(roles, config.num_gpus_per_node, at_once=mode == "concurrent")
-        runtime = RayRuntime(fitted, mode, resources, elasticity)
+        scaler = ElasticScaler(config, alive_nodes, ray.available_resources, names)
+        roles = {name: getattr(scaler.config, name) for name in names}
+        demands = [RoleDemand(name, tuple(r.device_mapping or ()), r.num_processes) for name, r in roles.items()]
+        resources = ResourceManager(demands, config.num_gpus_per_node, concurrent=mode == "concurrent")
+        runtime = RayRuntime(scaler.config, mode, resources, scaler)
         try:
             yield runtime
         finally:
             runtime.close()
             resources.close()
-
-
-def _demand(name: str, role: RoleConfig) -> RoleDemand:
-    return RoleDemand(name, tuple(role.device_mapping or ()), role.num_processes)

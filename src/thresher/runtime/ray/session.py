@@ -1,6 +1,6 @@
-"""A Ray session for the length of a run: a cluster that is there, or one of our own on this machine.
+"""The Ray session of a run: an existing cluster, or a local one that is started for the run.
 
-Ray of our own listens on loopback only, asks for a token and reports to nobody; `environment` sees to that.
+A local cluster listens on loopback only, requires a token and sends no usage statistics; `environment` configures this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS_TO_CONNECT = 10
 
 @contextlib.contextmanager
 def ray_session(address: str | None) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start one here; a session that the process already has is kept."""
+    """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused."""
     if ray.is_initialized():
         yield
         return
@@ -32,12 +32,12 @@ def ray_session(address: str | None) -> Iterator[None]:
             _check_cluster(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
-        raise refusal(str(address), error) from None
+        raise auth_error(str(address), error) from None
     except (OSError, ValueError, RuntimeError, RayError) as error:
         where = f"the Ray cluster at {address}" if address else "Ray on this machine"
         raise ResourceError(
-            f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH names "
-            "the cluster's token"
+            f"cannot connect to {where}: {str(error).strip()}; check ray_address, and that RAY_AUTH_TOKEN_PATH is the "
+            "file with the cluster's token"
         ) from None
     try:
         yield
@@ -45,22 +45,23 @@ def ray_session(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def refusal(cluster: str, error: AuthenticationError) -> UserError:
-    """Say that a cluster does not take our token."""
+def auth_error(cluster: str, error: AuthenticationError) -> UserError:
+    """Return the error for a cluster that rejects the token."""
     reason = error.message.splitlines()[0].strip()
     return UserError(
-        f"the Ray cluster at {cluster} refuses us: {reason}; set RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+        f"authentication with the Ray cluster at {cluster} failed: {reason}; set RAY_AUTH_TOKEN_PATH to a file with "
+        "the cluster's token"
     )
 
 
 def _check_cluster(address: str) -> None:
-    """Fail at once where nobody listens, or our token is refused: Ray would go on trying, for minutes and for 20 s."""
+    """Fail fast if the cluster is unreachable or rejects the token; Ray retries for minutes and for 20 s."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        knock(host, int(port))
+        check_reachable(host, int(port))
         GcsClient(address=address)
 
 
-def knock(host: str, port: int) -> None:
-    """Fail within seconds where nobody listens: Ray's clients know no time-out, or a long one."""
+def check_reachable(host: str, port: int) -> None:
+    """Fail within seconds if nothing listens; Ray's clients have no timeout or a long one."""
     socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT).close()
