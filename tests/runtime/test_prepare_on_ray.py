@@ -76,7 +76,7 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
     assert json.loads(quarantined)["number"] == 2201
     for num_workers in (1, 2):
         output = tmp_path / f"ray{num_workers}"
-        assert prepare(settings, make_tokenizer(), output, runner=run_on_ray(num_workers)) == report
+        assert prepare(settings, make_tokenizer(), output, executor=run_on_ray(num_workers)) == report
         assert files_of(output) == files_of(tmp_path / "here")
         assert Path(f"{output}.quarantine.jsonl").read_bytes() == quarantined
 
@@ -92,7 +92,7 @@ def test_mistakes_are_told_in_the_same_words(tmp_path: Path, ray_here, small_spa
         told = []
         for runner in (None, run_on_ray(2)):
             with pytest.raises(UserError) as error:
-                prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", runner=runner)
+                prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", executor=runner)
             told.append(str(error.value))
         assert told[0] == told[1]
         assert part in told[0]

@@ -47,7 +47,7 @@ def prepare_and_die(output: str, log: str, shard_rows: str, runner: str, files: 
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     settings = DataSettings(files.split(","), on_bad_row="quarantine", shard_rows=int(shard_rows))
-    prepare(settings, tokenizer, output, runner=dying(make_runner(runner), Path(log), int(kill_at) or None))
+    prepare(settings, tokenizer, output, executor=dying(make_runner(runner), Path(log), int(kill_at) or None))
 
 
 def main(*arguments: str) -> None:

@@ -1,1 +1,1 @@
-"""The token store on disk: Arrow shards, written once, memory-mapped."""
+"""On-disk store of tokenized pairs: memory-mapped Arrow shards, written once."""
