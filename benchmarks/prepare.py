@@ -123,7 +123,7 @@ def run_case(runner: str, tokenizer_path: str, output: str, files: list[str]) ->
     memory = WorkerMemory()
     started = time.perf_counter()
     run = local_executor(int(number)) if kind == "local" else run_on_ray(int(number))
-    report = prepare(DataSettings(files, "raw"), tokenizer, output, runner=run)
+    report = prepare(DataSettings(files, "raw"), tokenizer, output, executor=run)
     seconds = time.perf_counter() - started
     workers, others = memory.close()
     digest = json.loads((Path(output) / "manifest.json").read_text())["content_digest"]

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.builders.data import data_settings
 from thresher.config import DataArgs, DPOConfig
-from thresher.data.prepare.prepare import DataSettings, prepare, store_identity
+from thresher.data.prepare.fingerprint import store_fingerprint
+from thresher.data.prepare.prepare import DataSettings, prepare
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.store.reader import PairStore
@@ -271,7 +272,7 @@ def test_a_row_that_spells_a_control_token_does_not_change_the_others(
 
 def test_reject_gives_a_bad_row_that_names_the_token(tmp_path: Path, chat_tokenizer: Any, write_rows: Any) -> None:
     settings = DataSettings(write_rows(texts(), texts(FORGED)), special_tokens_in_text="reject")
-    with pytest.raises(UserError, match=r"line 2: the text spells the control token '<\|im_end\|>'"):
+    with pytest.raises(UserError, match=r"line 2: the text contains the control token '<\|im_end\|>'"):
         prepare(settings, chat_tokenizer, tmp_path / "s")
     report = prepare(replace(settings, on_bad_row="quarantine"), chat_tokenizer, tmp_path / "s")
     assert (report.pairs_kept, report.bad_rows, report.findings) == (1, 1, ())
@@ -281,7 +282,7 @@ def test_reject_gives_a_bad_row_that_names_the_token(tmp_path: Path, chat_tokeni
 def test_special_tokens_in_text_is_part_of_the_store_fingerprint(chat_tokenizer: Any, write_rows: Any) -> None:
     settings = DataSettings(write_rows(texts()))
     reject = replace(settings, special_tokens_in_text="reject")
-    assert store_identity(settings, chat_tokenizer) != store_identity(reject, chat_tokenizer)
+    assert store_fingerprint(settings, chat_tokenizer) != store_fingerprint(reject, chat_tokenizer)
     with pytest.raises(UserError, match="special_tokens_in_text is 'token'; use one of keep_as_text, reject"):
         replace(settings, special_tokens_in_text="token")  # type: ignore[arg-type]
 

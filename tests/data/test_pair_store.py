@@ -1,4 +1,4 @@
-"""What is written is read back, damage is seen, and size costs nothing before it is used."""
+"""The pair store: round trips, damage is detected, and opening does not read the pairs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStor
 from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
 
-FIELDS = {"identity": "me"}
+FIELDS = {"identity": "expected"}
 
 
-def write_store(path: Path, pairs: list[Pair], shard_rows: int = 4, pieces: int = 1, **options: Any) -> PairStore:
+def write_store(
+    path: Path, pairs: list[Pair], shard_rows: int = 4, rows_per_batch: int = 1, **options: Any
+) -> PairStore:
     with StoreWriter(path, shard_rows) as writer:
-        for start in range(0, len(pairs), pieces):
-            part = pairs[start : start + pieces]
-            writer.append(pairs_to_record_batch(part, [hash_pair(pair) for pair in part]))
+        for start in range(0, len(pairs), rows_per_batch):
+            piece = pairs[start : start + rows_per_batch]
+            writer.append(pairs_to_record_batch(piece, [hash_pair(pair) for pair in piece]))
         writer.finish(FIELDS, **options)
     return PairStore.open(path)
 
@@ -41,11 +43,11 @@ def make_pair(seed: int, *, masked: bool = False) -> Pair:
 
 def assert_equal(left: Pair, right: Pair) -> None:
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"):
-        mine, other = getattr(left, name), getattr(right, name)
-        assert (mine is None) == (other is None), name
-        if mine is not None:
-            assert mine.dtype == other.dtype
-            np.testing.assert_array_equal(mine, other)
+        actual, expected = getattr(left, name), getattr(right, name)
+        assert (actual is None) == (expected is None), name
+        if actual is not None:
+            assert actual.dtype == expected.dtype
+            np.testing.assert_array_equal(actual, expected)
     assert (left.weight, left.margin) == (right.weight, right.margin)
 
 
@@ -67,10 +69,10 @@ def any_pair(draw: st.DrawFn) -> Pair:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(any_pair(), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 5))
-def test_pairs_come_back_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], shard_rows: int, pieces: int
+def test_pairs_are_read_back_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], shard_rows: int, rows_per_batch: int
 ) -> None:
-    store = write_store(tmp_path_factory.mktemp("store") / "s", pairs, shard_rows, pieces)
+    store = write_store(tmp_path_factory.mktemp("store") / "s", pairs, shard_rows, rows_per_batch)
     store.verify()
     assert len(store) == len(pairs)
     for number, pair in enumerate(pairs):
@@ -84,10 +86,10 @@ def test_pairs_come_back_as_they_were_written(
         assert store.scored_lengths[number].tolist() == scored
 
 
-def test_bytes_do_not_depend_on_the_pieces_that_arrive(tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_the_appended_batch_sizes(tmp_path: Path) -> None:
     pairs = [make_pair(seed, masked=seed % 3 == 0) for seed in range(23)]
-    write_store(tmp_path / "a", pairs, shard_rows=10, pieces=23)
-    write_store(tmp_path / "b", pairs, shard_rows=10, pieces=3)
+    write_store(tmp_path / "a", pairs, shard_rows=10, rows_per_batch=23)
+    write_store(tmp_path / "b", pairs, shard_rows=10, rows_per_batch=3)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
     assert [str(file) for file in files if file.suffix == ".arrow"] == [f"shards/0000{n}.arrow" for n in range(3)]
     for file in files:
@@ -96,40 +98,40 @@ def test_bytes_do_not_depend_on_the_pieces_that_arrive(tmp_path: Path) -> None:
 
 def test_pairs_past_the_first_record_batch_of_a_shard_are_found(tmp_path: Path) -> None:
     pairs = [make_pair(seed) for seed in range(2100)]
-    store = write_store(tmp_path / "s", pairs, shard_rows=2050, pieces=512)
+    store = write_store(tmp_path / "s", pairs, shard_rows=2050, rows_per_batch=512)
     for number in (0, 1023, 1024, 2047, 2048, 2049, 2050, 2099):
         assert_equal(store[number], pairs[number])
 
 
-def test_read_keeps_the_order_asked_for(tmp_path: Path) -> None:
+def test_read_keeps_the_requested_order(tmp_path: Path) -> None:
     pairs = [make_pair(seed) for seed in range(9)]
     batch = write_store(tmp_path / "s", pairs).read(np.array([8, 0, 5, 5]))
     assert batch.pair_ids.tolist() == [8, 0, 5, 5]
     assert [pair.margin for pair in batch.pairs] == [8, 0, 5, 5]
 
 
-def test_the_content_digest_tells_pairs_and_not_shards(tmp_path: Path) -> None:
+def test_the_content_digest_depends_on_the_pairs_and_not_on_the_shards(tmp_path: Path) -> None:
     pairs = [make_pair(seed) for seed in range(9)]
     digests = [write_store(tmp_path / str(rows), pairs, shard_rows=rows).digest for rows in (2, 4, 100)]
     assert len(set(digests)) == 1
     assert write_store(tmp_path / "other", pairs[::-1]).digest != digests[0]
 
 
-def test_a_pair_outlives_its_store_and_may_be_written_to(tmp_path: Path) -> None:
+def test_a_pair_outlives_its_store_and_is_writable(tmp_path: Path) -> None:
     pair = write_store(tmp_path / "s", [make_pair(1)])[0]
     pair.chosen_ids[0] = 7
     assert pair.chosen_ids[0] == 7
 
 
-def test_a_store_travels_to_another_process_by_its_path(tmp_path: Path) -> None:
+def test_a_pickled_store_reopens_its_path(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [make_pair(1)])
     assert_equal(pickle.loads(pickle.dumps(store))[0], store[0])  # noqa: S301
 
 
-def test_numbers_outside_the_store_are_refused(tmp_path: Path) -> None:
+def test_a_pair_number_outside_the_store_is_an_error(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [make_pair(1)])
     for number in (-1, 1):
-        with pytest.raises(IndexError, match=f"pair {number} of a store that holds 1 pairs"):
+        with pytest.raises(IndexError, match=f"pair {number} is outside the store of 1 pairs"):
             store[number]
 
 
@@ -140,12 +142,12 @@ def test_a_flipped_byte_in_a_shard_is_found_by_verify(tmp_path: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(UserError, match=r"shards/00001.arrow has other bytes; prepare it again"):
+    with pytest.raises(UserError, match=r"shards/00001.arrow has a wrong digest; prepare it again"):
         PairStore.open(tmp_path / "s").verify()
 
 
 @pytest.mark.parametrize("name", ["shards/00000.arrow", "lengths.bin"])
-def test_a_torn_or_missing_file_is_found_at_opening(tmp_path: Path, name: str) -> None:
+def test_opening_detects_a_truncated_or_missing_file(tmp_path: Path, name: str) -> None:
     write_store(tmp_path / "s", [make_pair(1)])
     file = tmp_path / "s" / name
     file.write_bytes(file.read_bytes()[:-4])
@@ -156,25 +158,25 @@ def test_a_torn_or_missing_file_is_found_at_opening(tmp_path: Path, name: str) -
         PairStore.open(tmp_path / "s")
 
 
-def test_a_store_for_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_store_with_another_fingerprint_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [make_pair(1)])
-    PairStore.open(tmp_path / "s", expected_identity="me")
-    with pytest.raises(UserError, match="prepared from other rows, another tokenizer, template or other settings"):
-        PairStore.open(tmp_path / "s", expected_identity="you")
+    PairStore.open(tmp_path / "s", expected_fingerprint="expected")
+    with pytest.raises(UserError, match="prepared from different rows, tokenizer, template or settings"):
+        PairStore.open(tmp_path / "s", expected_fingerprint="other")
 
 
-def test_what_is_no_store_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no pair store: it has no manifest.json"):
+def test_opening_a_directory_that_is_not_a_store_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not a pair store: it has no manifest.json"):
         PairStore.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json is damaged"):
         PairStore.open(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format_version": 0}')
-    with pytest.raises(UserError, match=f"has store format 0, this thresher reads {FORMAT_VERSION}"):
+    with pytest.raises(UserError, match=f"has store format 0, but this version reads {FORMAT_VERSION}"):
         PairStore.open(tmp_path)
 
 
-def test_nothing_is_left_behind_by_a_writer_that_fails(tmp_path: Path) -> None:
+def test_a_failed_writer_leaves_no_files(tmp_path: Path) -> None:
     def fail() -> None:
         with StoreWriter(tmp_path / "s", 4) as writer:
             pair = make_pair(1)
@@ -186,19 +188,19 @@ def test_nothing_is_left_behind_by_a_writer_that_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_a_store_is_ever_overwritten(tmp_path: Path) -> None:
+def test_only_a_store_is_overwritten(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [make_pair(1)])
-    with pytest.raises(UserError, match="exists already; name another directory, or pass --overwrite"):
+    with pytest.raises(UserError, match="already exists; choose another directory, or pass --overwrite"):
         write_store(tmp_path / "s", [make_pair(2)])
     assert_equal(write_store(tmp_path / "s", [make_pair(2)], overwrite=True)[0], make_pair(2))
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="is no pair store and is not overwritten"):
+    with pytest.raises(UserError, match="is not a pair store and will not be overwritten"):
         write_store(tmp_path / "mine", [make_pair(2)], overwrite=True)
 
 
-def test_hashes_tell_tokens_and_masks_but_not_weights() -> None:
+def test_hashes_depend_on_tokens_and_masks_but_not_on_weights() -> None:
     pair = make_pair(1)
     heavier = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, weight=9.0)
     masked = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, np.zeros(len(pair.chosen_ids), bool))
@@ -212,39 +214,40 @@ def test_hashes_tell_tokens_and_masks_but_not_weights() -> None:
 def test_leaks_between_stores_are_found_by_pair_and_by_prompt(tmp_path: Path) -> None:
     train = [make_pair(seed) for seed in range(9)]
     other_answer = Pair(train[3].prompt_ids, make_pair(70).chosen_ids, train[3].rejected_ids)
-    held_out = [make_pair(50), train[7], other_answer]
-    pairs, prompts = find_leaks(write_store(tmp_path / "e", held_out), write_store(tmp_path / "t", train))
+    validation = [make_pair(50), train[7], other_answer]
+    pairs, prompts = find_leaks(write_store(tmp_path / "e", validation), write_store(tmp_path / "t", train))
     assert (pairs.count, pairs.examples) == (1, (1,))
     assert (prompts.count, prompts.examples) == (2, (1, 2))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30), st.lists(st.integers(0, 12), min_size=1, max_size=30))
-def test_leaks_are_those_of_the_naive_way(
-    tmp_path_factory: pytest.TempPathFactory, mine: list[int], others: list[int]
+def test_leaks_match_a_naive_search(
+    tmp_path_factory: pytest.TempPathFactory, seeds: list[int], other_seeds: list[int]
 ) -> None:
-    """Few kinds of pairs, so that repeats lie within and across shards, before and after every known key."""
+    """Few distinct pairs, so that repeats occur within and across shards, before and after every known key."""
     path = tmp_path_factory.mktemp("stores")
     store, other = (
-        write_store(path / name, [make_pair(seed) for seed in seeds]) for name, seeds in (("a", mine), ("b", others))
+        write_store(path / name, [make_pair(seed) for seed in each])
+        for name, each in (("a", seeds), ("b", other_seeds))
     )
-    leaked = [number for number, seed in enumerate(mine) if seed in set(others)]
+    leaked = [number for number, seed in enumerate(seeds) if seed in set(other_seeds)]
     for finding in find_leaks(store, other):
         assert (finding.count, finding.examples) == (len(leaked), tuple(leaked[:NUM_EXAMPLES]))
 
 
-def test_keys_are_found_among_sorted_ones() -> None:
+def test_find_sorted_returns_the_index_of_known_keys() -> None:
     rng = np.random.default_rng(0)
     for num_known, highest in ((0, 10), (1, 10), (500, 300), (500, 2**64 - 1)):
         known = np.sort(rng.integers(0, highest, num_known, dtype=np.uint64, endpoint=True))
-        strangers = rng.integers(0, highest, 400, dtype=np.uint64, endpoint=True)
-        keys = rng.permutation(np.concatenate([strangers, known[::3], np.array([0, 2**64 - 1], np.uint64)]))
-        places = find_sorted(keys, known)
-        np.testing.assert_array_equal(places >= 0, np.isin(keys, known))
-        np.testing.assert_array_equal(known[places[places >= 0]], keys[places >= 0])
+        random_keys = rng.integers(0, highest, 400, dtype=np.uint64, endpoint=True)
+        keys = rng.permutation(np.concatenate([random_keys, known[::3], np.array([0, 2**64 - 1], np.uint64)]))
+        indices = find_sorted(keys, known)
+        np.testing.assert_array_equal(indices >= 0, np.isin(keys, known))
+        np.testing.assert_array_equal(known[indices[indices >= 0]], keys[indices >= 0])
 
 
-def test_a_shard_is_looked_up_in_a_million_known_keys_without_sorting_them_again() -> None:
+def test_looking_up_a_shard_among_a_million_known_keys_does_not_sort_them_again() -> None:
     rng = np.random.default_rng(0)
     known = np.sort(rng.integers(0, 2**64 - 1, 1_000_000, dtype=np.uint64))
     keys = rng.integers(0, 2**64 - 1, 65_536, dtype=np.uint64)
@@ -253,11 +256,11 @@ def test_a_shard_is_looked_up_in_a_million_known_keys_without_sorting_them_again
         started = time.perf_counter()
         find_sorted(keys, known)
         times.append(time.perf_counter() - started)
-    print(f"{min(times) * 1e3:.1f} ms a shard")
+    print(f"{min(times) * 1e3:.1f} ms per shard")
     assert min(times) < 0.1, times  # 6 ms measured; np.isin takes 640
 
 
-def test_a_store_of_100_million_pairs_opens_without_touching_its_pairs(tmp_path: Path) -> None:
+def test_a_store_of_100_million_pairs_opens_without_reading_its_pairs(tmp_path: Path) -> None:
     num_pairs, rows = 100_000_000, 65_536
     write_store(tmp_path / "real", [make_pair(seed) for seed in range(3)])
     path = tmp_path / "huge"
@@ -269,7 +272,7 @@ def test_a_store_of_100_million_pairs_opens_without_touching_its_pairs(tmp_path:
         count = min(rows, num_pairs - number * rows)
         shards.append({"name": name, "size": 0, "sha256": "", "num_pairs": count})
     with (path / "lengths.bin").open("wb") as stream:
-        stream.truncate(12 * num_pairs)  # a hole: no disk is used
+        stream.truncate(12 * num_pairs)  # sparse: uses no disk space
     index = {"name": "lengths.bin", "size": 12 * num_pairs, "sha256": "", "num_pairs": 0}
     manifest = json.loads((tmp_path / "real" / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "shards": shards, "indexes": [index]}))
@@ -282,10 +285,10 @@ def test_a_store_of_100_million_pairs_opens_without_touching_its_pairs(tmp_path:
     assert store._shard.cache_info().currsize == 0
     for number in (0, 65_535, 65_536, 31_415_926, 99_999_999):
         with pytest.raises(UserError, match=f"{number // rows:05d}.arrow of the store is damaged"):
-            store.pair(number)
+            store[number]
 
 
-def test_open_shards_stay_below_the_usual_limit_of_files(tmp_path: Path) -> None:
+def test_open_shards_stay_below_the_usual_file_limit(tmp_path: Path) -> None:
     pairs = [make_pair(seed) for seed in range(MAX_OPEN_SHARDS + 10)]
     store = write_store(tmp_path / "s", pairs, shard_rows=1)
     for number, pair in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Files to a store: every row accounted for, the same bytes however it is done, mistakes told with their place."""
+"""`prepare`: every row is accounted for, stores are reproducible, and errors name the file and line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.prepare.prepare import (
-    DataSettings,
-    NoPairsError,
-    PrepareProgress,
-    PrepareReport,
-    prepare,
-    store_identity,
-)
-from thresher.data.prepare.prepare import tokenizer_digest as digest_of
+from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
+from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
+from thresher.data.prepare.report import PrepareReport
+from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 
@@ -36,7 +31,7 @@ def counts(report: PrepareReport) -> tuple[int, int, int, dict[str, int]]:
     return report.rows_read, report.pairs_kept, report.bad_rows, dict(report.dropped)
 
 
-def test_every_row_is_kept_or_counted_by_its_cause(
+def test_every_row_is_kept_or_counted_by_reason(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(
@@ -50,7 +45,7 @@ def test_every_row_is_kept_or_counted_by_its_cause(
     assert PrepareReport.from_json(store.manifest["report"]) == report
 
 
-def test_an_account_that_does_not_add_up_is_a_defect() -> None:
+def test_a_report_whose_counts_do_not_add_up_is_an_error() -> None:
     with pytest.raises(AssertionError, match="3 rows were read, but 2 are accounted for"):
         PrepareReport(files=(), rows_read=3, pairs_kept=1, dropped={"too_long": 1})
 
@@ -90,7 +85,7 @@ def test_truncation_is_counted_by_kind(
     assert all(int(each[0] + each[1:].max()) <= 40 for each in store.lengths)
 
 
-def test_sides_made_equal_by_a_cut_are_dropped_and_counted(tmp_path: Path, write_rows: Any) -> None:
+def test_sides_made_equal_by_truncation_are_dropped_and_counted(tmp_path: Path, write_rows: Any) -> None:
     same = "w" * 90
     name = write_rows(row(), row(chosen=f"{same}a", rejected=f"{same}b"))
     settings = DataSettings(name, "raw", sequence_length=40, truncation="response_end")
@@ -99,7 +94,7 @@ def test_sides_made_equal_by_a_cut_are_dropped_and_counted(tmp_path: Path, write
     assert report.truncated == {}
 
 
-def test_a_bad_row_stops_with_its_file_and_line(
+def test_a_bad_row_is_an_error_with_file_and_line(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(row(), row(), {"prompt": "Why?", "chosen": 3, "rejected": "no"})
@@ -128,7 +123,7 @@ def test_a_line_that_is_not_json_or_not_utf8_is_a_bad_row(
     assert quarantined[0] == {**quarantined[0], "file": name, "unit": "line", "content": '{"prompt": '}
 
 
-def test_the_first_row_decides_the_shape_and_no_other(
+def test_the_first_row_determines_the_row_format(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(row(), {"instruction": "Why?", "chosen": "yes", "rejected": "no"})
@@ -137,7 +132,7 @@ def test_the_first_row_decides_the_shape_and_no_other(
     assert [file.shape for file in report.files] == ["prompt"]
 
 
-def test_each_file_has_its_own_shape_and_unread_columns_are_told(
+def test_row_format_and_unused_columns_are_reported_per_file(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     names = [
@@ -151,7 +146,9 @@ def test_each_file_has_its_own_shape_and_unread_columns_are_told(
     ]
 
 
-def test_rows_with_labels_add_up(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any) -> None:
+def test_labelled_rows_are_joined_and_counted(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
     answers = [("p", "good", True), ("p", "bad", False), ("q", "alone", True), ("p", "worse", False)]
     rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in answers]
     report = prepare(DataSettings(write_rows(*rows)), chat_tokenizer, tmp_path / "s")
@@ -162,7 +159,7 @@ def test_rows_with_labels_add_up(tmp_path: Path, chat_tokenizer: PreTrainedToken
     assert chat_tokenizer.decode(pair.rejected_ids) == "bad<|im_end|>"
 
 
-def test_no_pairs_at_all_tells_why_and_leaves_no_store(
+def test_an_error_without_any_pair_states_the_reason_and_leaves_no_store(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows({"prompt": "p", "completion": "c", "label": True})
@@ -172,7 +169,7 @@ def test_no_pairs_at_all_tells_why_and_leaves_no_store(
     assert not (tmp_path / "s").exists()
 
 
-def test_one_file_without_pairs_is_fine_beside_another(
+def test_one_of_several_files_may_have_no_pairs(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     names = [write_rows(row(), name="a.jsonl"), write_rows(row(rejected="yes"), name="b.jsonl")]
@@ -185,7 +182,7 @@ def test_moved_splits_are_counted(tmp_path: Path, write_rows: Any) -> None:
     assert prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s").splits_moved == 1
 
 
-def test_repeats_contradictions_and_control_tokens_are_found_but_kept(
+def test_duplicates_contradictions_and_control_tokens_are_reported_and_kept(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(row(), row("And?"), row(), row("And?", "no", "yes"), row("<|im_end|>?"))
@@ -213,45 +210,43 @@ def many_rows(write_rows: Any) -> list[str]:
     return [write_rows(*rows, {"broken": 1}, name="a.jsonl"), write_rows(*labelled, name="b.jsonl")]
 
 
-def test_a_rebuild_gives_the_same_bytes(tmp_path: Path, stories_free_tokenizer: Any, write_rows: Any) -> None:
+def test_preparing_again_gives_the_same_bytes(tmp_path: Path, templated_tokenizer: Any, write_rows: Any) -> None:
     settings = DataSettings(many_rows(write_rows), on_bad_row="skip", shard_rows=600)
-    first = prepare(settings, stories_free_tokenizer, tmp_path / "a")
-    assert first == prepare(settings, stories_free_tokenizer, tmp_path / "b")
+    first = prepare(settings, templated_tokenizer, tmp_path / "a")
+    assert first == prepare(settings, templated_tokenizer, tmp_path / "b")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert len(PairStore.open(tmp_path / "a").manifest["shards"]) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_one_and_four_processes_give_the_same_bytes(
-    tmp_path: Path, stories_free_tokenizer: Any, write_rows: Any
-) -> None:
+def test_one_and_four_processes_give_the_same_bytes(tmp_path: Path, templated_tokenizer: Any, write_rows: Any) -> None:
     settings = DataSettings(many_rows(write_rows), on_bad_row="quarantine", shard_rows=600)
-    prepare(settings, stories_free_tokenizer, tmp_path / "one")
-    prepare(replace(settings, num_processes=4), stories_free_tokenizer, tmp_path / "four")
+    prepare(settings, templated_tokenizer, tmp_path / "one")
+    prepare(replace(settings, num_processes=4), templated_tokenizer, tmp_path / "four")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "four")
     quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("one", "four")]
     assert quarantined[0] == quarantined[1] != b""
 
 
 @pytest.fixture
-def stories_free_tokenizer() -> PreTrainedTokenizerFast:
+def templated_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def test_an_identity_tells_everything_that_changes_the_pairs(
+def test_the_fingerprint_depends_on_everything_that_changes_the_pairs(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(row())
     settings = DataSettings(name)
-    identity = store_identity(settings, chat_tokenizer)
+    fingerprint = store_fingerprint(settings, chat_tokenizer)
     prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert PairStore.open(tmp_path / "s", expected_identity=identity).identity == identity
-    assert store_identity(replace(settings, num_processes=3, shard_rows=5), chat_tokenizer) == identity
+    assert PairStore.open(tmp_path / "s", expected_fingerprint=fingerprint).fingerprint == fingerprint
+    assert store_fingerprint(replace(settings, num_processes=3, shard_rows=5), chat_tokenizer) == fingerprint
     copy = write_rows(row(), name="copy.jsonl")
-    assert store_identity(replace(settings, file_name=copy), chat_tokenizer) == identity
+    assert store_fingerprint(replace(settings, file_name=copy), chat_tokenizer) == fingerprint
     others = [
         replace(settings, sequence_length=99),
         replace(settings, truncation="prompt_start"),
@@ -260,23 +255,23 @@ def test_an_identity_tells_everything_that_changes_the_pairs(
         replace(settings, file_name=write_rows(row("And?"), name="other.jsonl")),
         replace(settings, file_name=[name, name]),
     ]
-    identities = {store_identity(each, chat_tokenizer) for each in others}
-    assert len(identities) == len(others)
-    assert identity not in identities
+    fingerprints = {store_fingerprint(each, chat_tokenizer) for each in others}
+    assert len(fingerprints) == len(others)
+    assert fingerprint not in fingerprints
 
 
-def test_a_tokenizer_digest_tells_ids_and_not_padding_or_template() -> None:
+def test_the_tokenizer_digest_depends_on_ids_and_not_on_padding_or_template() -> None:
     tokenizer, same, other = make_tokenizer(), make_tokenizer(), make_tokenizer(eos_token="</s>")
-    digest = digest_of(tokenizer)
+    digest = tokenizer_digest(tokenizer)
     same.pad_token = "</s>"
     same(["a", "a b c"], padding=True, truncation=True, max_length=2)
     same.chat_template = "x"
-    assert digest_of(same) == digest != digest_of(other)
+    assert tokenizer_digest(same) == digest != tokenizer_digest(other)
     same.add_tokens(["<new>"])
-    assert digest_of(same) != digest
+    assert tokenizer_digest(same) != digest
 
 
-def test_progress_reaches_the_end_of_the_files(
+def test_progress_is_reported_up_to_the_end_of_the_files(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     seen: list[PrepareProgress] = []
@@ -286,15 +281,15 @@ def test_progress_reaches_the_end_of_the_files(
     assert seen[-1].bytes_read == seen[-1].bytes_total == Path(name).stat().st_size
 
 
-def test_an_output_that_exists_is_refused_before_any_work(
+def test_an_existing_output_is_refused_before_any_work(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     prepare(DataSettings(write_rows(row())), chat_tokenizer, tmp_path / "s")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         prepare(DataSettings("not-there.jsonl"), chat_tokenizer, tmp_path / "s")
 
 
-def test_the_tail_of_a_file_is_not_dropped(
+def test_the_last_rows_of_a_file_are_kept(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(*[row(f"q{n}?") for n in range(1025)])

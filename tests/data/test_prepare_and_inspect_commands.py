@@ -1,4 +1,4 @@
-"""What a person sees of `thresher prepare` and `thresher inspect`."""
+"""The commands `thresher prepare` and `thresher inspect`: output and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_dir(tmp_path: Path) -> str:
 
 
 def save_model(path: Path, eos_token: str) -> str:
-    """Save a tokenizer and as much of a model as loading a tokenizer asks for."""
+    """Save a tokenizer, and the `config.json` that loading it requires."""
     tokenizer = make_tokenizer(eos_token=eos_token)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
@@ -34,7 +34,7 @@ def save_model(path: Path, eos_token: str) -> str:
 
 
 def run(*arguments: str | Path) -> str:
-    """Run a verb; a `UserError` is raised, as `main` prints it."""
+    """Run a command and return its output; raise the `UserError` that `main` would print."""
     result = CliRunner().invoke(app, [str(each) for each in arguments])
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -43,8 +43,8 @@ def run(*arguments: str | Path) -> str:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What goes to the terminal, which is stderr."""
+def terminal_output(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a stream with the messages printed to the terminal."""
     import io
 
     from rich.console import Console
@@ -62,9 +62,11 @@ ROWS = [
 ]
 
 
-def test_prepare_ends_with_an_account_of_every_row(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+def test_prepare_prints_a_report_of_every_row(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
-    told = " ".join(seen.getvalue().split())
+    printed = " ".join(terminal_output.getvalue().split())
     for fact in (
         "wrote 1 pairs",
         "│ rows read │ 2 │",
@@ -73,39 +75,41 @@ def test_prepare_ends_with_an_account_of_every_row(tmp_path: Path, model_dir: st
         "2 rows of shape prompt; not read: score",
         "length: chosen is longer in",
     ):
-        assert fact in told, told
+        assert fact in printed, printed
 
 
-def test_prepare_keeps_a_store_that_fits_and_refuses_one_that_does_not(
-    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any
+def test_prepare_keeps_a_store_with_the_same_fingerprint_and_refuses_another(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
 ) -> None:
     arguments = ["prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s"]
     run(*arguments)
     before = (tmp_path / "s" / "manifest.json").stat().st_mtime_ns
     run(*arguments)
-    assert "holds these pairs already" in seen.getvalue()
+    assert "holds these pairs already" in terminal_output.getvalue()
     assert (tmp_path / "s" / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="prepare it again, or name another output directory"):
+    with pytest.raises(UserError, match="prepare it again, or choose another output directory"):
         run(*arguments, "--sequence-length", "64")
     run(*arguments, "--sequence-length", "64", "--overwrite")
 
 
-def test_prepare_tells_leaks_against_another_store(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+def test_prepare_reports_leaks_from_another_store(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
     name = write_rows(*ROWS)
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "train")
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "eval", "--against", tmp_path / "train")
-    assert "leaked_pairs: 1 of 1 also in" in seen.getvalue()
+    assert "leaked_pairs: 1 of 1 also in" in terminal_output.getvalue()
 
 
-def test_prepare_prints_the_account_even_when_no_pair_is_left(
-    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any
+def test_prepare_prints_the_report_even_if_no_pair_is_left(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
 ) -> None:
     with pytest.raises(UserError, match="none of 1 rows became a pair"):
         run("prepare", write_rows(ROWS[1]), "--model", model_dir, "--output", tmp_path / "s")
-    assert "dropped: identical sides" in seen.getvalue()
+    assert "dropped: identical sides" in terminal_output.getvalue()
 
 
-def test_prepare_asks_for_what_is_missing(tmp_path: Path, write_rows: Any) -> None:
+def test_prepare_names_missing_arguments(tmp_path: Path, write_rows: Any) -> None:
     with pytest.raises(UserError, match="names no file"):
         run("prepare", "--model", "m", "--output", tmp_path)
     with pytest.raises(UserError, match="pass --model DIR"):
@@ -114,7 +118,9 @@ def test_prepare_asks_for_what_is_missing(tmp_path: Path, write_rows: Any) -> No
         run("prepare", write_rows(*ROWS), "--model", "m")
 
 
-def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+def test_prepare_reads_its_settings_from_a_config(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(*ROWS)}\n    template: auto\n"
@@ -129,7 +135,7 @@ def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str
     ("option", "value", "instead"),
     [
         ("--template", "raw", "actor_train.data_args.template=raw"),
-        ("--sequence-length", "1024", "sequence_length=1024"),  # the default, said aloud, is still said
+        ("--sequence-length", "1024", "sequence_length=1024"),  # the default value, passed explicitly
         ("--truncation", "prompt_start", "actor_train.data_args.truncation=prompt_start"),
         ("--on-bad-row", "skip", "actor_train.data_args.on_bad_row=skip"),
         ("--special-tokens-in-text", "reject", "actor_train.data_args.special_tokens_in_text=reject"),
@@ -140,7 +146,7 @@ def test_prepare_takes_its_settings_from_a_config(tmp_path: Path, model_dir: str
         ("--ray-address", "head:6379", "ray_address=head:6379"),
     ],
 )
-def test_prepare_refuses_an_option_that_the_config_would_overrule(
+def test_prepare_refuses_an_option_that_the_config_would_override(
     tmp_path: Path, option: str, value: str, instead: str
 ) -> None:
     arguments = ["prepare", "--config", tmp_path / "c.yaml", "--output", tmp_path / "s", option, value]
@@ -153,7 +159,7 @@ def test_prepare_refuses_an_option_that_the_config_would_overrule(
         )
 
 
-def test_prepare_refuses_a_runtime_that_it_does_not_have(tmp_path: Path, write_rows: Any) -> None:
+def test_prepare_refuses_an_unknown_runtime(tmp_path: Path, write_rows: Any) -> None:
     arguments = ["prepare", write_rows(*ROWS), "--model", "m", "--output", tmp_path / "s"]
     with pytest.raises(UserError, match="--runtime is 'spark'; use local or ray"):
         run(*arguments, "--runtime", "spark")
@@ -166,8 +172,8 @@ def test_prepare_refuses_validation_without_a_config(tmp_path: Path, write_rows:
         run("prepare", write_rows(*ROWS), "--model", "m", "--output", tmp_path / "s", "--validation")
 
 
-def test_prepare_trusts_code_of_the_configs_model_only_where_the_config_says_so(
-    tmp_path: Path, model_dir: str, write_rows: Any, seen: Any, monkeypatch: pytest.MonkeyPatch
+def test_prepare_trusts_only_the_code_of_the_model_that_the_config_trusts(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from thresher.models.loading import load
 
@@ -186,14 +192,16 @@ def test_prepare_trusts_code_of_the_configs_model_only_where_the_config_says_so(
     run(*arguments)
     run(*arguments, trust)
     other = save_model(tmp_path / "other", "<|im_end|>")
-    run(*arguments, trust, "--model", other, "--overwrite")  # the trust is not given to another model
+    run(*arguments, trust, "--model", other, "--overwrite")  # the config does not trust this model
     assert trusted == [False, True, False]
 
 
-def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+def test_inspect_shows_a_store_and_its_pairs(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
     run("inspect", tmp_path / "s", "--verify")
-    assert "1 pairs in 1 shards" in seen.getvalue()
+    assert "1 pairs in 1 shards" in terminal_output.getvalue()
     shown = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0")
     assert "chosen: 14 prompt tokens, 3 response tokens, 3 scored" in shown
     assert "<|im_start|>assistant\nyes<|im_end|>" in shown
@@ -205,14 +213,16 @@ def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, wri
         run("inspect", tmp_path / "s", "--pair", "0")
 
 
-def test_inspect_refuses_another_tokenizer(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
+def test_inspect_refuses_another_tokenizer(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
     save_model(tmp_path / "other", "</s>")
     with pytest.raises(UserError, match="was made with another tokenizer"):
         run("inspect", tmp_path / "s", "--model", tmp_path / "other", "--pair", "0")
 
 
-def test_inspect_colours_what_is_scored() -> None:
+def test_inspect_colours_scored_tokens() -> None:
     tokenizer = make_tokenizer()
     ids = [np.asarray(tokenizer(text, add_special_tokens=False).input_ids, np.int32) for text in ("Q", "abc", "z")]
     pair = Pair(*ids, chosen_mask=np.asarray([True, False, True]))

@@ -1,4 +1,4 @@
-"""A preparation that is killed goes on where it was, ends with the same bytes, and leaves nothing else behind."""
+"""A killed preparation resumes, produces the same bytes, and leaves no other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.prepare.prepare import DataSettings, PrepareProgress, prepare
+from thresher.data.prepare.prepare import PrepareProgress, prepare
+from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.data.store.staging import Staging
 from thresher.errors import UserError
@@ -26,7 +27,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def write_files(write_rows: Any, rows_per_file: int = 700) -> list[str]:
-    """Three files of pairs with a bad row in each, and two of labels whose partners lie in the other."""
+    """Write three files of pairs with one bad row each, and two of labelled rows to be joined with each other."""
     names = []
     for file in range(3):
         rows = [
@@ -41,9 +42,9 @@ def write_files(write_rows: Any, rows_per_file: int = 700) -> list[str]:
     return names
 
 
-def kill_and_finish(output: Path, log: Path, runner: str, files: list[str], kills: list[int]) -> list[str]:
-    """Return the blocks that were worked on, over all processes."""
-    arguments = [str(output), str(log), str(SHARD_ROWS), runner, ",".join(files), *map(str, kills)]
+def kill_and_finish(output: Path, log: Path, executor: str, files: list[str], kills: list[int]) -> list[str]:
+    """Return the blocks that were processed, over all processes."""
+    arguments = [str(output), str(log), str(SHARD_ROWS), executor, ",".join(files), *map(str, kills)]
     command = [sys.executable, "-m", "tests.support.prepare_and_kill", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -52,43 +53,45 @@ def kill_and_finish(output: Path, log: Path, runner: str, files: list[str], kill
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_killed_preparation_ends_with_the_same_bytes_and_repeats_little(tmp_path: Path, write_rows: Any) -> None:
+def test_a_killed_preparation_gives_the_same_bytes_and_repeats_few_blocks(tmp_path: Path, write_rows: Any) -> None:
     files = write_files(write_rows, rows_per_file=2000)
-    whole = kill_and_finish(tmp_path / "whole", tmp_path / "whole.log", "local:1", files, [])
+    uninterrupted = kill_and_finish(tmp_path / "uninterrupted", tmp_path / "uninterrupted.log", "local:1", files, [])
     killed = kill_and_finish(tmp_path / "killed", tmp_path / "killed.log", "local:1", files, [3, 5, 4, 1])
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
-    assert len(PairStore.open(tmp_path / "whole").manifest["shards"]) > 4
-    quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("whole", "killed")]
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "uninterrupted")
+    assert len(PairStore.open(tmp_path / "uninterrupted").manifest["shards"]) > 4
+    quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("uninterrupted", "killed")]
     assert quarantined[0] == quarantined[1]
     assert [json.loads(line)["number"] for line in quarantined[0].splitlines()] == [601] * 3
-    # every kill costs at most the blocks since the last checkpoint, which is made with every shard
-    assert len(whole) < len(killed) <= len(whole) + 4 * 2
-    assert set(killed) == set(whole)
+    # each kill repeats at most the blocks since the last checkpoint, which is saved with every shard
+    assert len(uninterrupted) < len(killed) <= len(uninterrupted) + 4 * 2
+    assert set(killed) == set(uninterrupted)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_resumed_shard_is_copied_does_no_harm(
+def test_a_kill_while_a_resumed_shard_is_copied_does_not_change_the_bytes(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """A crash in the middle of `StoreWriter._copy_torn_shard` leaves the torn shard whole, and a shard half copied."""
+    """A crash during `StoreWriter._copy_torn_shard` leaves the torn shard intact and a partial copy of it."""
     settings = DataSettings(write_files(write_rows, rows_per_file=2000), on_bad_row="skip", shard_rows=4000)
-    prepare(settings, chat_tokenizer, tmp_path / "whole")
+    prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s", pairs_per_checkpoint=1000)
     (shard,) = (tmp_path / ".s.partial" / "content" / "shards").iterdir()
     shard.rename(shard.with_suffix(".torn"))
-    shard.write_bytes(b"half a copy")
+    shard.write_bytes(b"partial copy")
     prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "uninterrupted")
 
 
-def test_damaged_work_is_done_again(tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_damaged_staged_work_is_discarded(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
     settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
-    prepare(settings, chat_tokenizer, tmp_path / "whole")
+    prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s")
     (tmp_path / ".s.partial" / "content" / "shards" / "00000.arrow").write_bytes(b"torn")
     prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "uninterrupted")
 
 
 class InterruptedPreparation(Exception):  # noqa: N818
@@ -126,7 +129,7 @@ def first_progress(settings: DataSettings, tokenizer: Any, output: Path) -> int:
         {"on_bad_row": "quarantine"},
     ],
 )
-def test_work_begun_for_something_else_is_thrown_away(
+def test_staged_work_with_other_settings_is_discarded(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast, change: dict[str, Any]
 ) -> None:
     settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
@@ -139,7 +142,7 @@ def test_work_begun_for_something_else_is_thrown_away(
     assert not (tmp_path / ".s.partial").exists()
 
 
-def test_other_rows_or_another_tokenizer_begin_anew_and_the_same_go_on(
+def test_other_rows_or_another_tokenizer_restart_and_the_same_resume(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
@@ -157,7 +160,7 @@ def test_other_rows_or_another_tokenizer_begin_anew_and_the_same_go_on(
     assert first_progress(settings, chat_tokenizer, tmp_path / "u") <= 512
 
 
-def test_an_old_store_is_whole_until_the_new_one_is(
+def test_an_old_store_is_intact_until_the_new_one_is_complete(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
@@ -177,21 +180,21 @@ def test_an_old_store_is_whole_until_the_new_one_is(
     PairStore.open(tmp_path / "s").verify()
 
 
-def test_an_old_store_comes_back_if_a_crash_came_between_two_renames(tmp_path: Path) -> None:
+def test_an_old_store_is_restored_after_a_crash_between_the_two_renames(tmp_path: Path) -> None:
     output = tmp_path / "s"
-    staging = Staging(output, "me")
+    staging = Staging(output, "fingerprint")
     staging.save({})
     (output / "shards").mkdir(parents=True)
     output.rename(staging.directory / "replaced")
     staging.close(failed=True)
-    staging = Staging(output, "me")
+    staging = Staging(output, "fingerprint")
     assert staging.state == {}
     assert (output / "shards").is_dir()
     staging.close(failed=False)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_two_processes_do_not_write_the_same_store_at_once(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_the_same_store_at_once(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "s")
     with pytest.raises(UserError, match="another process is writing"):
         Staging(tmp_path / "s")
@@ -200,7 +203,7 @@ def test_two_processes_do_not_write_the_same_store_at_once(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_row_that_stops_keeps_nothing_for_later(
+def test_a_bad_row_error_leaves_no_staged_work(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     settings = DataSettings(write_files(write_rows), shard_rows=100)

@@ -1,4 +1,4 @@
-"""Spans hold every row once; counts and files of keys say what all rows in memory would say, in memory that is flat."""
+"""Spans cover every row once; statistics in bounded memory equal those computed from all rows at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from thresher.data.prepare.block_worker import BadRow, BlockResult
 from thresher.data.prepare.duplicates import SpilledKeys
 from thresher.data.prepare.findings import NUM_EXAMPLES
 from thresher.data.prepare.length_histogram import LengthHistogram
-from thresher.data.prepare.prepare import DataSettings
 from thresher.data.prepare.report import PERCENTILES
 from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, PrepareStats
 from thresher.data.prepare.tasks import TaskReader
+from thresher.data.settings import DataSettings
 from thresher.data.sources import readers
 from thresher.data.sources.readers import read_blocks, read_span, split_source
 from thresher.data.sources.resolve import resolve_sources
@@ -33,7 +33,7 @@ line = st.sampled_from([b'{"a": 1}', b"", b"  ", b'{"longer": "' + b"x" * 40 + b
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(line, min_size=1, max_size=30), st.integers(1, 100), st.integers(1, 5), st.booleans())
-def test_every_line_is_in_one_span_with_its_number(
+def test_every_line_is_in_one_span_and_keeps_its_number(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], num_bytes: int, rows_per_block: int, ends: bool
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
@@ -50,7 +50,7 @@ def test_every_line_is_in_one_span_with_its_number(
     assert all(len(block) <= rows_per_block for block in blocks)
 
 
-def test_row_groups_are_joined_until_a_span_is_worth_its_while(tmp_path: Path) -> None:
+def test_small_row_groups_are_joined_to_one_span(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(10_000)}), tmp_path / "a.parquet", row_group_size=1500)
     (source,) = resolve_sources([str(tmp_path / "a.parquet")])
     spans = split_source(source)
@@ -66,8 +66,8 @@ def test_row_groups_are_joined_until_a_span_is_worth_its_while(tmp_path: Path) -
     st.integers(1, 8),
     st.integers(1, 20),
 )
-def test_repeats_in_files_are_those_of_the_naive_way(
-    tmp_path_factory: pytest.TempPathFactory, keys: list[tuple[int, int]], keys_per_part: int, piece: int
+def test_duplicates_and_contradictions_match_a_naive_search(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[tuple[int, int]], keys_per_partition: int, piece: int
 ) -> None:
     pairs, swapped = (np.array(side, np.uint64) for side in zip(*keys, strict=True))
     seen: set[int] = set()
@@ -75,7 +75,7 @@ def test_repeats_in_files_are_those_of_the_naive_way(
     contradicted = [number for number, (_, other) in enumerate(keys) if other in {key for key, _ in keys}]
     directory = tmp_path_factory.mktemp("keys")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "KEYS_PER_PART", keys_per_part)
+        patch.setattr(duplicates, "KEYS_PER_PARTITION", keys_per_partition)
         spilled = SpilledKeys(directory)
         for start in range(0, len(keys), piece):
             spilled.append(pairs[start : start + piece], swapped[start : start + piece])
@@ -86,7 +86,7 @@ def test_repeats_in_files_are_those_of_the_naive_way(
     assert sorted(path.name for path in directory.iterdir()) == ["keys.bin", "swapped_keys.bin"]
 
 
-def test_keys_after_the_last_checkpoint_are_cut_off(tmp_path: Path) -> None:
+def test_keys_after_the_last_checkpoint_are_truncated(tmp_path: Path) -> None:
     first = SpilledKeys(tmp_path)
     first.append(np.array([1, 2, 3], np.uint64), np.array([7, 8, 9], np.uint64))
     first.close()
@@ -100,18 +100,16 @@ def test_keys_after_the_last_checkpoint_are_cut_off(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(*[st.integers(1, 30)] * 3), min_size=1, max_size=300), st.integers(1, 100))
-def test_percentiles_and_bias_from_counts_are_those_of_all_lengths(
-    lengths: list[tuple[int, int, int]], piece: int
-) -> None:
+def test_percentiles_and_bias_match_those_of_all_lengths(lengths: list[tuple[int, int, int]], piece: int) -> None:
     every = np.array(lengths, np.uint32)
-    tally = LengthHistogram()
+    histogram = LengthHistogram()
     for start in range(0, len(every), piece):
-        tally = LengthHistogram(json.loads(json.dumps(tally.state())))  # as after a crash
-        tally.add(every[start : start + piece])
+        histogram = LengthHistogram(json.loads(json.dumps(histogram.state())))  # as after a crash
+        histogram.add(every[start : start + piece])
     totals = every[:, 0] + every[:, 1:].max(axis=1)
     for name, column in zip(("prompt", "chosen", "rejected", "total"), (*every.T, totals), strict=True):
-        assert tally.percentiles()[name] == tuple(np.percentile(column, PERCENTILES, method="lower").tolist())
-    bias = tally.bias()
+        assert histogram.percentiles()[name] == tuple(np.percentile(column, PERCENTILES, method="lower").tolist())
+    bias = histogram.bias()
     assert bias.share_chosen_longer == np.mean(every[:, 1] > every[:, 2])
     assert bias.mean_chosen == pytest.approx(every[:, 1].mean(dtype=np.float64), rel=1e-15)
 
@@ -131,18 +129,18 @@ def results(num_blocks: int, rows: int = 512) -> Iterator[BlockResult]:
         yield BlockResult(0, rows, 0, rows + 8, 0, pairs, keys, swapped, bad, control_tokens=list(range(rows)))
 
 
-def peak_memory_of_an_account(directory: Path, num_blocks: int) -> int:
+def peak_memory_of_stats(directory: Path, num_blocks: int) -> int:
     directory.mkdir()
     (directory / "a.jsonl").write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
     reader = TaskReader(DataSettings("x"), resolve_sources([str(directory / "a.jsonl")]))
-    account = PrepareStats(reader, directory)
+    stats = PrepareStats(reader, directory)
     tracemalloc.start()
     for result in results(num_blocks):
-        account.add(result)
-    report = account.report(["digest"])
+        stats.add(result)
+    report = stats.report(["digest"])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    account.close()
+    stats.close()
     assert report.pairs_kept == 512 * num_blocks
     assert report.bad_rows == 8 * num_blocks
     assert len(report.bad_reasons) == 20
@@ -151,25 +149,25 @@ def peak_memory_of_an_account(directory: Path, num_blocks: int) -> int:
 
 
 @pytest.mark.slow
-def test_an_account_of_five_times_the_pairs_takes_no_more_memory(
+def test_statistics_of_five_times_the_pairs_take_no_more_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """266 thousand pairs and 1.3 million, with bad rows enough to fill the table of reasons in both."""
-    monkeypatch.setattr(duplicates, "KEYS_PER_PART", 1 << 15)
-    small = peak_memory_of_an_account(tmp_path / "small", 520)
-    large = peak_memory_of_an_account(tmp_path / "large", 2600)
+    """266 thousand pairs and 1.3 million, both with enough bad rows to fill the table of reasons."""
+    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", 1 << 15)
+    small = peak_memory_of_stats(tmp_path / "small", 520)
+    large = peak_memory_of_stats(tmp_path / "large", 2600)
     print(f"{small / 2**20:.1f} MiB, {large / 2**20:.1f} MiB")
     assert large < 1.3 * small
 
 
-def test_reasons_beyond_a_bound_are_counted_together(tmp_path: Path) -> None:
+def test_reasons_beyond_the_limit_are_counted_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
     reader = TaskReader(DataSettings("x"), resolve_sources([str(tmp_path / "a.jsonl")]))
-    account = PrepareStats(reader, tmp_path)
+    stats = PrepareStats(reader, tmp_path)
     num_rows = MAX_REASONS + 100
     bad = [BadRow("a", "line", n, f"reason {n}", "") for n in range(num_rows)]
-    account.add(BlockResult(0, num_rows, 0, num_rows, pairs=pairs_to_record_batch([], []), bad=bad))
-    report = account.report(["digest"])
-    account.close()
+    stats.add(BlockResult(0, num_rows, 0, num_rows, pairs=pairs_to_record_batch([], []), bad=bad))
+    report = stats.report(["digest"])
+    stats.close()
     assert report.bad_rows == num_rows
     assert report.bad_reasons[OTHER_REASONS] == 100

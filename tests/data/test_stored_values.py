@@ -1,4 +1,4 @@
-"""Values of settings that were renamed keep their stored spelling, so that stores on disk are found again."""
+"""Renamed values of settings keep their stored spelling, so that existing stores are reused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from thresher.cli.prepare import _as_special_tokens_in_text
-from thresher.data.prepare import fingerprint as identity
+from thresher.data.prepare import fingerprint
 from thresher.data.settings import DataSettings
 
 
 @pytest.mark.parametrize(
-    ("setting", "stored", "fingerprint"),
+    ("setting", "stored", "expected"),
     [
         ({}, "text", "079de6aba63004a6e6790c622a9ace2852cd1944757f674c0770d2ff2dd7ebc0"),
         (
@@ -29,18 +29,19 @@ from thresher.data.settings import DataSettings
     ],
     ids=["default", "keep_as_text", "reject"],
 )
-def test_stores_of_versions_with_other_names_are_found_again(
-    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], stored: str, fingerprint: str
+def test_a_renamed_value_does_not_change_the_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], stored: str, expected: str
 ) -> None:
-    """The fingerprints were recorded when the values were called `text` and `refuse`."""
-    monkeypatch.setattr(identity, "tokenizer_digest", lambda tokenizer: "t" * 64)
+    """The expected fingerprints were recorded when the values were named `text` and `refuse`."""
+    monkeypatch.setattr(fingerprint, "tokenizer_digest", lambda tokenizer: "t" * 64)
     settings = DataSettings("a.jsonl", **setting)
     template: Any = SimpleNamespace(digest="d" * 64)
-    assert identity.make_identity(settings, None, template, ["jsonl:" + "0" * 64]) == fingerprint  # type: ignore[arg-type]
-    assert identity.fingerprinted_settings(settings)["special_tokens_in_text"] == stored
+    sources = ["jsonl:" + "0" * 64]
+    assert fingerprint.make_fingerprint(settings, None, template, sources) == expected  # type: ignore[arg-type]
+    assert fingerprint.fingerprinted_settings(settings)["special_tokens_in_text"] == stored
 
 
-def test_prepare_takes_the_earlier_spelling_of_the_option() -> None:
+def test_prepare_accepts_the_old_spelling_of_the_option() -> None:
     spellings = ("text", "refuse", "keep_as_text", "reject", "other")
     assert [_as_special_tokens_in_text(each) for each in spellings] == [
         *("keep_as_text", "reject"),

@@ -76,7 +76,7 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
     assert json.loads(quarantined)["number"] == 2201
     for num_workers in (1, 2):
         output = tmp_path / f"ray{num_workers}"
-        assert prepare(settings, make_tokenizer(), output, runner=run_on_ray(num_workers)) == report
+        assert prepare(settings, make_tokenizer(), output, executor=run_on_ray(num_workers)) == report
         assert files_of(output) == files_of(tmp_path / "here")
         assert Path(f"{output}.quarantine.jsonl").read_bytes() == quarantined
 
@@ -94,7 +94,7 @@ def test_errors_have_the_same_message_as_in_one_process(tmp_path: Path, ray_here
         messages = []
         for runner in (None, run_on_ray(2)):
             with pytest.raises(UserError) as error:
-                prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", runner=runner)
+                prepare(DataSettings(name, "raw"), make_tokenizer(), tmp_path / "s", executor=runner)
             messages.append(str(error.value))
         assert messages[0] == messages[1]
         assert text in messages[0]

@@ -195,7 +195,7 @@ def test_a_store_with_outside_file_names_is_rejected(attacked: Run, thresher: Co
     manifest.write_text(json.dumps(values))
     result = thresher("inspect", attacked.store)
     assert result.code == 2
-    assert "which is no file of it" in result.text
+    assert "a path outside the store" in result.text
 
 
 def test_a_saved_data_set_with_outside_file_names_is_rejected(

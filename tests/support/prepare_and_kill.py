@@ -47,7 +47,7 @@ def prepare_and_kill(output: str, log: str, shard_rows: str, executor: str, file
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     settings = DataSettings(files.split(","), on_bad_row="quarantine", shard_rows=int(shard_rows))
-    prepare(settings, tokenizer, output, runner=killing(make_executor(executor), Path(log), int(kill_at) or None))
+    prepare(settings, tokenizer, output, executor=killing(make_executor(executor), Path(log), int(kill_at) or None))
 
 
 def main(*arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan: every epoch is a new permutation, and the pairs of a step depend only on the seed."""
+"""The plan: each epoch is a new permutation, and the pairs of a step depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def epoch_ids(plan: Plan, epoch: int) -> list[int]:
 
 @unhurried
 @given(plans())
-def test_every_epoch_holds_every_pair_exactly_once_tails_included(plan):
+def test_every_epoch_has_every_pair_exactly_once(plan):
     assert plan.num_steps == 3 * plan.steps_per_epoch
     for epoch in range(3):
         assert sorted(epoch_ids(plan, epoch)) == list(range(plan.num_pairs))
@@ -42,7 +42,7 @@ def test_every_epoch_holds_every_pair_exactly_once_tails_included(plan):
 
 @unhurried
 @given(SEEDS, st.integers(0, 1000))
-def test_epochs_differ_in_order_and_so_do_seeds_and_nothing_else_does(seed, epoch):
+def test_the_order_depends_on_the_epoch_and_the_seed(seed, epoch):
     positions = np.arange(64, dtype=np.uint64)
     order = permuted(positions, 64, seed, epoch).tolist()
     assert order == permuted(positions, 64, seed, epoch).tolist()
@@ -52,15 +52,15 @@ def test_epochs_differ_in_order_and_so_do_seeds_and_nothing_else_does(seed, epoc
 
 
 def test_a_step_does_not_depend_on_earlier_calls():
-    def ids(step: int) -> list[int]:
+    def pair_ids_of_new_plan(step: int) -> list[int]:
         return make_plan(97, seed=5, pairs_per_step=8, max_steps=50, num_epochs=None).pair_ids(step).tolist()
 
     plan = make_plan(97, seed=5, pairs_per_step=8, max_steps=50, num_epochs=None)
     in_order = [plan.pair_ids(step).tolist() for step in range(50)]
-    assert [ids(step) for step in reversed(range(50))] == in_order[::-1]
+    assert [pair_ids_of_new_plan(step) for step in reversed(range(50))] == in_order[::-1]
 
 
-def test_the_order_looks_random():
+def test_neighbour_distances_are_those_of_a_random_order():
     """Mean neighbour distance of a uniform permutation of n is (n + 1) / 3, its rank correlation with itself 0."""
     order = permuted(np.arange(3000, dtype=np.uint64), 3000, seed=1, epoch=0)
     assert np.abs(np.diff(order)).mean() == pytest.approx(1000, rel=0.05)
@@ -68,27 +68,27 @@ def test_the_order_looks_random():
 
 
 @pytest.mark.parametrize("size", [65_537, 100_000, 131_072])  # just over a power of two, between, and on one
-def test_positions_and_neighbours_are_uncorrelated(size):
-    """Correlations of a uniform permutation have the standard deviation 1 / sqrt(n); four of them, for 20 seeds."""
-    places = np.arange(size, dtype=np.uint64)
+def test_neighbours_and_positions_are_uncorrelated(size):
+    """Within four standard deviations of 1 / sqrt(n), that of a uniform permutation, for 20 seeds."""
+    positions = np.arange(size, dtype=np.uint64)
     for seed in range(20):
-        order = permuted(places, size, seed, epoch=0)
+        order = permuted(positions, size, seed, epoch=0)
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / size**0.5
         assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 4 / size**0.5
 
 
 @pytest.mark.slow
-def test_every_order_of_five_pairs_is_as_likely():
+def test_every_order_of_five_pairs_is_equally_likely():
     """20,000 seeds over 120 orders: chi-square of 119 degrees is below 173 in 999 of 1,000; 8 rounds fail."""
-    seeds = range(20_000_000, 20_020_000)  # not those by which the number of rounds was chosen
+    seeds = range(20_000_000, 20_020_000)  # not the seeds that the number of rounds was chosen with
     orders = [tuple(permuted(np.arange(5, dtype=np.uint64), 5, seed, 0).tolist()) for seed in seeds]
     counts = np.array(list(Counter(orders).values()))
     assert len(counts) == 120
     assert ((counts - 20_000 / 120) ** 2 / (20_000 / 120)).sum() < 173
 
 
-def test_a_large_set_does_not_show_how_it_was_shuffled():
-    """Of 4,096 positions with equal low 12 bits, count the pairs whose high 12 bits have the same XOR before and after.
+def test_xor_differences_of_a_large_set_are_those_of_a_random_order():
+    """Among 4,096 positions with equal low 12 bits, count pairs whose high 12 bits have the same XOR before and after.
 
     A uniform order has 2,047.5 on average, and 4 rounds of a Feistel network leave twice as many. Over 128 low halves
     1 % is five standard deviations.
@@ -102,7 +102,7 @@ def test_a_large_set_does_not_show_how_it_was_shuffled():
     assert found / (128 * 2047.5) == pytest.approx(1, abs=0.01)
 
 
-def test_it_is_a_permutation_at_every_small_size_and_about_powers_of_two():
+def test_it_is_a_permutation_at_every_small_size_and_around_powers_of_two():
     for size in [*range(1, 300), *(2**bits + step for bits in (10, 13, 16, 20) for step in (-1, 0, 1))]:
         order = permuted(np.arange(size, dtype=np.uint64), size, seed=size, epoch=1)
         assert order.min() == 0
@@ -111,16 +111,16 @@ def test_it_is_a_permutation_at_every_small_size_and_about_powers_of_two():
 
 
 @pytest.mark.parametrize("size", [2**23 + 1, 2**29 + 1, 10**9, 2**31 + 1, 2**40 + 1, 2**62])
-def test_no_pair_of_a_large_set_comes_twice(size):
-    places = np.concatenate([np.arange(100_000), np.arange(size - 100_000, size)]).astype(np.uint64)
-    order = permuted(places, size, seed=4, epoch=0)
-    assert len(np.unique(order)) == len(places)
+def test_no_pair_of_a_large_set_occurs_twice(size):
+    positions = np.concatenate([np.arange(100_000), np.arange(size - 100_000, size)]).astype(np.uint64)
+    order = permuted(positions, size, seed=4, epoch=0)
+    assert len(np.unique(order)) == len(positions)
     assert order.min() >= 0
     assert order.max() < size
     assert order.max() > 0.99 * size
 
 
-def test_each_pair_is_as_likely_in_the_first_step_as_any_other():
+def test_every_pair_is_equally_likely_in_the_first_step():
     """2,000 seeds draw 4 of 40 pairs: 200 times each, and chi-square of 39 degrees is below 73 in 999 of 1,000."""
     first = [make_plan(40, seed=s, pairs_per_step=4, max_steps=1, num_epochs=None).pair_ids(0) for s in range(2000)]
     counts = np.bincount(np.concatenate(first), minlength=40)
@@ -131,10 +131,10 @@ def test_each_pair_is_as_likely_in_the_first_step_as_any_other():
     ("num_pairs", "per_step", "max_steps", "num_epochs", "num_steps"),
     [
         (40, 8, None, None, 5),  # one epoch
-        (41, 8, None, None, 6),  # the tail is a step
+        (41, 8, None, None, 6),  # the remainder is a step
         (40, 8, 3, None, 3),
-        (40, 8, 12, None, 12),  # max_steps alone runs through epochs
-        (40, 8, 12, 1.0, 5),  # whichever ends first
+        (40, 8, 12, None, 12),  # max_steps alone may exceed an epoch
+        (40, 8, 12, 1.0, 5),  # the earlier limit
         (40, 8, 3, 1.0, 3),
         (40, 8, None, 0.5, 3),  # 2.5 steps
         (40, 8, None, 0.01, 1),  # at least one step
@@ -144,18 +144,18 @@ def test_each_pair_is_as_likely_in_the_first_step_as_any_other():
         (8, 8, None, 1.0, 1),
     ],
 )
-def test_the_number_of_steps(num_pairs, per_step, max_steps, num_epochs, num_steps):
+def test_the_number_of_steps_follows_the_earlier_limit(num_pairs, per_step, max_steps, num_epochs, num_steps):
     plan = make_plan(num_pairs, seed=0, pairs_per_step=per_step, max_steps=max_steps, num_epochs=num_epochs)
     assert plan.num_steps == num_steps
 
 
 @unhurried
 @given(plans(), st.data())
-def test_visits_and_visited_pairs_are_those_of_the_steps(plan, data):
-    cut = Plan(plan.num_pairs, plan.seed, plan.pairs_per_step, data.draw(st.integers(1, plan.num_steps)))
-    ids = [int(i) for step in range(cut.num_steps) for i in cut.pair_ids(step)]
-    assert cut.num_visits == len(ids)
-    assert cut.visited_pairs().tolist() == sorted(set(ids))
+def test_num_visits_and_visited_pairs_match_the_steps(plan, data):
+    shorter = Plan(plan.num_pairs, plan.seed, plan.pairs_per_step, data.draw(st.integers(1, plan.num_steps)))
+    ids = [int(i) for step in range(shorter.num_steps) for i in shorter.pair_ids(step)]
+    assert shorter.num_visits == len(ids)
+    assert shorter.visited_pairs().tolist() == sorted(set(ids))
 
 
 def test_a_set_smaller_than_one_batch_is_an_error_with_a_hint():
@@ -175,7 +175,7 @@ def test_a_step_outside_the_plan_is_an_error():
             plan.pair_ids(step)
 
 
-def test_a_far_step_of_a_hundred_million_pairs_is_found_at_once_and_without_an_index():
+def test_a_late_step_of_a_hundred_million_pairs_takes_milliseconds_and_little_memory():
     plan = make_plan(100_000_000, seed=3, pairs_per_step=512, max_steps=None, num_epochs=5)
     plan.pair_ids(0)
     tracemalloc.start()
@@ -193,13 +193,13 @@ def test_a_far_step_of_a_hundred_million_pairs_is_found_at_once_and_without_an_i
     assert len(tail) == 100_000_000 % 512
 
 
-@pytest.mark.parametrize("size", [100_000_000, 2**26 + 1])  # 1.3 and 2 walks per pair
-def test_a_step_of_131072_pairs_is_computed_in_milliseconds(size):
-    places = np.arange(50 * 131_072, 51 * 131_072, dtype=np.uint64)
+@pytest.mark.parametrize("size", [100_000_000, 2**26 + 1])  # 1.3 and 2 permutations per pair
+def test_a_step_of_131072_pairs_takes_milliseconds(size):
+    positions = np.arange(50 * 131_072, 51 * 131_072, dtype=np.uint64)
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        permuted(places, size, seed=1, epoch=0)
+        permuted(positions, size, seed=1, epoch=0)
         times.append(time.perf_counter() - started)
     print(f"{min(times) * 1e3:.1f} ms")
     assert min(times) < 0.06, times  # 6 and 11 ms measured

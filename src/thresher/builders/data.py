@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.pair import PairBatch
 from thresher.data.prepare.findings import find_leaks
-from thresher.data.prepare.prepare import store_identity, tokenizer_digest
+from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -100,10 +100,10 @@ def _open_store(
             )
         return store
     settings = data_settings(config, args)
-    identity = store_identity(settings, tokenizer)
-    path = Path(config.output_dir) / "data" / identity[:16]
+    fingerprint = store_fingerprint(settings, tokenizer)
+    path = Path(config.output_dir) / "data" / fingerprint[:16]
     if path.exists():
         logger.info("using the pairs prepared in %s", path)
     else:
         build(settings, tokenizer, path)
-    return PairStore.open(path, expected_identity=identity)
+    return PairStore.open(path, expected_fingerprint=fingerprint)

@@ -52,7 +52,7 @@ def _print_summary(store: PairStore) -> None:
 
     manifest = store.manifest
     print_line(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
-    print_line(f"content {store.digest[:16]}, identity {store.identity[:16]}")
+    print_line(f"content {store.digest[:16]}, fingerprint {store.fingerprint[:16]}")
     print_line(f"tokenizer {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
     print_report(report_of(store))
 
@@ -69,7 +69,7 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
         raise UserError(
             f"{store.path} was made with another tokenizer than that of {model}; name the one it was made with"
         )
-    pair = store.pair(number)
+    pair = store[number]
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"pair {number}: weight {pair.weight:g}, margin {pair.margin:g}")
     for side in ("chosen", "rejected"):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from thresher.data.prepare.prepare import PrepareProgress, PrepareReport
+    from thresher.data.prepare.prepare import PrepareProgress
+    from thresher.data.prepare.report import PrepareReport
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ def run_prepare(
 ) -> PrepareReport:
     """Prepare a store with progress and a closing table; one that fits already is kept and its table shown."""
     from thresher.data.prepare.findings import find_leaks
-    from thresher.data.prepare.prepare import store_identity
+    from thresher.data.prepare.fingerprint import store_fingerprint
     from thresher.data.prepare.report import report_of
     from thresher.data.store.reader import PairStore
     from thresher.models.loading.load import load_tokenizer
@@ -191,7 +192,7 @@ def run_prepare(
         settings = replace(settings, num_processes=num_processes)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if (output / "manifest.json").is_file() and not overwrite:
-        store = PairStore.open(output, expected_identity=store_identity(settings, tokenizer))
+        store = PairStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
         logger.info("%s holds these pairs already", output)
         report = report_of(store)
     else:
@@ -230,7 +231,7 @@ def build_with_progress(
         runner = run_on_ray(settings.num_processes, ray.address)
     try:
         with show_progress() as show:
-            report = build(settings, tokenizer, output, show, overwrite=overwrite, runner=runner)
+            report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=runner)
     except NoPairsError as error:
         log_report(error.report)
         raise

@@ -241,11 +241,11 @@ class StoreManifestCheck:
         (self._path / "manifest.json").write_bytes(content)
         try:
             store = PairStore.open(self._path)
-            for name in ("digest", "identity", "longest_pair", "columns_in_use", "scored_lengths"):
+            for name in ("digest", "fingerprint", "longest_pair", "columns_in_use", "scored_lengths"):
                 getattr(store, name)
             report_of(store)
             for number in range(len(store)):
-                store.pair(number)
+                store[number]
             list(store.hashes())
             store.verify()
         except UserError:

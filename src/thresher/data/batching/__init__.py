@@ -1,1 +1,1 @@
-"""Which pairs each step holds, and how ranks and micro-batches divide them."""
+"""Choose the pairs of each step and assign them to ranks and micro-batches."""

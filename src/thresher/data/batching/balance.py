@@ -1,7 +1,7 @@
-"""A step's pairs to ranks and micro-batches: even costs over ranks, token budgets held, no pair lost or repeated.
+"""Load balancing: assign the pairs of a step to ranks of equal cost and pack them into bins under a token budget.
 
-Pure functions of lengths. Ranks get the same number of pairs (give or take one) and nearly the same work; what a pair
-costs is a matter of the model's shape, not of the clock.
+Pure functions of the pair lengths. The numbers of pairs per rank differ by at most one. Costs are computed from the
+model's dimensions, not measured.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Work of a pair in units of one token's linear layers.
+    """Compute cost of a pair, in units of the linear layers for one token.
 
-    attention_per_key: what one row seeing one other row costs; 4 * hidden * layers FLOPs over 2 * weights for a plain
-    transformer, about 1 / (6 * hidden). shares_prompt: the prompt is computed once, not twice.
+    attention_per_key: cost of one query attending to one key; 4 * hidden * layers FLOPs over 2 * weights for a plain
+    transformer, about 1 / (6 * hidden). shares_prompt: the prompt is computed once, not once per response.
     """
 
     attention_per_key: float
     shares_prompt: bool
 
     def tokens(self, lengths: Lengths) -> Indices:
-        """Rows that each pair takes in a packed row; the last token of a response is left out."""
+        """Return the tokens that each pair occupies in a packed row; the last token of a response is not an input."""
         prompt, chosen, rejected = (lengths[:, i].astype(np.int64) for i in range(3))
         return prompt * (1 if self.shares_prompt else 2) + np.maximum(chosen - 1, 0) + np.maximum(rejected - 1, 0)
 
     def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
-        """Linear work plus attention over the keys that are seen: half a square for each sequence."""
+        """Return the cost of the linear layers plus causal attention, half a square per sequence."""
         prompt, chosen, rejected = (lengths[:, i].astype(np.float64) for i in range(3))
         squares = np.square(prompt + chosen) + np.square(prompt + rejected)
         if self.shares_prompt:
@@ -43,11 +43,10 @@ class CostModel:
 
 
 def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
-    """Give every pair a rank: dealt in rounds from the costliest down, each round's costliest to the least loaded rank.
+    """Assign every pair to a rank: in rounds of one pair per rank, each round's costliest to the least loaded rank.
 
-    The longest-processing-time rule with equal counts, one vector operation a round. Loads are whole numbers, and
-    a rank's own number stands in their low bits: sorting them needs no indices, and no two are equal, so that every
-    processor finds the same order with whatever sort it has.
+    Longest-processing-time scheduling with equal counts, vectorized per round. Loads are integers with the rank in the
+    low bits: sorting them needs no argsort, and since no two are equal, every sort algorithm gives the same result.
     """
     ranks = np.empty(len(costs), dtype=np.int32)
     if len(costs) == 0:
@@ -57,7 +56,7 @@ def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[
     cost_bits = 62 - rank_bits - load_bits
     relative = costs / max(costs.max(), 1e-300)
     order = _descending(relative)
-    # take: three times faster than indexing
+    # np.take is three times faster than indexing
     units = (relative * 2.0**cost_bits).astype(np.int64).take(order) << rank_bits
     loads = np.arange(num_ranks)  # load << rank_bits | rank
     least_loads = np.empty(len(costs), dtype=np.int64)
@@ -71,31 +70,31 @@ def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[
 
 
 def _descending(relative: npt.NDArray[np.float64]) -> Indices:
-    """Order numbers of 0..1 from the largest down, to one part in 65,535: 16-bit keys sort in linear time."""
+    """Argsort values in 0..1 from the largest down, to a precision of 1 / 65,535: 16-bit keys sort in linear time."""
     keys = (relative * 65_535).astype(np.uint16)
     return np.argsort(65_535 - keys, kind="stable")
 
 
 def bin_by_tokens(tokens: Indices, budget: int) -> list[Indices]:
-    """Put pairs into as few bins as best-fit finds, longest first; a pair over the budget is alone in its bin.
+    """Pack pairs into bins by best-fit decreasing; a pair over the budget gets a bin to itself.
 
-    The fullest bin that still has room takes a pair. O(n log n) comparisons: open bins stay sorted by room.
+    Each pair goes to the fullest bin with enough room. O(n log n) comparisons: open bins stay sorted by room.
     """
     bins: list[list[int]] = []
-    # room * stride + bin: whole numbers compare faster than tuples, and equal rooms go to the older bin
+    # room * stride + bin: integers compare faster than tuples, and the older of two equally full bins is used
     rooms: list[int] = []
     stride = len(tokens) + 1
     order = np.argsort(-tokens, kind="stable")
     least = int(tokens[order[-1]]) if len(order) else 0
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
-        place = bisect_left(rooms, size * stride)
-        if place == len(rooms):
+        position = bisect_left(rooms, size * stride)
+        if position == len(rooms):
             room, chosen = budget, len(bins)
             bins.append([index])
         else:
-            room, chosen = divmod(rooms.pop(place), stride)
+            room, chosen = divmod(rooms.pop(position), stride)
             bins[chosen].append(index)
-        # a bin too full for the shortest pair is left out, which keeps the list short
+        # a bin too full for the shortest pair is closed, which keeps the list short
         if room - size >= least:
             insort(rooms, (room - size) * stride + chosen)
     return [np.array(sorted(chosen), dtype=np.int64) for chosen in bins]

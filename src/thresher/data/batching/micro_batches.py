@@ -1,4 +1,4 @@
-"""A rank's share of a step, cut into micro-batches: by a token budget where rows are packed, by pairs where padded."""
+"""Split the pairs of a step into the micro-batches of each rank, by a token budget, a number of pairs, or both."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from thresher.data.batching.balance import CostModel, assign_ranks, bin_by_token
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import Lengths
 
-# costs are found for so many pairs at once: arrays that stay in the cache take half the time of whole steps
-_PAIRS_AT_ONCE = 16_384
+# block size for computing costs: arrays that fit into the cache take half the time
+_PAIRS_PER_BLOCK = 16_384
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a set of pairs is divided; a pure function of the pairs' lengths.
+    """Assignment of pairs to ranks and micro-batches; a pure function of the pair lengths.
 
-    lengths: [pairs in the store, 3] tokens of prompt, chosen, rejected. costs: what a pair costs, and how many rows it
-    takes. max_tokens: budget of a packed row. max_pairs: pairs of a padded batch; None where rows are packed.
+    lengths: [pairs in the store, (prompt, chosen, rejected)] in tokens. max_tokens: token budget of a micro-batch.
+    max_pairs: pairs per padded micro-batch; None for packed rows.
     """
 
     lengths: Lengths
@@ -29,35 +29,33 @@ class MicroBatching:
     max_pairs: int | None = None
 
     def split(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
-        """Name the pairs of each of a rank's micro-batches; over all ranks, each pair is in exactly one."""
-        share = pair_ids
+        """Return the pair ids of each micro-batch of a rank; every pair is in one micro-batch of one rank."""
         if num_ranks > 1:
-            ranks = assign_ranks(self._costs_of(pair_ids), num_ranks)
-            share = pair_ids[ranks == rank]
-        if len(share) == 0:
+            pair_ids = pair_ids[assign_ranks(self._costs_of(pair_ids), num_ranks) == rank]
+        if len(pair_ids) == 0:
             return []
         if self.max_pairs is None:
             budget = np.iinfo(np.int64).max if self.max_tokens is None else self.max_tokens
-            return [share[chosen] for chosen in bin_by_tokens(self.costs.tokens(self.lengths[share]), int(budget))]
+            bins = bin_by_tokens(self.costs.tokens(self.lengths[pair_ids]), int(budget))
+            return [pair_ids[indices] for indices in bins]
         if self.max_tokens is None:
-            return [share[i : i + self.max_pairs] for i in range(0, len(share), self.max_pairs)]
-        return self._cut_padded(share, self.max_pairs, self.max_tokens)
+            return [pair_ids[i : i + self.max_pairs] for i in range(0, len(pair_ids), self.max_pairs)]
+        return self._split_padded(pair_ids, self.max_pairs, self.max_tokens)
 
     def _costs_of(self, pair_ids: PairIds) -> npt.NDArray[np.float64]:
-        blocks = (pair_ids[i : i + _PAIRS_AT_ONCE] for i in range(0, len(pair_ids), _PAIRS_AT_ONCE))
-        # take: three times faster than indexing a memory map
+        blocks = (pair_ids[i : i + _PAIRS_PER_BLOCK] for i in range(0, len(pair_ids), _PAIRS_PER_BLOCK))
+        # np.take is three times faster than indexing a memory map
         return np.concatenate([self.costs.costs(np.take(self.lengths, block, axis=0)) for block in blocks])
 
-    def _cut_padded(self, share: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
-        """Fill padded batches from the longest pair down, so that neighbours need little padding."""
-        prompts, sides = self.lengths[share, 0].astype(np.int64), self.lengths[share, 1:].max(axis=1)
-        widths = prompts + sides
+    def _split_padded(self, pair_ids: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
+        """Fill padded batches from the longest pair down, so that pairs of similar length share a batch."""
+        widths = self.lengths[pair_ids, 0].astype(np.int64) + self.lengths[pair_ids, 1:].max(axis=1)
         order = np.argsort(-widths, kind="stable")
         batches, start = [], 0
         while start < len(order):
-            # two rows a pair, all as wide as the first
+            # two rows per pair, padded to the width of the first pair
             fitting = max_tokens // (2 * int(widths[order[start]]))
             stop = start + max(1, min(max_pairs, fitting))
-            batches.append(share[np.sort(order[start:stop])])
+            batches.append(pair_ids[np.sort(order[start:stop])])
             start = stop
         return batches

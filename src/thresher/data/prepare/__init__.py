@@ -1,1 +1,1 @@
-"""From source files to a store: blocks, statistics, findings, report."""
+"""Prepare source files into a store: blocks, statistics, findings, report."""

@@ -1,4 +1,4 @@
-"""One block of rows to pairs in the store's columns: the work of one process, a function of the block alone."""
+"""Convert one block of rows to a record batch of pairs; a function of the block alone, so any process can run it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that could not become a pair, and why."""
+    """An invalid row and the reason."""
 
     file: str
     unit: str
@@ -38,16 +38,16 @@ class BadRow:
 
     @classmethod
     def of(cls, block: Block, index: int, error: BadRowError) -> BadRow:
-        return cls(block.file, block.unit, block.numbers[index], str(error), _writable(block.contents[index]))
+        return cls(block.file, block.unit, block.numbers[index], str(error), _json_content(block.contents[index]))
 
 
 @dataclass(frozen=True)
 class BlockTask:
-    """A block of a span and how its file is to be read; bad rows and rows joined were found before it was sent."""
+    """A block of a span and the format of its rows; bad and joined rows were counted while reading it."""
 
     span: int
     block: Block
-    shape: str
+    row_format: str
     column_names: Mapping[str, str]
     rows_read: int
     rows_joined: int = 0
@@ -56,9 +56,10 @@ class BlockTask:
 
 @dataclass
 class BlockResult:
-    """The pairs of a block and what became of its other rows; numbers of bad rows count from the span's start.
+    """The pairs of a block and the counts of its other rows.
 
-    span, last_number, bytes_done: where the block stands, as in `BlockTask` and `Block`.
+    span, last_number, bytes_done: position of the block, as in `BlockTask` and `Block`.
+    bad: rows numbered from the start of the span. control_tokens: indices into the pairs.
     """
 
     span: int
@@ -74,11 +75,11 @@ class BlockResult:
     truncated: Counter[str] = field(default_factory=Counter)
     splits_moved: int = 0
     headers_shortened: int = 0
-    control_tokens: list[int] = field(default_factory=list)  # positions among the kept pairs
+    control_tokens: list[int] = field(default_factory=list)
 
 
 class BlockWorker:
-    """Turn blocks into pairs with one tokenizer; holds nothing of a block afterwards."""
+    """Render, tokenize, truncate and hash the rows of blocks; keeps no state between blocks."""
 
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
         self._settings = settings
@@ -110,12 +111,12 @@ class BlockWorker:
         return result
 
     def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
-        shape = FORMAT_BY_NAME[task.shape]
+        row_format = FORMAT_BY_NAME[task.row_format]
         rows: list[PreferenceRow] = []
         texts: list[RenderedRow] = []
         for index, content in enumerate(task.block.contents):
             try:
-                row = to_preference_row(parse_row(content), shape, task.column_names)
+                row = to_preference_row(parse_row(content), row_format, task.column_names)
                 if not (has_content(row.chosen) and has_content(row.rejected)):
                     result.dropped["empty_response"] += 1
                     continue
@@ -132,25 +133,25 @@ class BlockWorker:
             return render(row, self._template, self._tokenizer)
         if self._settings.special_tokens_in_text == "reject":
             raise BadRowError(
-                f"the text spells the control token {spelled!r}; set data_args.special_tokens_in_text=keep_as_text to "
-                "tokenize it as text"
+                f"the text contains the control token {spelled!r}; set data_args.special_tokens_in_text=keep_as_text "
+                "to tokenize it as text"
             )
         return self._control_tokens.render_as_text(row)
 
     def _keep(self, row: PreferenceRow, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
-        """Return the pair to keep, or the cause for which it is dropped."""
-        whole = tokenized.pair
+        """Return the pair to keep, or the reason to drop it."""
+        full = tokenized.pair
         if tokenized.has_empty_response:
             return "empty_response"
-        if len(whole.prompt_ids) == 0:
+        if len(full.prompt_ids) == 0:
             return "empty_prompt"
-        if _is_identical(whole):
+        if _is_identical(full):
             return "identical_sides"
         settings = self._settings
-        pair = truncate(whole, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
+        pair = truncate(full, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
         if pair is None:
             return "too_long"
-        if pair is not whole:
+        if pair is not full:
             if _is_identical(pair) or not _has_scored_tokens(pair):
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
@@ -158,12 +159,12 @@ class BlockWorker:
         return replace(pair, weight=row.weight, margin=row.margin)
 
 
-def _writable(content: Any) -> Any:
-    """Return a row's content in a form that JSON can hold."""
+def _json_content(content: Any) -> Any:
+    """Return a row's content in a form that JSON can represent."""
     if isinstance(content, bytes):
         return content.decode("utf-8", errors="replace").rstrip("\n")
-    if not isinstance(content, Unreadable) and (wrong := find_invalid(content)) is not None:
-        content = Unreadable.of(wrong, content)
+    if not isinstance(content, Unreadable) and (reason := find_invalid(content)) is not None:
+        content = Unreadable.of(reason, content)
     return content.content if isinstance(content, Unreadable) else content
 
 

@@ -1,7 +1,7 @@
-"""Pairs that occur twice, or the other way round, among more pairs than memory holds.
+"""Find duplicate and contradicting pairs among more pairs than fit into memory.
 
-Keys lie in two files in the order of the pairs. To compare them, each file is dealt out by key into parts small enough
-to sort: equal keys meet in the same part.
+Keys are stored in two files, in pair order. To compare them, each file is partitioned by key: equal keys are in the
+same partition, and a partition is small enough to sort.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from thresher import durable
 from thresher.data.prepare.findings import Finding, Keys
 from thresher.data.store.staging import open_at
 
-KEYS_PER_PART = 1 << 18
-# each part is an open file while keys are dealt out; common limits allow 1024 of them
-MAX_PARTS = 256
+KEYS_PER_PARTITION = 1 << 18
+# each partition is an open file while it is written; 1024 open files are a common limit
+MAX_PARTITIONS = 256
 _KEY_DTYPE = np.dtype("<u8")
-_DEALT_DTYPE = np.dtype([("key", _KEY_DTYPE), ("pair", _KEY_DTYPE)])
+_ENTRY_DTYPE = np.dtype([("key", _KEY_DTYPE), ("pair", _KEY_DTYPE)])
 
 
 class SpilledKeys:
-    """Keep the keys of pairs, and those that they would have with their sides exchanged, in files of a directory.
+    """The keys of all pairs, and their keys with the sides exchanged, in two files of a directory.
 
-    num_pairs: how many pairs the files hold already; what follows them is cut off.
+    num_pairs: pairs already in the files; anything after them is truncated.
     """
 
     def __init__(self, directory: Path, num_pairs: int = 0) -> None:
@@ -42,7 +42,7 @@ class SpilledKeys:
         self._num_pairs += len(keys)
 
     def sync(self) -> None:
-        """Bring all keys to the disk."""
+        """Flush all keys to the disk."""
         for stream in self._streams:
             durable.sync_stream(stream)
 
@@ -51,56 +51,56 @@ class SpilledKeys:
             stream.close()
 
     def find_repeats(self) -> tuple[Finding, Finding]:
-        """Find pairs that occurred before (same prompt and sides), and pairs that another says the other way round."""
+        """Find pairs that repeat an earlier one, and pairs that also occur with their sides exchanged."""
         for stream in self._streams:
             stream.flush()
-        num_parts = min(MAX_PARTS, -(-self._num_pairs // KEYS_PER_PART))
+        num_partitions = min(MAX_PARTITIONS, -(-self._num_pairs // KEYS_PER_PARTITION))
         duplicates, contradictions = Finding("duplicates"), Finding("contradictions")
         with ExitStack() as stack:
-            dealt = [stack.enter_context(_Dealt(path, num_parts)) for path in self._paths]
-            for pairs, swapped in zip(*dealt, strict=True):
+            partitioned = [stack.enter_context(_PartitionedKeys(path, num_partitions)) for path in self._paths]
+            for pairs, swapped in zip(*partitioned, strict=True):
                 is_repeat = np.ones(len(pairs), dtype=np.bool_)
-                # pairs of a part are in order, and np.unique returns the first of equals
+                # a partition is in pair order, and np.unique returns the first of equal keys
                 is_repeat[np.unique(pairs["key"], return_index=True)[1]] = False
                 duplicates = duplicates.with_more(pairs["pair"][is_repeat])
                 contradictions = contradictions.with_more(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
         return duplicates, contradictions
 
 
-class _Dealt:
-    """A file of keys dealt out by key into parts beside it; iterating yields the keys and pair numbers of each."""
+class _PartitionedKeys:
+    """A file of keys partitioned by key into files beside it; iterating yields the (key, pair) entries of each."""
 
-    def __init__(self, path: Path, num_parts: int) -> None:
+    def __init__(self, path: Path, num_partitions: int) -> None:
         self._path = path
-        self._parts = [path.with_name(f"{path.name}.{number}") for number in range(num_parts)]
+        self._partitions = [path.with_name(f"{path.name}.{number}") for number in range(num_partitions)]
 
-    def __enter__(self) -> _Dealt:
+    def __enter__(self) -> _PartitionedKeys:
         with ExitStack() as stack:
-            streams = [stack.enter_context(part.open("wb")) for part in self._parts]
-            for dealt in _read_numbered(self._path):
-                number = dealt["key"] % np.uint64(len(streams))
-                order = np.argsort(number, kind="stable")  # stable: within a part pairs stay in order
+            streams = [stack.enter_context(partition.open("wb")) for partition in self._partitions]
+            for entries in _read_entries(self._path):
+                number = entries["key"] % np.uint64(len(streams))
+                order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
                 ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=len(streams)))
-                for stream, part in zip(streams, np.split(dealt[order], ends[:-1]), strict=True):
-                    stream.write(part.tobytes())
+                for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
+                    stream.write(selected.tobytes())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for part in self._parts:
-            part.unlink(missing_ok=True)
+        for partition in self._partitions:
+            partition.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[npt.NDArray[Any]]:
-        for part in self._parts:
-            yield np.fromfile(part, dtype=_DEALT_DTYPE)
+        for partition in self._partitions:
+            yield np.fromfile(partition, dtype=_ENTRY_DTYPE)
 
 
-def _read_numbered(path: Path) -> Iterator[npt.NDArray[Any]]:
+def _read_entries(path: Path) -> Iterator[npt.NDArray[Any]]:
     # read, not mapped: mapped pages would count as memory of this process
     first = 0
     with path.open("rb") as stream:
-        while len(keys := np.fromfile(stream, dtype=_KEY_DTYPE, count=KEYS_PER_PART)):
-            dealt = np.empty(len(keys), dtype=_DEALT_DTYPE)
-            dealt["key"] = keys
-            dealt["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
+        while len(keys := np.fromfile(stream, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
+            entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
+            entries["key"] = keys
+            entries["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
             first += len(keys)
-            yield dealt
+            yield entries

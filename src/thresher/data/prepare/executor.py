@@ -1,6 +1,6 @@
-"""Who turns tasks into pairs: this process, or several beside it. `runtime/preparing` has the one for a Ray cluster.
+"""Executors on this machine: one process or several; `runtime/ray/ray_data` has the executor for a Ray cluster.
 
-Results come in the order of the tasks, whoever finishes first, and only a few are waiting at any time.
+An executor yields results in task order and keeps a bounded number of them in memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thresher.data.prepare.block_worker import BlockResult, BlockTask, BlockWork
 from thresher.data.prepare.tasks import SpanTask, TaskReader
 from thresher.errors import UserError
 
-# closing what it returns ends the work
+# closing the generator stops the executor
 Results = Generator[BlockResult, None, None]
 Executor = Callable[[BlockWorker, TaskReader, Sequence[SpanTask]], Results]
 
 
 def local_executor(num_processes: int) -> Executor:
-    """Read in this process, and tokenise here or, if there are to be several processes, in those."""
+    """Read spans in this process; tokenize here, or in a pool if num_processes is above 1."""
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
         tasks = (task for span in spans for task in reader.read(span))
@@ -39,35 +39,33 @@ def _run_in_processes(worker: BlockWorker, tasks: Iterator[BlockTask], num_proce
         initializer=_start_process,
         initargs=(worker,),
     )
-    # a bounded window: the reader must not run ahead of the writer by the whole data set
-    waiting: deque[Future[BlockResult]] = deque()
+    # bounded, so that the reader cannot load the whole data set ahead of the writer
+    pending: deque[Future[BlockResult]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_run_task, task))
-            if len(waiting) > 2 * num_processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(_run_task, task))
+            if len(pending) > 2 * num_processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"one of {num_processes} processes that tokenise was killed, most often for want of memory; "
-            "use fewer processes; what is finished is kept"
+            f"one of {num_processes} tokenizer processes was killed, most likely out of memory; "
+            "use fewer processes (completed work is kept)"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: BlockWorker | None = None
+_worker: BlockWorker
 
 
 def _start_process(worker: BlockWorker) -> None:
     global _worker
-    # one thread a process: the processes are the parallelism
+    # one thread per process: the processes already use all cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = worker
 
 
 def _run_task(task: BlockTask) -> BlockResult:
-    if _worker is None:
-        raise AssertionError("a process of the pool was not set up")
     return _worker(task)

@@ -1,8 +1,7 @@
-"""What is odd about a set of pairs, in words: findings, bias of length; and what leaks from one set into another.
+"""Data-quality findings, length bias, and leaks between two stores; `duplicates` finds repeats within one.
 
-Nothing is dropped here; identical and empty sides are dropped, and counted, before a pair is kept. Pairs are
-told apart by the first 64 bits of their hashes: in 100 million pairs a false match once in thousands of runs.
-Repeats within a set are found in `repeats`.
+Findings are reported and the pairs kept. Pairs are compared by the first 64 bits of their hashes: with 100 million
+pairs, a false match occurs once in thousands of runs.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """Pairs to look at: how many there are, and the numbers of the first few."""
+    """A kind of suspicious pairs: their count and the numbers of the first few."""
 
     name: str
     count: int = 0
     examples: tuple[int, ...] = ()
 
     def with_more(self, pairs: npt.NDArray[Any]) -> Finding:
-        """Count more pairs; the lowest numbers stay as examples. pairs: in ascending order."""
+        """Return a finding that includes `pairs` (ascending); the lowest numbers are the examples."""
         lowest = sorted([*self.examples, *pairs[:NUM_EXAMPLES].tolist()])[:NUM_EXAMPLES]
         return Finding(self.name, self.count + len(pairs), tuple(lowest))
 
 
 @dataclass(frozen=True)
 class LengthBias:
-    """How far length alone tells the sides apart, in tokens of the responses."""
+    """Difference in response length between the sides: fractions of pairs, and means in tokens."""
 
     share_chosen_longer: float
     share_equal: float
@@ -46,15 +45,15 @@ class LengthBias:
 
 
 def to_keys(hashes: Sequence[bytes] | Hashes) -> Keys:
-    """Shorten 16-byte hashes to 64 bits."""
+    """Truncate 16-byte hashes to 64 bits."""
     joined = b"".join(hashes) if not isinstance(hashes, np.ndarray) else hashes.tobytes()
     return np.frombuffer(joined, dtype="<u8")[::2].copy()
 
 
 def find_leaks(store: PairStore, other: PairStore) -> tuple[Finding, Finding]:
-    """Find pairs, and prompts, of `store` that are also in `other`; training and evaluation should share none.
+    """Find pairs and prompts of `store` that are also in `other`; training and validation should share none.
 
-    O((n + m) log m) for n pairs against m, and 8 m bytes plus one shard of each.
+    Time O((n + m) log m) for n pairs against m; memory 8 m bytes plus one shard of each.
     """
     return _find_leaks("leaked_pairs", "hash", store, other), _find_leaks("leaked_prompts", "prompt_hash", store, other)
 
@@ -65,7 +64,7 @@ def _find_leaks(name: str, column: str, store: PairStore, other: PairStore) -> F
     for hashes in other.hashes(column):
         known[filled : filled + len(hashes)] = to_keys(hashes)
         filled += len(hashes)
-    # sorted once and in place: np.isin would sort the known keys again for every shard, np.unique would copy them
+    # sorted once, in place: np.isin would sort again for every shard, and np.unique would copy
     known.sort()
     leaks, start = Finding(name), 0
     for hashes in store.hashes(column):

@@ -1,4 +1,4 @@
-"""What a store was made from, as digests: a run reuses a store exactly when its identity is the same."""
+"""Fingerprint of a store's inputs: a run reuses a store if and only if the fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from thresher.data.tokenization.chat_template import Template, load_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# stores and their fingerprints keep the values under which they were first written
+# the spelling in stores and fingerprints is older than the one in the settings
 _STORED_SPECIAL_TOKENS_IN_TEXT = {"keep_as_text": "text", "reject": "refuse"}
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest how text becomes ids: vocabulary, merges, normalisers, BOS and EOS; not the chat template, not padding."""
+    """Digest how text becomes token ids: vocabulary, merges, normalizers, BOS and EOS; not chat template or padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state: dict[str, Any] = json.loads(backend.to_str())
-        # calls leave their padding and truncation behind in the tokenizer
+        # set as a side effect of tokenizer calls
         content = {key: value for key, value in state.items() if key not in ("padding", "truncation")}
         parts = [json.dumps(content, sort_keys=True).encode()]
     else:
@@ -38,7 +38,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
-    """Return the settings that can change which pairs a store holds."""
+    """Return the settings that can change the pairs of a store, as stored in its manifest."""
     return {
         "sequence_length": settings.sequence_length,
         "truncation": settings.truncation,
@@ -48,10 +48,10 @@ def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
     }
 
 
-def make_identity(
+def make_fingerprint(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template, source_digests: Sequence[str]
 ) -> str:
-    """Combine everything that decides the pairs of a store."""
+    """Digest everything that determines the pairs of a store."""
     content = {
         "format_version": FORMAT_VERSION,
         "sources": list(source_digests),
@@ -62,14 +62,14 @@ def make_identity(
     return _digest([json.dumps(content, sort_keys=True).encode()])
 
 
-def store_identity(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the identity that a store prepared from these settings would have; reads the sources once."""
+def store_fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the fingerprint of the store that these settings would prepare; reads the sources once."""
     template = load_template(tokenizer, settings.template, settings.template_arguments)
-    return make_identity(settings, tokenizer, template, digest_sources(resolve_sources(settings.file_names)))
+    return make_fingerprint(settings, tokenizer, template, digest_sources(resolve_sources(settings.file_names)))
 
 
 def digest_sources(sources: Sequence[SourceFile]) -> list[str]:
-    """Digest each source's format and content, in order."""
+    """Digest the format and content of each source, in order."""
     return [f"{source.format}:{source_digest(source)}" for source in sources]
 
 

@@ -1,4 +1,4 @@
-"""Lengths of all pairs as counts: exact percentiles and bias without keeping a length per pair."""
+"""Length histogram: exact percentiles and length bias without storing a length per pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS = ("prompt", "chosen", "rejected", "total")
 
 
 class LengthHistogram:
-    """How many pairs have each length, in tokens; memory grows with the longest pair, not with their number."""
+    """Number of pairs per length in tokens; memory grows with the longest pair, not with the number of pairs."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         counts: Mapping[str, Mapping[str, int]] = state["counts"] if state else {}
@@ -36,7 +36,7 @@ class LengthHistogram:
         self._num_equal += int(np.count_nonzero(chosen == rejected))
 
     def state(self) -> dict[str, Any]:
-        """Return what a later process needs to go on counting."""
+        """Return the state to resume from, as JSON values."""
         return {
             "counts": {name: dict(counts) for name, counts in self._counts.items()},
             "num_chosen_longer": self._num_chosen_longer,
@@ -44,7 +44,7 @@ class LengthHistogram:
         }
 
     def percentiles(self) -> dict[str, tuple[int, ...]]:
-        """Return token counts at `PERCENTILES`; each is the length of a real pair, not between two."""
+        """Return token counts at `PERCENTILES`, each the length of an actual pair (not interpolated)."""
         return {name: _percentiles(counts, PERCENTILES) for name, counts in self._counts.items()}
 
     def bias(self) -> LengthBias:
@@ -60,6 +60,6 @@ class LengthHistogram:
 def _percentiles(counts: Counter[int], percentiles: Sequence[int]) -> tuple[int, ...]:
     lengths = sorted(counts)
     ends = np.cumsum([counts[length] for length in lengths])
-    # the place among sorted lengths, rounded down, as numpy.percentile(method="lower") has it
-    places = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in percentiles]
-    return tuple(lengths[int(np.searchsorted(ends, place, side="right"))] for place in places)
+    # index into the sorted lengths, rounded down as in numpy.percentile(method="lower")
+    indices = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in percentiles]
+    return tuple(lengths[int(np.searchsorted(ends, index, side="right"))] for index in indices)

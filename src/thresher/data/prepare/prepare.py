@@ -1,7 +1,7 @@
-"""Source files to a store of token pairs, with an account of every row.
+"""Prepare source files into a store of tokenized pairs, with a report that accounts for every row.
 
-Writing happens in this process, in the order of the files; a runner decides who renders, tokenises and hashes. Which
-pairs a store holds, and its bytes, depend neither on that nor on how often a preparation was killed and started again.
+This process writes the store in file order; an executor decides where rows are rendered, tokenized and hashed. The
+bytes of a store depend neither on the executor nor on how often the preparation was interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from thresher.data.prepare.executor import Executor, local_executor
 from thresher.data.prepare.fingerprint import (
     digest_sources,
     fingerprinted_settings,
-    make_identity,
-    store_identity,
+    make_fingerprint,
     tokenizer_digest,
 )
 from thresher.data.prepare.report import PrepareReport
@@ -40,23 +39,13 @@ from thresher.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "DataSettings",
-    "NoPairsError",
-    "PrepareProgress",
-    "PrepareReport",
-    "prepare",
-    "store_identity",
-    "tokenizer_digest",
-]
-
-# of what a checkpoint says; one that another version wrote is not continued
+# version of the checkpoint state; a checkpoint of another version is not resumed
 _STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far a preparation is; bytes are of the source files as stored."""
+    """Progress of a preparation; bytes are those of the source files on disk, compressed or not."""
 
     rows_read: int
     pairs_kept: int
@@ -65,36 +54,36 @@ class PrepareProgress:
 
 
 class BadRowsError(UserError):
-    """A row is bad, and bad rows are not to be left out."""
+    """Raised for a bad row with `on_bad_row: fail`."""
 
 
 class NoPairsError(UserError):
-    """No row became a pair; `report` tells what became of them."""
+    """Raised if no row became a pair; `report` has the counts."""
 
     def __init__(self, report: PrepareReport) -> None:
         causes = {**report.dropped, **({"bad_rows": report.bad_rows} if report.bad_rows else {})}
-        told = [
-            f"{count} {cause} ({_mend_of(cause, report)})"
+        counts = [
+            f"{count} {cause} ({_hint(cause, report)})"
             for cause, count in sorted(causes.items(), key=lambda each: (-each[1], each[0]))
         ]
         names = [file.name for file in report.files]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         super().__init__(
-            f"none of {report.rows_read} rows became a pair: {'; '.join(told)}. Read: {', '.join(names[:3])}{more}"
+            f"none of {report.rows_read} rows became a pair: {'; '.join(counts)}. Read: {', '.join(names[:3])}{more}"
         )
         self.report = report
 
 
-def _mend_of(cause: str, report: PrepareReport) -> str:
-    mends = {
+def _hint(cause: str, report: PrepareReport) -> str:
+    hints = {
         "bad_rows": f"most often: {next(iter(report.bad_reasons), '')}",
-        "empty_response": "a side says nothing",
-        "empty_prompt": "the prompt has no token and the tokenizer adds none",
-        "identical_sides": "the sides are the same; check chosen_key and rejected_key",
+        "empty_response": "a response is empty",
+        "empty_prompt": "the prompt has no tokens and the tokenizer adds none",
+        "identical_sides": "both responses are the same; check chosen_key and rejected_key",
         "too_long": "raise sequence_length or set data_args.truncation",
-        "unpaired": "a pair needs a good and a bad answer to the same prompt",
+        "unpaired": "a pair needs a good and a bad response to the same prompt",
     }
-    return mends.get(cause, "raise sequence_length")
+    return hints.get(cause, "raise sequence_length")
 
 
 def prepare(
@@ -104,48 +93,47 @@ def prepare(
     progress: Callable[[PrepareProgress], None] | None = None,
     *,
     overwrite: bool = False,
-    runner: Executor | None = None,
+    executor: Executor | None = None,
 ) -> PrepareReport:
-    """Build a store at `output_dir` and account for every row; go on where an earlier process was killed.
+    """Prepare a store at `output_dir`; resume if an earlier process was interrupted.
 
-    runner: who tokenises; processes of this machine, as many as the settings say, if not given.
+    executor: runs the tokenization; by default `settings.num_processes` processes on this machine.
     """
     output = Path(output_dir)
     check_output(output, overwrite=overwrite)
     template = load_template(tokenizer, settings.template, settings.template_arguments)
     sources = resolve_sources(settings.file_names)
     digests = digest_sources(sources)
-    identity = make_identity(settings, tokenizer, template, digests)
+    fingerprint = make_fingerprint(settings, tokenizer, template, digests)
     reader = TaskReader(settings, sources)
-    run = runner or local_executor(settings.num_processes)
+    execute = executor or local_executor(settings.num_processes)
     with ExitStack() as stack:
         writer = stack.enter_context(
-            StoreWriter(output, settings.shard_rows, _what_decides_the_bytes(identity, settings, sources))
+            StoreWriter(output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources))
         )
         check_output(output, overwrite=overwrite)
         resumed = writer.resumed
-        account = stack.enter_context(closing(PrepareStats(reader, writer.directory, resumed and resumed["account"])))
+        stats = stack.enter_context(closing(PrepareStats(reader, writer.directory, resumed and resumed["account"])))
         quarantine = stack.enter_context(
             closing(_Quarantine(writer.directory, settings.on_bad_row, resumed["quarantined"] if resumed else 0))
         )
         bytes_before = [0, *itertools.accumulate(source.size for source in sources)]
-        remaining = reader.remaining(account.span, account.blocks_of_span)
-        results = run(BlockWorker(settings, tokenizer, template), reader, remaining)
+        remaining = reader.remaining(stats.span, stats.blocks_of_span)
+        results = execute(BlockWorker(settings, tokenizer, template), reader, remaining)
         try:
             for result in results:
-                # A checkpoint keeps the pairs of whole record batches, and a record batch may end within a block. So it
-                # is made between writing a block and counting it: the account ends before this block, and a process
-                # that resumes makes the block again and leaves out those of its pairs that were kept.
-                num_kept_of_block = writer.num_pairs - account.pairs_kept
-                writer.append(result.pairs.slice(num_kept_of_block))
-                has_pairs_of_account = writer.pairs_written >= account.pairs_kept
-                if writer.checkpoint_due and has_pairs_of_account:
-                    writer.checkpoint({"account": account.sync(), "quarantined": quarantine.sync()})
-                quarantine.take(account.add(result))
+                # A checkpoint keeps complete record batches, and a record batch may end within a block. So it is saved
+                # after writing a block and before counting it: the saved statistics exclude this block, and a resumed
+                # process computes the block again and skips those of its pairs that were already written.
+                num_already_written = writer.num_pairs - stats.pairs_kept
+                writer.append(result.pairs.slice(num_already_written))
+                if writer.checkpoint_due and writer.pairs_written >= stats.pairs_kept:
+                    writer.checkpoint({"account": stats.sync(), "quarantined": quarantine.sync()})
+                quarantine.add(stats.add(result))
                 if progress is not None:
-                    bytes_read = bytes_before[reader.spans[account.span].file] + result.bytes_done
-                    progress(PrepareProgress(account.rows_read, account.pairs_kept, bytes_read, bytes_before[-1]))
-            report = account.report(digests)
+                    bytes_read = bytes_before[reader.spans[stats.span].file] + result.bytes_done
+                    progress(PrepareProgress(stats.rows_read, stats.pairs_kept, bytes_read, bytes_before[-1]))
+            report = stats.report(digests)
             if report.pairs_kept == 0:
                 quarantine.publish(output)
                 raise NoPairsError(report)
@@ -155,7 +143,7 @@ def prepare(
         finally:
             results.close()
         fields = {
-            "identity": identity,
+            "identity": fingerprint,
             "tokenizer_digest": tokenizer_digest(tokenizer),
             "template": settings.template,
             "template_digest": template.digest,
@@ -167,45 +155,45 @@ def prepare(
     return report
 
 
-def _what_decides_the_bytes(identity: str, settings: DataSettings, sources: Sequence[SourceFile]) -> str:
-    """Digest what must be the same for staged work to be continued; names of files stand in the account."""
+def _resume_fingerprint(fingerprint: str, settings: DataSettings, sources: Sequence[SourceFile]) -> str:
+    """Digest what must be equal to resume: also the shard and span sizes, and the file names, which are reported."""
     names = [source.name for source in sources]
-    how_sources_are_cut = [BYTES_PER_SPAN, ROWS_PER_SPAN, ROWS_PER_BLOCK]
-    content = [_STATE_VERSION, identity, settings.shard_rows, names, how_sources_are_cut]
+    span_sizes = [BYTES_PER_SPAN, ROWS_PER_SPAN, ROWS_PER_BLOCK]
+    content = [_STATE_VERSION, fingerprint, settings.shard_rows, names, span_sizes]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 class _Quarantine:
-    """Decide about bad rows: stop at the first, leave them out, or collect them in a file beside the store."""
+    """Apply `on_bad_row`: stop at the first bad row, skip bad rows, or collect them in a file beside the store."""
 
-    def __init__(self, directory: Path, how: OnBadRow, num_bytes: int) -> None:
-        self._how = how
+    def __init__(self, directory: Path, on_bad_row: OnBadRow, num_bytes: int) -> None:
+        self._on_bad_row = on_bad_row
         self._path = directory / "quarantine.jsonl"
         self._stream = open_at(self._path, num_bytes)
 
-    def take(self, bad: Sequence[BadRow]) -> None:
+    def add(self, bad: Sequence[BadRow]) -> None:
         for row in bad:
-            if self._how == "fail":
+            if self._on_bad_row == "fail":
                 raise BadRowsError(
-                    f"{row.file}, {row.unit} {row.number}: {row.reason}. Mend the row, or set "
-                    "data_args.on_bad_row=skip to leave such rows out, or =quarantine to collect them in a file"
+                    f"{row.file}, {row.unit} {row.number}: {row.reason}. Fix the row, or set "
+                    "data_args.on_bad_row=skip to drop such rows, or =quarantine to collect them in a file"
                 )
-            if self._how == "quarantine":
-                # a file's name may hold what is no text
+            if self._on_bad_row == "quarantine":
+                # backslashreplace: a file name need not be valid Unicode
                 line = json.dumps(asdict(row), ensure_ascii=False, default=str) + "\n"
                 self._stream.write(line.encode("utf-8", errors="backslashreplace"))
 
     def sync(self) -> int:
-        """Bring the file to the disk; return its size."""
+        """Flush the file to the disk; return its size."""
         durable.sync_stream(self._stream)
         return self._stream.tell()
 
     def publish(self, output: Path) -> None:
-        """Let the file appear beside the store if it holds rows; one from an earlier preparation goes."""
-        if self._how == "quarantine":
+        """Copy the file beside the store if it has rows; otherwise remove the one of an earlier preparation."""
+        if self._on_bad_row == "quarantine":
             target = output.with_name(f"{output.name}.quarantine.jsonl")
             if self.sync():
-                # renamed, not written to: a link of that name would lead the rows elsewhere
+                # renamed, not written in place, so that a symlink at the target is not followed
                 shutil.copyfile(self._path, copied := self._path.with_suffix(".copy"))
                 copied.replace(target)
             else:

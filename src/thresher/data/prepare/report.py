@@ -1,4 +1,4 @@
-"""What became of every row: counts that add up, lengths, and findings. Printing them is left to `cli/`."""
+"""Report of a preparation: counts that account for every row, lengths and findings; `cli/` prints it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTILES = (0, 50, 90, 99, 100)
 
 @dataclass(frozen=True)
 class FileReport:
-    """What one source file is: its rows' shape, how many there are, and the columns that were not read."""
+    """One source file; shape: the name of its row format."""
 
     name: str
     digest: str
@@ -26,9 +26,9 @@ class FileReport:
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """The account of a preparation: rows_read = pairs_kept + rows_joined + bad_rows + all that was dropped.
+    """Counts of a preparation; rows_read = pairs_kept + rows_joined + bad_rows + the sum of dropped.
 
-    rows_joined: rows with a label that became the other half of a pair.
+    rows_joined: labelled rows that became the second response of a pair.
     percentiles: tokens of prompt, chosen, rejected and total (prompt + longer side) at `PERCENTILES`.
     """
 
@@ -56,7 +56,7 @@ class PrepareReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PrepareReport:
-        """Read back what `to_json` wrote."""
+        """Build a report from the return value of `to_json`."""
         bias = values["length_bias"]
         fields = {
             **values,
@@ -73,7 +73,7 @@ class PrepareReport:
 
 
 def report_of(store: PairStore) -> PrepareReport:
-    """Read what became of the rows that a store was made from."""
+    """Read the preparation report from a store's manifest."""
     try:
         return PrepareReport.from_json(store.manifest["report"])
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:

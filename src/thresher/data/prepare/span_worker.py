@@ -1,6 +1,6 @@
-"""The worker of a process that reads its own spans: batches of tasks in, batches of results out, as Ray Data has them.
+"""Ray Data worker that reads and tokenizes spans: batches of tasks in, batches of results out.
 
-It lies here and not in `runtime/` so that such a process loads what tokenising needs and no more.
+It is in `data/` and not in `runtime/` so that worker processes import only what tokenization needs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ObjectBatch = dict[str, npt.NDArray[np.object_]]
 
 
 class SpanWorker:
-    """Read spans and turn their blocks into pairs, one block after the other."""
+    """Read spans and convert their blocks to pairs, one block at a time."""
 
     def __init__(self, worker: BlockWorker) -> None:
-        # one thread a process: the processes are the parallelism
+        # one thread per process: the processes already use all cores
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._worker = worker
 
@@ -34,7 +34,7 @@ class SpanWorker:
                 for block in read_task(task):
                     yield _batch_of(self._worker(block))
         except UserError as error:
-            # as a result, not as a failure: what a person can mend should arrive in its own words, and is not retried
+            # returned, not raised: Ray would retry the task and wrap the message
             yield _batch_of(error)
 
 

@@ -1,7 +1,7 @@
-"""What became of the rows so far: sums over blocks in the order of the files, in memory that does not grow with them.
+"""Running statistics of a preparation, summed over blocks in file order, in bounded memory.
 
-What must be compared over all pairs lies in files (`repeats`); everything else is a count. The state of an account
-can be saved and taken up again, so that a killed preparation goes on with the same figures.
+Keys that must be compared over all pairs are in files (`duplicates`); everything else is a count. The state can be
+saved, so that an interrupted preparation resumes with the same numbers.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from thresher.data.prepare.tasks import TaskReader
 from thresher.data.store.arrow_schema import lengths_of
 from thresher.data.store.reader import LENGTH_DTYPE
 
-# reasons may quote a row, so there could be as many as bad rows
+# reasons may quote a row, so their number is otherwise unbounded
 MAX_REASONS = 4096
 OTHER_REASONS = "other reasons"
 _COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened", "num_control_tokens")
 
 
 class PrepareStats:
-    """Add up results; know how far into the sources they reach.
+    """Sums of block results, and their position in the sources.
 
-    directory: where what does not fit into memory lies. state: of an earlier process, to go on from.
+    directory: for the files of keys. state: return value of `sync` in the process to resume.
     """
 
     def __init__(self, reader: TaskReader, directory: Path, state: Mapping[str, Any] | None = None) -> None:
         self._reader = reader
-        found: Mapping[str, Any] = state or {}
-        self._counts = Counter({name: int(found.get(name, 0)) for name in _COUNTS})
-        self._bad_reasons: Counter[str] = Counter(found.get("bad_reasons", {}))
-        self._dropped: Counter[str] = Counter(found.get("dropped", {}))
-        self._truncated: Counter[str] = Counter(found.get("truncated", {}))
-        self._control_tokens: list[int] = list(found.get("control_tokens", ()))
-        self._rows_of_file: list[int] = list(found.get("rows_of_file", [0] * len(reader.files)))
-        self._lengths = LengthHistogram(found.get("lengths"))
-        # the next block: its span, its place there, and the number of the last row before that span and in it
-        self.span = int(found.get("span", 0))
-        self.blocks_of_span = int(found.get("blocks_of_span", 0))
-        self._number_before_span = int(found.get("number_before_span", 0))
-        self._last_number = int(found.get("last_number", 0))
+        saved: Mapping[str, Any] = state or {}
+        self._counts = Counter({name: int(saved.get(name, 0)) for name in _COUNTS})
+        self._bad_reasons: Counter[str] = Counter(saved.get("bad_reasons", {}))
+        self._dropped: Counter[str] = Counter(saved.get("dropped", {}))
+        self._truncated: Counter[str] = Counter(saved.get("truncated", {}))
+        self._control_tokens: list[int] = list(saved.get("control_tokens", ()))
+        self._rows_of_file: list[int] = list(saved.get("rows_of_file", [0] * len(reader.files)))
+        self._lengths = LengthHistogram(saved.get("lengths"))
+        # position: current span, its blocks added so far, and the last row number before the span and within it
+        self.span = int(saved.get("span", 0))
+        self.blocks_of_span = int(saved.get("blocks_of_span", 0))
+        self._number_before_span = int(saved.get("number_before_span", 0))
+        self._last_number = int(saved.get("last_number", 0))
         self._keys = SpilledKeys(directory, self.pairs_kept)
 
     @property
@@ -59,8 +59,8 @@ class PrepareStats:
         return self._counts["pairs_kept"]
 
     def add(self, result: BlockResult) -> list[BadRow]:
-        """Count a block; return its bad rows in order, numbered from the start of their file."""
-        self._move_to(result)
+        """Add a block; return its bad rows in order, numbered from the start of their file."""
+        self._advance_to(result)
         bad = [replace(row, number=self._number_before_span + row.number) for row in result.bad]
         for row in bad:
             known = row.reason in self._bad_reasons or len(self._bad_reasons) < MAX_REASONS
@@ -83,7 +83,7 @@ class PrepareStats:
         )
         return sorted(bad, key=lambda row: row.number)
 
-    def _move_to(self, result: BlockResult) -> None:
+    def _advance_to(self, result: BlockResult) -> None:
         spans = self._reader.spans
         if result.span != self.span:
             is_new_file = spans[result.span].file != spans[self.span].file
@@ -93,7 +93,7 @@ class PrepareStats:
         self._last_number = result.last_number
 
     def sync(self) -> dict[str, Any]:
-        """Bring what lies in files to the disk; return what a later process needs to go on."""
+        """Flush the keys to the disk; return the state to resume from."""
         self._keys.sync()
         return {
             **self._counts,
@@ -110,11 +110,10 @@ class PrepareStats:
         }
 
     def close(self) -> None:
-        """Let go of the files."""
         self._keys.close()
 
     def report(self, digests: Sequence[str]) -> PrepareReport:
-        """Account for every row once all are read; digests are those of the sources."""
+        """Build the report after the last block; digests: one per source."""
         dropped = Counter(self._dropped)
         if self._reader.num_unpaired:
             dropped["unpaired"] += self._reader.num_unpaired
@@ -139,8 +138,6 @@ class PrepareStats:
 
     def _file_reports(self, digests: Sequence[str]) -> list[FileReport]:
         return [
-            FileReport(
-                each.source.shown, digest, each.shape.name if each.shape else "unreadable", rows, each.unused_columns
-            )
+            FileReport(each.source.shown, digest, each.format_name or "unreadable", rows, each.unused_columns)
             for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""The token store on disk: Arrow shards, written once and memory-mapped."""
+"""On-disk store of tokenized pairs: memory-mapped Arrow shards, written once."""
 
 from thresher.data.store.reader import PairStore
 

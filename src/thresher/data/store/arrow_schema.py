@@ -1,4 +1,4 @@
-"""Pairs in the store's columns, and the hashes by which they are known."""
+"""Convert pairs to Arrow record batches and compute their content hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thresher.data.store.reader import HASH_BYTES, SCHEMA, fixed_width_values
 
 @dataclass(frozen=True)
 class PairHashes:
-    """Hashes of token ids and masks; `swapped` is the hash the pair would have with its sides exchanged."""
+    """Hashes of token ids and masks; `swapped` is the hash of the pair with its sides exchanged."""
 
     pair: bytes
     swapped: bytes
@@ -25,7 +25,7 @@ class PairHashes:
 
 
 def hash_pair(pair: Pair) -> PairHashes:
-    """Hash what a model sees of a pair: weight and margin are left out."""
+    """Hash the model's input: token ids and masks, without weight and margin."""
     prompt = _hash(pair.prompt_ids.astype("<i4").tobytes())
     chosen = _hash_side(pair.chosen_ids, pair.chosen_mask)
     rejected = _hash_side(pair.rejected_ids, pair.rejected_mask)
@@ -34,7 +34,7 @@ def hash_pair(pair: Pair) -> PairHashes:
 
 def _hash_side(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_] | None) -> bytes:
     ids_hash = _hash(ids.astype("<i4").tobytes())
-    # a mask that scores everything means the same as none
+    # a mask that scores every token is equivalent to no mask
     return ids_hash if mask is None or mask.all() else _hash(ids_hash + mask.astype(np.uint8).tobytes())
 
 
@@ -43,7 +43,7 @@ def _hash(content: bytes) -> bytes:
 
 
 def pairs_to_record_batch(pairs: Sequence[Pair], hashes: Sequence[PairHashes]) -> Any:
-    """Lay pairs out in the store's columns."""
+    """Build a record batch with the columns of `SCHEMA`."""
     values: dict[str, list[Any]] = {field.name: [getattr(pair, field.name) for pair in pairs] for field in fields(Pair)}
     values |= {"hash": [each.pair for each in hashes], "prompt_hash": [each.prompt for each in hashes]}
     columns = [
@@ -53,7 +53,7 @@ def pairs_to_record_batch(pairs: Sequence[Pair], hashes: Sequence[PairHashes]) -
 
 
 def list_array(values: Sequence[npt.NDArray[Any] | None], list_type: Any) -> Any:
-    """Lay arrays out as an Arrow column of lists; None is null."""
+    """Build an Arrow list column from arrays; None becomes null."""
     present = [value for value in values if value is not None]
     lengths = np.asarray([0 if value is None else len(value) for value in values], dtype=np.int64)
     is_valid = np.asarray([value is not None for value in values], dtype=np.bool_)
@@ -69,7 +69,7 @@ def _to_lists(
 
 
 def rebuild_buffers(batch: Any) -> Any:
-    """Copy a batch into buffers of its own: a slice would write bytes that tell how its pairs arrived."""
+    """Copy a batch into new buffers: the bytes written for a slice depend on how its parent was built."""
     columns = []
     for column in batch.columns:
         if pa.types.is_list(column.type):
@@ -84,13 +84,13 @@ def rebuild_buffers(batch: Any) -> Any:
 
 
 def lengths_of(batch: Any) -> npt.NDArray[np.int32]:
-    """Tokens of prompt, chosen and rejected of each pair of a record batch: [pairs, 3]."""
+    """Return the token counts of a record batch: [pairs, (prompt, chosen, rejected)]."""
     return np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
 
 
 def find_sorted(keys: npt.NDArray[Any], sorted_keys: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Tell where each key stands among sorted ones, -1 where it does not."""
-    order = np.argsort(keys)  # neighbours in order walk the same cache lines: four times faster than at random
+    """Return the index of each key in `sorted_keys`, or -1 if it is absent."""
+    order = np.argsort(keys)  # sorted lookups share cache lines: four times faster than random ones
     at = np.searchsorted(sorted_keys, keys[order])
     found = at < len(sorted_keys)
     found[found] = sorted_keys[at[found]] == keys[order[found]]

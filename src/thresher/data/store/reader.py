@@ -1,8 +1,8 @@
-"""Tokenised pairs on disk, memory-mapped: how they are found and read. Writing them is `store_writer`'s.
+"""Read tokenized pairs from a memory-mapped store; `writer` creates it.
 
-A store is a directory: `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` when some
-pair has loss masks. Opening reads the manifest only; a shard is mapped when one of its pairs is asked for, so that
-a hundred million pairs open as fast as ten.
+A store is a directory with `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` if any pair
+has a loss mask. Opening reads only the manifest; a shard is mapped on first access, so opening takes the same time for
+ten pairs and for a hundred million.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from thresher.file_names import is_safe_relative_path
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
 HASH_BYTES = 16
-# each mapped shard holds a file descriptor; common limits allow 1024 of them, and a run maps those of a store, its
-# held-out pairs and the reference's logps
+# each mapped shard uses a file descriptor, of which 1024 is a common limit, and a run maps the shards of the training
+# store, the validation store and the reference cache
 MAX_OPEN_SHARDS = 256
 
 _TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
@@ -53,11 +53,11 @@ Hashes = npt.NDArray[np.void]
 
 
 class _BatchView:
-    """A record batch as numpy views of the map: indexing Arrow scalars would cost more than reading the tokens."""
+    """A record batch as numpy views, because indexing Arrow scalars costs more than reading the tokens."""
 
     def __init__(self, batch: Any) -> None:
         self._ids = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in range(3)]
-        # a column of masks is mostly null; None says that it is so throughout
+        # None if the whole column is null, as mask columns usually are
         self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
         self._weights, self._margins = (batch.column(at).to_numpy() for at in (5, 6))
 
@@ -70,35 +70,35 @@ class _BatchView:
 
 
 class StoreShard:
-    """One memory-mapped Arrow file; its record batches hold `ROWS_PER_RECORD_BATCH` pairs, but for the last."""
+    """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` pairs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
             if not self._reader.schema.equals(SCHEMA):
-                raise ValueError("it has other columns")
+                raise ValueError("unexpected columns")
         self._batches: dict[int, _BatchView] = {}
 
     def pair(self, row: int) -> Pair:
         number, row = divmod(row, ROWS_PER_RECORD_BATCH)
         if number not in self._batches:
             with self._reading():
-                self._batches[number] = _BatchView(self._batch(number, every_offset=True))
+                self._batches[number] = _BatchView(self._batch(number, check_offsets=True))
         try:
             return self._batches[number].pair(row)
         except IndexError:
-            raise UserError(f"{self._path} of the store has fewer pairs than it should; prepare it again") from None
+            raise UserError(f"{self._path} has fewer pairs than its manifest states; prepare the store again") from None
 
     def hashes(self, column: str) -> Hashes:
         with self._reading():
-            batches = [self._batch(number, every_offset=False) for number in range(self._reader.num_record_batches)]
+            batches = [self._batch(number, check_offsets=False) for number in range(self._reader.num_record_batches)]
             return np.concatenate([fixed_width_values(batch.column(column), HASH_DTYPE) for batch in batches])
 
-    def _batch(self, number: int, *, every_offset: bool) -> Any:
+    def _batch(self, number: int, *, check_offsets: bool) -> Any:
         batch = self._reader.get_batch(number)
-        # lengths that reach beyond the file would otherwise be read, and end the process
-        batch.validate(full=every_offset)
+        # an unvalidated offset beyond the end of the file would crash the process
+        batch.validate(full=check_offsets)
         return batch
 
     @contextmanager
@@ -110,18 +110,18 @@ class StoreShard:
 
 
 def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
-    # bits in the file, bytes in memory: always a copy
+    # stored as bits, so this always copies
     return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
 
 
 def fixed_width_values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """View a column of fixed width, without nulls, as numpy."""
+    """View a fixed-width column without nulls as a numpy array."""
     return np.frombuffer(array.buffers()[1], dtype, count=array.offset + len(array))[array.offset :]
 
 
 @dataclass(frozen=True)
 class StoreFile:
-    """A file of the store as the manifest tells it; num_pairs is 0 for what is no shard."""
+    """A manifest entry for one file; num_pairs is 0 for files other than shards."""
 
     name: str
     size: int
@@ -131,12 +131,12 @@ class StoreFile:
     def __post_init__(self) -> None:
         if not is_safe_relative_path(self.name):
             raise UserError(
-                f"the store's manifest names {self.name!r}, which is no file of it; prepare the store again"
+                f"the store's manifest names {self.name!r}, a path outside the store; prepare the store again"
             )
 
 
 class PairStore:
-    """Read pairs by number from a prepared directory."""
+    """Pairs of a prepared directory, read by number."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path = path
@@ -149,15 +149,15 @@ class PairStore:
         self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
 
     @classmethod
-    def open(cls, path: str | Path, expected_identity: str | None = None) -> PairStore:
-        """Open a store, checking that its files have their sizes and, if asked, that it is the one expected."""
+    def open(cls, path: str | Path, expected_fingerprint: str | None = None) -> PairStore:
+        """Open a store; check the sizes of its files and, if given, its fingerprint."""
         path = Path(path)
         manifest = read_manifest(path)
-        if expected_identity is not None and manifest["identity"] != expected_identity:
+        if expected_fingerprint is not None and manifest["identity"] != expected_fingerprint:
             raise UserError(
-                f"the store {path} was prepared from other rows, another tokenizer, template or other settings "
-                f"(identity {manifest['identity'][:12]}, expected {expected_identity[:12]}); "
-                "prepare it again, or name another output directory"
+                f"the store {path} was prepared from different rows, tokenizer, template or settings "
+                f"(fingerprint {manifest['identity'][:12]}, expected {expected_fingerprint[:12]}); "
+                "prepare it again, or choose another output directory"
             )
         for file in _files(manifest):
             size = (path / file.name).stat().st_size if (path / file.name).is_file() else None
@@ -170,64 +170,61 @@ class PairStore:
         return int(self._shard_starts[-1])
 
     def __getitem__(self, pair_id: int) -> Pair:
-        return self.pair(pair_id)
+        """Read one pair by its number, from 0."""
+        pair_id = int(pair_id)
+        if not 0 <= pair_id < len(self):
+            raise IndexError(f"pair {pair_id} is outside the store of {len(self)} pairs")
+        number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
+        return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
 
     @property
     def digest(self) -> str:
-        """Digest of all pairs in order, whatever the shards."""
+        """Digest of all pairs in order, independent of the shard size."""
         return str(self.manifest["content_digest"])
 
     @property
-    def identity(self) -> str:
-        """Digest of what the store was made from: sources, tokenizer, template and settings."""
+    def fingerprint(self) -> str:
+        """Digest of the sources, tokenizer, template and settings that the store was prepared from."""
         return str(self.manifest["identity"])
 
     @property
     def tokenizer_digest(self) -> str:
-        """Digest of the tokenizer that made the tokens."""
+        """Digest of the tokenizer that produced the token ids."""
         return str(self.manifest.get("tokenizer_digest", "unknown"))
 
     @property
     def longest_pair(self) -> int:
-        """Tokens of the longest prompt plus response."""
+        """Largest number of tokens of a prompt plus its longer response."""
         return int(self.manifest["longest_pair"])
 
     @property
     def columns_in_use(self) -> frozenset[str]:
-        """Which of weight and margin differ from their neutral value in some pair."""
+        """Which of `weight` and `margin` differ from the default in at least one pair."""
         return frozenset(self.manifest["columns_in_use"])
 
     @property
     def scored_lengths(self) -> Lengths:
-        """Scored tokens of (chosen, rejected) per pair; equal to the lengths where no pair has masks."""
+        """Scored tokens of (chosen, rejected) per pair; the response lengths if no pair has a mask."""
         return self._scored if self._scored is not None else self.lengths[:, 1:]
 
-    def pair(self, pair_id: int) -> Pair:
-        """Read one pair by its number, from 0."""
-        pair_id = int(pair_id)
-        if not 0 <= pair_id < len(self):
-            raise IndexError(f"pair {pair_id} of a store that holds {len(self)} pairs")
-        number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
-        return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
-
     def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
-        """Read pairs in the order given."""
+        """Read pairs in the given order."""
         pair_ids = np.asarray(pair_ids, dtype=np.int64)
-        return PairBatch(pair_ids, tuple(self.pair(pair_id) for pair_id in pair_ids.tolist()))
+        return PairBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
-        """Yield the content hashes of each shard's pairs, in order; `prompt_hash` yields those of the prompts."""
+        """Yield the hashes of one shard at a time; column: `hash` for whole pairs or `prompt_hash`."""
         for number in range(len(self._shard_starts) - 1):
             yield self._shard(number).hashes(column)
 
     def verify(self) -> None:
-        """Read every byte and compare it with the manifest's digests."""
+        """Compare the digest of every file with the manifest."""
         for file in _files(self.manifest):
             if sha256_of_file(self.path / file.name) != file.sha256:
-                raise UserError(f"the store {self.path} is damaged: {file.name} has other bytes; prepare it again")
+                raise UserError(f"the store {self.path} is damaged: {file.name} has a wrong digest; prepare it again")
 
     def __getstate__(self) -> dict[str, Any]:
-        # maps do not travel between processes; the other side opens them again
+        # memory maps cannot be pickled; the receiving process maps the files again
         return {"path": self.path, "manifest": self.manifest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,16 +232,16 @@ class PairStore:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Digest the bytes of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a store's manifest, refusing what is no store or has another format."""
+    """Read and validate a store's manifest."""
     file = path / "manifest.json"
     if not file.is_file():
-        raise UserError(f"{path} is no pair store: it has no manifest.json; make one with `thresher prepare`")
+        raise UserError(f"{path} is not a pair store: it has no manifest.json; create one with `thresher prepare`")
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
@@ -253,25 +250,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path} has store format {version}, this thresher reads {FORMAT_VERSION}; prepare it again")
+        raise UserError(f"{path} has store format {version}, but this version reads {FORMAT_VERSION}; prepare it again")
     return manifest
 
 
 def _check_fields(manifest: Mapping[str, Any]) -> None:
-    """Refuse a manifest that tells other things than were written: it may come from anybody."""
+    """Raise for a manifest that `writer` cannot have written: stores may come from untrusted sources."""
     files = _files(manifest)
     for each in files:
         if not (type(each.size) is type(each.num_pairs) is int and min(each.size, each.num_pairs) >= 0):
-            raise ValueError(f"{each.name} has no size")
+            raise ValueError(f"invalid size of {each.name}")
     num_pairs = sum(each.num_pairs for each in files)
     sizes = {each.name: each.size for each in files}
     for name, width in (("lengths.bin", 3), ("scored.bin", 2)):
-        if sizes.get(name, 0 if name == "scored.bin" else None) not in (num_pairs * width * LENGTH_DTYPE.itemsize, 0):
-            raise ValueError(f"{name} is not of {num_pairs} pairs")
+        size = num_pairs * width * LENGTH_DTYPE.itemsize
+        if sizes.get(name, size if name == "scored.bin" else None) != size:
+            raise ValueError(f"the size of {name} does not match {num_pairs} pairs")
     texts = [manifest["content_digest"], manifest["identity"], *manifest["columns_in_use"]]
     texts += [each.sha256 for each in files]
     if num_pairs == 0 or type(manifest["longest_pair"]) is not int or not all(type(each) is str for each in texts):
-        raise ValueError("a value of another type than was written")
+        raise ValueError("a field has the wrong type")
 
 
 def _files(manifest: Mapping[str, Any]) -> list[StoreFile]:

@@ -1,7 +1,7 @@
-"""The hidden directory beside an output in which it is made, so that the output appears by one rename.
+"""Staging directory of a store: a hidden directory beside the output, renamed into place when it is complete.
 
-One process at a time works in it. After a crash it is found again: how far the work had come, and for what. What was
-begun for something else is thrown away.
+A lock admits one process at a time. After a crash, a process with the same fingerprint continues from the saved
+state; work with another fingerprint is deleted.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ _PROGRESS = "progress.json"
 
 
 class Staging:
-    """Take the staging directory of an output.
+    """The locked staging directory of an output.
 
-    fits: a digest of all that decides the bytes of the output; work is only ever continued under the same one.
-    None: nothing is kept for a later process.
-    state: what `save` was last told, if there is work to continue.
+    fingerprint: digest of everything that determines the bytes of the output; None disables resuming.
+    state: the last argument of `save` if there is work to resume, else None.
     """
 
-    def __init__(self, output: Path, fits: str | None = None) -> None:
+    def __init__(self, output: Path, fingerprint: str | None = None) -> None:
         self.output = output
         self.directory = output.parent / f".{output.name}.partial"
         self._replaced = self.directory / "replaced"
-        self._fits = fits
-        self._lock = self._take()
+        self._fingerprint = fingerprint
+        self._lock = self._acquire()
         self._restore()
         self.state: dict[str, Any] | None = self._read_state()
         if self.state is None:
             self.clear()
-        self._is_worth_keeping = self.state is not None
+        self._is_resumable = self.state is not None
 
     @property
     def content(self) -> Path:
@@ -46,37 +45,37 @@ class Staging:
         return self.directory / "content"
 
     def close(self, *, failed: bool) -> None:
-        """Leave nothing behind but work that a later process can continue."""
-        if not failed or not self._is_worth_keeping:
+        """Release the lock; delete everything except work that a later process can resume."""
+        if not failed or not self._is_resumable:
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Note how far the work has come; the files that it speaks of are on disk already."""
-        content = json.dumps({"fits": self._fits, "state": state})
+        """Record the progress; the files that `state` describes must already be flushed to the disk."""
+        content = json.dumps({"fits": self._fingerprint, "state": state})
         durable.replace(self.directory / _PROGRESS, content.encode())
-        self._is_worth_keeping = self._fits is not None
+        self._is_resumable = self._fingerprint is not None
 
     def clear(self) -> None:
-        """Begin with nothing."""
+        """Delete all staged work."""
         for entry in self.directory.iterdir():
             durable.remove(entry)
         self.content.mkdir()
         self.state = None
-        self._is_worth_keeping = False
+        self._is_resumable = False
 
     def discard(self) -> None:
-        """Keep nothing: whoever starts again would come to the same end."""
-        self._is_worth_keeping = False
+        """Delete staged work on close: a resumed run would fail in the same way."""
+        self._is_resumable = False
 
     def publish(self, *, overwrite: bool) -> None:
-        """Let the output appear; an old store there is set aside first, so that no half-written one is ever seen."""
+        """Rename the content to the output; an old store is moved aside first, so no partial one is ever visible."""
         check_output(self.output, overwrite=overwrite)
         if self.output.exists():
             self.output.rename(self._replaced)
         self.content.rename(self.output)
 
-    def _take(self) -> int:
+    def _acquire(self) -> int:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         durable.refuse_link(self.directory)
         while True:
@@ -90,15 +89,15 @@ class Staging:
             except BlockingIOError:
                 os.close(lock)
                 raise UserError(
-                    f"another process is writing {self.output}; wait for it, or name another directory"
+                    f"another process is writing {self.output}; wait for it, or choose another directory"
                 ) from None
-            # its last owner may have removed the directory between our two calls
+            # the previous owner may have removed the directory between open and flock
             if self.directory.exists() and os.fstat(lock).st_ino == self.directory.stat().st_ino:
                 return lock
             os.close(lock)
 
     def _restore(self) -> None:
-        """Put back an old store if a crash came between the two renames of `publish`."""
+        """Restore the old store after a crash between the two renames of `publish`."""
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
 
@@ -107,22 +106,22 @@ class Staging:
             found = json.loads((self.directory / _PROGRESS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        is_ours = self._fits is not None and found["fits"] == self._fits and self.content.is_dir()
-        return found["state"] if is_ours else None
+        matches = self._fingerprint is not None and found["fits"] == self._fingerprint and self.content.is_dir()
+        return found["state"] if matches else None
 
 
 def open_at(path: Path, size: int) -> BinaryIO:
-    """Open a file for writing after its first `size` bytes."""
+    """Truncate a file to `size` bytes and open it for appending."""
     stream = path.open("ab")
     stream.truncate(size)
     return stream
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output directory that exists, unless it is a store that may be overwritten."""
+    """Raise if the output directory exists, unless it is empty or a store that may be overwritten."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"{output} exists already; name another directory, or pass --overwrite if it is an old store")
+        raise UserError(f"{output} already exists; choose another directory, or pass --overwrite to replace a store")
     if not (output / "manifest.json").is_file():
-        raise UserError(f"{output} is no pair store and is not overwritten; name another directory")
+        raise UserError(f"{output} is not a pair store and will not be overwritten; choose another directory")

@@ -1,7 +1,7 @@
-"""Write a store: pairs in, a complete directory out, or nothing at all but what a later process can continue.
+"""Write a store: the output directory is complete or absent, and an interrupted write can be resumed.
 
-Bytes depend on the pairs and `shard_rows` only: record batches hold a fixed number of rows whatever pieces arrive,
-and wherever a process was killed and another went on.
+The bytes depend only on the pairs and on `shard_rows`, not on the sizes of the appended batches or on interruptions:
+every record batch has a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from thresher.data.store.reader import (
 )
 from thresher.data.store.staging import Staging, open_at
 
-# what a crash costs at most; noting it takes a few hundredths of a second
+# most pairs to repeat after a crash; a checkpoint takes a few hundredths of a second
 PAIRS_PER_CHECKPOINT = 32_768
 _CONTENT_DTYPE = np.dtype([("hash", HASH_DTYPE), ("weight", "<f4"), ("margin", "<f4")])
 _CONTENT_COLUMNS = _CONTENT_DTYPE.names or ()
-# an Arrow file is a magic word, padded to 8 bytes, a stream, and a footer
+# an Arrow file is a magic string padded to 8 bytes, a stream, and a footer
 _STREAM_START = 8
 
 
 class StoreWriter:
-    """Collect record batches into shards beside the output directory; `finish` renames the whole into place.
+    """Write record batches into shards in the staging directory; `finish` renames it to the output.
 
-    fits: see `Staging`; the state of a caller that goes on from a crash is `resumed`.
-    pairs_written: pairs in whole record batches, which `checkpoint` keeps; others are still pending.
+    fingerprint: see `Staging`. resumed: the last argument of `checkpoint` if an interrupted write is resumed.
+    pairs_written: pairs in complete record batches, which `checkpoint` keeps; the rest are pending in memory.
     """
 
-    def __init__(self, output: Path, shard_rows: int, fits: str | None = None) -> None:
+    def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None) -> None:
         self._shard_rows = shard_rows
         self._rows_per_batch = min(ROWS_PER_RECORD_BATCH, shard_rows)
-        self._staging = Staging(output, fits)
+        self._staging = Staging(output, fingerprint)
         self._content = self._staging.content
         try:
             self._begin(self._staging.state["files"] if self._staging.state else {})
         except (pa.ArrowInvalid, OSError):
             if self._staging.state is None:
                 raise
-            # a disk or a person has damaged what was staged; everything in it can be made again
+            # the staged files are corrupt; everything in them can be recomputed
             self._staging.clear()
             self._begin({})
         state = self._staging.state
@@ -66,7 +66,7 @@ class StoreWriter:
         self._pairs_saved = self.pairs_written
 
     def _begin(self, state: Mapping[str, Any]) -> None:
-        """Open the files; state is what `_sync` returned to a process that was killed, whose pairs are kept."""
+        """Open the files and keep the pairs of an interrupted write; state: the last return value of its `_sync`."""
         (self._content / "shards").mkdir(exist_ok=True)
         self._pending: list[Any] = []
         self._num_pending = 0
@@ -74,8 +74,7 @@ class StoreWriter:
         self.pairs_written = sum(shard.num_pairs for shard in self._shards)
         self._sink: Any = None
         self._writer: Any = None
-        self._batches_in_shard = 0
-        self._pairs_in_shard = 0
+        self._batches_in_shard = self._pairs_in_shard = 0
         self._lengths = open_at(self._content / "lengths.bin", 3 * LENGTH_DTYPE.itemsize * self.pairs_written)
         self._scored = open_at(self._content / "scored.bin", 2 * LENGTH_DTYPE.itemsize * self.pairs_written)
         self._has_masks = bool(state.get("has_masks"))
@@ -89,8 +88,8 @@ class StoreWriter:
             self._copy_torn_shard(num_batches)
 
     def _copy_torn_shard(self, num_batches: int) -> None:
-        """Copy the first record batches of the shard that a crash left open."""
-        # under a name of its own: a crash while it is copied must find it whole
+        """Copy the first record batches of the shard that was open at a crash."""
+        # renamed first, so that a crash during the copy leaves it intact
         torn = self._shard_path.with_suffix(".torn")
         if not torn.exists():
             self._shard_path.rename(torn)
@@ -113,12 +112,12 @@ class StoreWriter:
 
     @property
     def directory(self) -> Path:
-        """Where a caller keeps files of its own until the store is finished."""
+        """Directory for the caller's temporary files, deleted when the store is finished."""
         return self._staging.directory
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that were appended, written or not."""
+        """Number of appended pairs, written or pending."""
         return self.pairs_written + self._num_pending
 
     @property
@@ -126,7 +125,7 @@ class StoreWriter:
         return self.pairs_written - self._pairs_saved >= self._pairs_per_checkpoint
 
     def append(self, batch: Any) -> None:
-        """Add pairs, as `pairs_to_record_batch` lays them out."""
+        """Append pairs, as returned by `pairs_to_record_batch`."""
         if batch.num_rows == 0:
             return
         self._pending.append(batch)
@@ -135,24 +134,24 @@ class StoreWriter:
             self._write_pending(wanted)
 
     def checkpoint(self, caller: Mapping[str, Any]) -> None:
-        """Let a later process go on from here, with `caller` as its `resumed`."""
+        """Save the progress, so that a later process can resume here with `caller` as its `resumed`."""
         self._staging.save({"files": self._sync(), "caller": caller})
         self._pairs_saved = self.pairs_written
 
     def discard(self) -> None:
-        """Keep nothing for a later process, which would come to the same end."""
+        """Disable resuming: a later process would fail in the same way."""
         self._staging.discard()
 
     def finish(self, fields: Mapping[str, Any], *, overwrite: bool = False) -> Path:
-        """Write what is pending and the manifest, and let the store appear under its name."""
+        """Write the pending pairs and the manifest, and publish the store; fields: extra manifest fields."""
         if self._num_pending:
             self._write_pending(self._num_pending)
         if self._writer is not None:
             self._close_shard()
         self._close_files()
+        names = ["lengths.bin", "scored.bin"]
         if not self._has_masks:
-            (self._content / "scored.bin").unlink()
-        names = ["lengths.bin", "scored.bin"] if self._has_masks else ["lengths.bin"]
+            (self._content / names.pop()).unlink()
         manifest = {
             "format_version": FORMAT_VERSION,
             "num_pairs": self.pairs_written,
@@ -169,7 +168,7 @@ class StoreWriter:
         return self._staging.output
 
     def _sync(self) -> dict[str, Any]:
-        """Bring what is written to the disk; return what another process needs to go on after it."""
+        """Flush all files to the disk; return the state that `_begin` needs to resume."""
         durable.sync_stream(self._lengths)
         durable.sync_stream(self._scored)
         if self._writer is not None:
@@ -184,11 +183,14 @@ class StoreWriter:
 
     def _close_files(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-            self._sink.close()
-            self._writer = None
+            self._close_writer()
         self._lengths.close()
         self._scored.close()
+
+    def _close_writer(self) -> None:
+        self._writer.close()
+        self._sink.close()
+        self._writer = None
 
     def _write_pending(self, num_rows: int) -> None:
         table = pa.Table.from_batches(self._pending, schema=SCHEMA)
@@ -213,7 +215,7 @@ class StoreWriter:
             self._close_shard()
 
     def _digest_content(self, batch: Any) -> npt.NDArray[Any]:
-        # pair by pair, so that the digest does not tell where a batch ended
+        # row by row, so that the digest does not depend on batch boundaries
         rows = np.empty(batch.num_rows, dtype=_CONTENT_DTYPE)
         for name in _CONTENT_COLUMNS:
             rows[name] = fixed_width_values(batch.column(name), _CONTENT_DTYPE[name])
@@ -236,12 +238,9 @@ class StoreWriter:
         return self._content / f"shards/{len(self._shards):05d}.arrow"
 
     def _close_shard(self) -> None:
-        self._writer.close()
-        self._sink.close()
-        self._writer = None
+        self._close_writer()
         self._shards.append(self._describe(f"shards/{self._shard_path.name}", self._pairs_in_shard))
-        self._batches_in_shard = 0
-        self._pairs_in_shard = 0
+        self._batches_in_shard = self._pairs_in_shard = 0
 
     def _describe(self, name: str, num_pairs: int = 0) -> StoreFile:
         path = self._content / name
@@ -250,7 +249,7 @@ class StoreWriter:
 
 
 def _content_columns(path: Path) -> Iterator[Any]:
-    # named columns only, read and not mapped: mapped pages would count as memory of this process
+    # read, not mapped: mapped pages would count as memory of this process
     fields = [SCHEMA.get_field_index(name) for name in _CONTENT_COLUMNS]
     with pa.OSFile(str(path)) as stream:
         reader = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=fields))
