@@ -80,7 +80,11 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllReduceIdentityGrad(torch.autograd.Function):
-    """All-reduce whose backward is the identity: every rank computes the same loss from the sum."""
+    """All-reduce whose backward is the identity.
+
+    Every rank computes the same loss from the sum, so the gradient of its local addend is already the true one. FSDP2
+    then sums the parameter gradients over cp, each token counted once.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

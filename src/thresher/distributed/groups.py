@@ -103,7 +103,7 @@ class DataParallelGroup(Group):
     The group connects processes that hold the same model shard and different data, with gloo for host memory and, on
     GPUs, NCCL for device memory. One data-parallel rank may be several processes (pp, cp, tp).
 
-    metrics_ranks: all data-parallel ranks of all pipeline stages, of which the last computes the metrics; None: self.
+    metrics_ranks: all data-parallel ranks of all pipeline stages; the last stage computes the metrics. None: self.
     all_ranks: every process of the policy; None: self.
     needs_lockstep: a forward is a collective (FSDP), so all ranks must run the same number of forwards.
     reduces_gradients: `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so.
@@ -133,7 +133,7 @@ class DataParallelGroup(Group):
         return int(largest)
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum every gradient over the ranks, in place: the loss is already divided by the pairs of the global step.
+        """Sum every gradient over the ranks, in place: the loss is already divided by the pairs of the whole step.
 
         DistributedDataParallel would average, and would reduce in every micro-batch's backward.
         """

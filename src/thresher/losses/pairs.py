@@ -95,8 +95,10 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
     """Concatenate one side of several micro-batches."""
-    collisions = [part.log_sum_squared_probs for part in parts]
-    joined = None if any(c is None for c in collisions) else torch.cat([c for c in collisions if c is not None])
+    squared = [part.log_sum_squared_probs for part in parts]
+    joined = (
+        None if any(each is None for each in squared) else torch.cat([each for each in squared if each is not None])
+    )
     return ResponseLogps(
         torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]), joined
     )

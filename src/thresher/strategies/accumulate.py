@@ -1,7 +1,7 @@
 """Turn the micro-batches of a step into a gradient: score, apply the objective, divide, backward.
 
-The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). The division happens here, once, by the pairs
-of the step over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum:
+The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). The division happens in
+`_step_loss`, by the pairs of the step over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum:
 autograd adds up micro-batches, and native/parameters.py lists what is summed over which ranks.
 """
 
@@ -60,7 +60,7 @@ def accumulate_gradients(
 ) -> LocalStepResult:
     """Add this rank's term of the step's gradient to `.grad` of the parameters.
 
-    micro_batches is empty on a rank that has no pairs in a step with fewer pairs than ranks.
+    A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
     """
     if objective.couples_pairs:
         return _accumulate_coupled(executor, micro_batches, objective, num_pairs_in_step, dp_group)
@@ -72,8 +72,7 @@ def accumulate_gradients(
         output = objective(inputs)
         metrics.append(output.metrics)
         scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
-        # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
-        return output.per_pair.sum() / num_pairs_in_step
+        return _step_loss(output.per_pair, num_pairs_in_step)
 
     batches = [micro.pairs for micro in micro_batches]
     tokens = executor.backward(batches, loss_fn, with_squared_probs=objective.needs_squared_probs)
@@ -103,7 +102,7 @@ def _accumulate_coupled(
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
     own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
     output = objective(concat_pairs(by_rank))
-    loss = output.per_pair.sum() / num_pairs_in_step
+    loss = _step_loss(output.per_pair, num_pairs_in_step)
     leaves = [own.policy.chosen.values, own.policy.rejected.values]
     chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
     chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
@@ -114,12 +113,18 @@ def _accumulate_coupled(
         return torch.cat(weighted).sum()
 
     batches = [micro.pairs for micro in micro_batches]
+    # the derivative from pass 1 already contains all that the loss needs beside the logps
     tokens = executor.backward(batches, loss_fn, with_squared_probs=False)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
     scored = ScoredPairs.of(pair_ids, own, output.per_pair[start : start + own.num_pairs])
-    # every rank has the metrics of the whole step, and they are summed over ranks later
+    # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
     return LocalStepResult(dp_group.metrics_group.only_on_rank0(output.metrics), tokens, [scored])
+
+
+def _step_loss(per_pair: Tensor, num_pairs_in_step: int) -> Tensor:
+    # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
+    return per_pair.sum() / num_pairs_in_step
 
 
 def evaluate_objective(

@@ -39,4 +39,5 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dt
         if isinstance(module, FSDPModule):
             # the loss is already divided by the pairs of the whole step: sum gradients over ranks, do not average
             module.set_gradient_divide_factor(1.0)
+            # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)

@@ -5,7 +5,8 @@ The loss is already divided by the pairs of the whole step (see accumulate.py), 
     axis          gradients                                       summed by
     dp_shard, cp  all                                             FSDP2, in every backward (fsdp.py)
     dp_replicate  all                                             FSDP2 if dp_shard or cp > 1, otherwise here
-    tp            of replicated parameters that are partial sums  here
+    tp            of replicated parameters, as each rank has a    here
+                  partial sum (norms within heads)
     pp            of an embedding tied to the head                here, by the first and the last stage
 """
 
@@ -57,7 +58,7 @@ class LocalParameters:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 # the gradient of an embedding sharded over tp is a partial sum of the full matrix
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        self._parallel.dp_group.all_reduce_gradients(list(self.names))
+        self._parallel.dp_group.all_reduce_gradients(list(self.names))  # does nothing if FSDP2 has summed them
         if self._parallel.tp.size > 1:
             all_reduce_bucketed(_local_gradients(self._partial_over_tp), self._parallel.tp)
         if self._parallel.stage is not None:
