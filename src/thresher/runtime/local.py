@@ -8,7 +8,7 @@ from pathlib import Path
 from thresher.builders.engines import build_policy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
-from thresher.builders.reference import build_reference_parts
+from thresher.builders.reference import build_reference_bundle
 from thresher.builders.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
 from thresher.runtime import RunHandle
@@ -24,6 +24,6 @@ class LocalRuntime:
         """Load the models, check them on real pairs, and go on from a checkpoint."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
-        reference = build_reference_parts(self.config, inputs, policy, progress)
+        reference = build_reference_bundle(self.config, inputs, policy, progress)
         parts = build_trainer(self.config, inputs, policy, reference, checkpoint)
         return RunHandle(parts.trainer, parts.progress, reference.mode, str(policy.device), parts.notes, parts.begin)
