@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from thresher.builders.run import DEFAULT_TOKENS_PER_MICRO_BATCH
+from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching

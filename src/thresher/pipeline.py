@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
 from thresher.builders.engines import check_engines
 from thresher.builders.inputs import open_inputs
@@ -15,7 +16,6 @@ from thresher.builders.run import (
     build_supervisor,
     build_tracking,
     describe_run,
-    find_checkpoint,
     logging_dir,
     loop_settings,
     stop_file,

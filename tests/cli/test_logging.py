@@ -57,8 +57,8 @@ def test_information_is_plain_and_warnings_say_so(command_line, config):
     ended = command_line("train", config)
     assert (ended.code, ended.out) == (0, "")
     lines = ended.err.splitlines()
-    assert any(line.startswith("warning: of 21 training pairs 21 are also in the validation set") for line in lines)
-    assert any("; 2 steps of 6 pairs = " in line for line in lines)
+    assert any(line.startswith("warning: of 21 training pairs, 21 are also in the validation set") for line in lines)
+    assert any("; 2 steps of 6 pairs (" in line for line in lines)
     assert STEP_LINE.search(ended.err)
     assert "last evaluation" in ended.err
     assert lines[-1] == "done; export the model with: thresher export out --output DIR"
@@ -73,7 +73,7 @@ def test_quiet_leaves_warnings_alone(command_line, config, monkeypatch, where):
     ended = command_line(*flags[where])
     assert (ended.code, ended.out) == (0, "")
     (line,) = ended.err.splitlines()
-    assert line.startswith("warning: of 21 training pairs 21 are also in the validation set")
+    assert line.startswith("warning: of 21 training pairs, 21 are also in the validation set")
 
 
 @pytest.mark.parametrize("arguments", [("-v", "train"), ("train", "-v"), ("train", "--verbose")])
@@ -159,11 +159,11 @@ def test_run_log_holds_the_messages_of_its_run_whatever_is_shown(command_line, c
     lines = log.read_text().splitlines()
     assert all(LINE.fullmatch(line) for line in lines), lines
     text = log.read_text()
-    assert " WARNING thresher.builders.data: of 21 training pairs 21 are also in the validation set" in text
-    assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
+    assert " WARNING thresher.builders.data: of 21 training pairs, 21 are also in the validation set" in text
+    assert re.search(r" INFO thresher.pipeline: .*; 2 steps of 6 pairs \(", text)
     assert command_line("train", config).code == 0  # the same command again goes on in the same file
     assert log.read_text().startswith(text)
-    assert "all steps are done already" in log.read_text()[len(text) :]
+    assert "has completed all steps" in log.read_text()[len(text) :]
 
 
 def test_run_log_tells_why_a_run_ended_and_no_secret(base, tmp_path):
@@ -223,9 +223,9 @@ def test_a_library_user_sees_nothing_until_a_handler_is_there(base, tmp_path):
 
     assert printed() == ""
     text = (tmp_path / "out" / "logs" / "run.log").read_text()
-    assert re.search(" INFO thresher.pipeline: .*; 2 steps of 6 pairs = ", text)
+    assert re.search(r" INFO thresher.pipeline: .*; 2 steps of 6 pairs \(", text)
     assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.builders.data"]]
-    assert re.search("^INFO thresher.pipeline .*; 2 steps of 6 pairs = ", printed("INFO"), re.MULTILINE)
+    assert re.search(r"^INFO thresher.pipeline .*; 2 steps of 6 pairs \(", printed("INFO"), re.MULTILINE)
 
 
 def test_a_run_adds_what_it_logs_to_no_other_handler(tmp_path, caplog):

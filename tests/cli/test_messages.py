@@ -239,8 +239,8 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"pref_loss": "orpo", "length_normalization": False},
-            "length_normalization: false does not fit orpo; the losses over logps averaged by length are ipo, orpo, "
-            "sft, sigmoid_norm, simpo, all others are over sums; choose one that fits or remove length_normalization",
+            "length_normalization: false conflicts with orpo: ipo, orpo, sft, sigmoid_norm, simpo average logps over "
+            "length, all other losses sum them; choose another loss or remove length_normalization",
         ),
         (
             {"actor_train__strategy_args__strategy_name": "megatron_train"},
@@ -253,7 +253,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
-            "actor_train has 1 worker, and tp_size 4 = 4 does not divide that; use 4 workers (device_mapping, or "
+            "actor_train has 1 worker, which is not a multiple of tp_size 4; use 4 workers (device_mapping, or "
             "num_workers on CPUs), or smaller axes",
         ),
         (
@@ -281,8 +281,8 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     code, message = thresher("train", config(seed=7))
     assert code == 2
     assert message == (
-        "out/checkpoints holds checkpoints of a run with other settings (changed since the checkpoint: seed was 42, is "
-        "7); set another output_dir, or resume_from_checkpoint=auto to go on with the change"
+        "out/checkpoints contains checkpoints of a run with other settings (changed since the checkpoint: seed was 42, "
+        "is 7); set another output_dir, or resume_from_checkpoint=auto to resume with the change"
     )
     assert thresher("train", config(resume_from_checkpoint=False)) == (
         2,

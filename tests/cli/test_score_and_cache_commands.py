@@ -123,7 +123,7 @@ def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
     ):
         code, printed = thresher("precompute-reference", config, change)
         assert code == 2
-        assert f"the reference's mode is {mode} here, which reads no cache" in printed
+        assert f"the reference mode of this run is {mode}, which reads no cache" in printed
         assert "set reference.mode=precompute" in printed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from thresher.builders.run import config_changes
+from thresher.builders.checkpoints import config_changes
 from thresher.config import DataArgs, DPOConfig, ReferenceConfig, StrategyArgs, load_config, parse_config
 from thresher.config.aliases import ALIASES, Aliases
 from thresher.config.section import known_keys

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
-from thresher.builders.run import build_layout
+from thresher.builders.inputs import build_layout
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.logps import original_forward

@@ -78,7 +78,7 @@ def on_two(base, ray_here, tmp_path_factory) -> tuple[Path, list[str], FreeCores
 def test_a_precomputed_reference_equals_a_plain_forward(local, on_two):
     output, lines, _ = on_two
     assert_same_run(output, local)
-    assert lines[-2].endswith("reference: precompute; layout: shared; on 2 x cpu on 1 node")
+    assert lines[-2].endswith("reference: precompute; layout: shared; device: 2 x cpu on 1 node")
     assert lines[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
 
 

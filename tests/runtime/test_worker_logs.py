@@ -39,7 +39,7 @@ def test_each_worker_has_a_log_and_the_driver_logs_every_message_once(base, ray_
         assert text.count("loaded the policy on cpu") == text.count("ready at step 0 of 2") == 1
     assert "loaded the reference on cpu" in (logs / "workers" / "reference-0.log").read_text()
     assert not any("loaded the" in line for line in messages)  # only in the logs of the workers
-    note = "reference.cache_dir has no effect here: the reference's mode is concurrent"
+    note = "reference.cache_dir has no effect: the reference mode is concurrent"
     assert messages.count(note) == 1
     text = (logs / "run.log").read_text()
     assert text.count(f" WARNING thresher.pipeline: {note}") == 1

@@ -14,7 +14,7 @@ from tests.support.tiny_llama import VOCAB
 from thresher.builders.engines import build_policy
 from thresher.builders.inputs import RunInputs, build_plan
 from thresher.builders.objective import build_objective
-from thresher.builders.reference import ReferenceBundle, build_reference_parts
+from thresher.builders.reference import ReferenceBundle, build_reference_bundle
 from thresher.builders.run import loop_settings
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
@@ -99,7 +99,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: Pairs
     layout, _ = choose_layout(config.layout, [load_model_config(str(config.policy_path))], attention, pad_id=0)
     policy = build_policy(config, layout)
     inputs = RunInputs(build_objective(config), layout, train, validation, build_plan(config, len(train)))
-    reference = build_reference_parts(config, inputs, policy)
+    reference = build_reference_bundle(config, inputs, policy)
     reference.score_in_advance()
     bundle = build_trainer(config, inputs, policy, reference, checkpoint=None)
     return TinyRun(config, bundle.trainer, reference, MetricsInMemory())

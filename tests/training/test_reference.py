@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from tests.support.tiny_run import build_run, noise_pairs
-from thresher.builders import run as assembly_run
-from thresher.builders.run import build_layout, config_changes
+from thresher.builders import inputs
+from thresher.builders.checkpoints import config_changes
+from thresher.builders.inputs import build_layout
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.step_zero_check import check_step_zero
@@ -100,15 +101,15 @@ def test_a_synced_reference_needs_the_shape_of_the_policy(base, tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
     wider = {"reference": {"sync_steps": 1, "model_args": {"model_name_or_path": str(tmp_path / "wider")}}}
-    with pytest.raises(UserError, match="sync_steps needs a reference of the policy's shape"):
+    with pytest.raises(UserError, match="sync_steps needs a reference with the policy's parameter shapes"):
         build_run(merge(base, wider), noise_pairs(12))
 
 
 def test_settings_of_an_unused_reference_are_reported(base):
     changes = {"pref_loss": "simpo", "reference": {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}}}
     assert build_run(merge(base, changes), noise_pairs(12)).reference.notes == (
-        "reference.model_args.dtype has no effect here: the reference's mode is none",
-        "reference.infer_batch_size has no effect here: the reference's mode is none",
+        "reference.model_args.dtype has no effect: the reference mode is none",
+        "reference.infer_batch_size has no effect: the reference mode is none",
     )
     assert build_run(base, noise_pairs(12)).reference.notes == ()
 
@@ -145,13 +146,13 @@ def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
     different_reference, models, monkeypatch, stories_dir
 ):
     trusted = {}
-    load = assembly_run.load_model_config
+    load = inputs.load_model_config
 
     def load_and_note(path, *, trust_remote_code):
         trusted[path] = trust_remote_code
         return load(path, trust_remote_code=trust_remote_code)
 
-    monkeypatch.setattr(assembly_run, "load_model_config", load_and_note)
+    monkeypatch.setattr(inputs, "load_model_config", load_and_note)
     values = merge(
         different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)}
     )

@@ -1,1 +1,1 @@
-"""From config to parts: the objective, the data, the engines, the reference. No loop and no numerics here."""
+"""Builders: objects from the config. The only package below the pipeline and the runtime that reads the config."""

@@ -1,4 +1,4 @@
-"""The axes of a role from its config, and every reason why a model cannot be split so, before any worker starts."""
+"""The parallel axes of a role, and the checks that a model supports them, before any worker starts."""
 
 from __future__ import annotations
 
@@ -13,81 +13,82 @@ from thresher.models.layouts import Layout
 
 
 def axis_sizes(role: RoleConfig) -> ParallelDims:
-    """Processes along each axis; what the named axes leave of them is dp_shard, or copies where nothing is split."""
-    if not is_split(role):
+    """Processes along each axis; the remaining ones go to dp_shard, or to dp_replicate if the role is not sharded."""
+    if not is_sharded(role):
         return ParallelDims(dp_replicate=role.num_processes)
     settings = role.strategy_args.axes
-    named = settings.workers_per_data_rank * settings.dp_replicate
+    product = settings.workers_per_data_rank * settings.dp_replicate
     return ParallelDims(
         pp=settings.pp_size,
         dp_replicate=settings.dp_replicate,
-        dp_shard=max(1, role.num_processes // named),
+        dp_shard=max(1, role.num_processes // product),
         cp=settings.cp_size,
         tp=settings.tp_size,
     )
 
 
-def is_split(role: RoleConfig) -> bool:
-    """A reference's workers have a whole copy each unless its engine is fsdp2_infer."""
+def is_sharded(role: RoleConfig) -> bool:
+    """The policy always is; each worker of a reference has a full copy, except with fsdp2_infer."""
     return isinstance(role, PolicyConfig) or role.strategy_args.strategy_name == "fsdp2_infer"
 
 
 def check_num_processes(role: RoleConfig, section: str) -> None:
-    """Refuse axes whose product does not divide the number of workers."""
+    """Reject axes whose product does not divide the number of workers."""
     settings, workers = role.strategy_args.axes, role.num_processes
-    if not is_split(role) and role.strategy_args.strategy_config:
+    if not is_sharded(role) and role.strategy_args.strategy_config:
         raise UserError(
-            f"{section}.strategy_args.strategy_config has no effect with hf_infer, which keeps whole copies; remove "
-            "it, or set strategy_name to fsdp2_infer"
+            f"{section}.strategy_args.strategy_config has no effect with hf_infer, which keeps a full copy per worker; "
+            "remove it, or set strategy_name to fsdp2_infer"
         )
     sizes = {name: getattr(settings, name) for name in ("pp_size", "dp_replicate", "cp_size", "tp_size")}
-    named = settings.workers_per_data_rank * settings.dp_replicate
-    if workers % named == 0:
+    product = settings.workers_per_data_rank * settings.dp_replicate
+    if workers % product == 0:
         return
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    nearest = [count for count in (workers // named * named, (workers // named + 1) * named) if count]
+    factors = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    divisor = " x ".join(factors) + (f" = {product}" if len(factors) > 1 else "")
+    nearest = [count for count in (workers // product * product, (workers // product + 1) * product) if count]
     raise UserError(
-        f"{section} has {workers} worker{'s' if workers > 1 else ''}, and {product} = {named} does not divide that; "
-        f"use {' or '.join(map(str, nearest))} workers (device_mapping, or num_workers on CPUs), or smaller axes"
+        f"{section} has {workers} worker{'s' if workers > 1 else ''}, which is not a multiple of {divisor}; use "
+        f"{' or '.join(map(str, nearest))} workers (device_mapping, or num_workers on CPUs), or smaller axes"
     )
 
 
-def check_axes(role: RoleConfig, section: str, family: PreTrainedConfig, layout: Layout) -> None:
-    """Refuse axes that this model or this layout of pairs cannot have, naming the sizes that it can."""
+def check_axes(role: RoleConfig, section: str, model_config: PreTrainedConfig, layout: Layout) -> None:
+    """Reject axes that this model or layout does not support, listing the valid sizes."""
     settings, sizes = role.strategy_args.axes, axis_sizes(role)
-    text = family.get_text_config()
+    text = model_config.get_text_config()
     heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    if sizes.tp > 1 and not family.get_text_config().base_model_tp_plan:
+    if sizes.tp > 1 and not text.base_model_tp_plan:
         raise UserError(
-            f"{section}: tp_size is {sizes.tp}, and transformers has no tensor-parallel plan for the model family "
-            f"{family.model_type}; leave tp_size out"
+            f"{section}: tp_size is {sizes.tp}, but transformers has no tensor-parallel plan for the architecture "
+            f"{model_config.model_type}; remove tp_size"
         )
 
     def tp_fits(size: int) -> bool:
         return heads % size == 0 and kv_heads % size == 0
 
     def cp_fits(size: int) -> bool:
-        own_heads, own_kv_heads = heads // sizes.tp, kv_heads // sizes.tp
-        return own_heads % size == 0 and (own_kv_heads % size == 0 or size % own_kv_heads == 0)
+        local_heads, local_kv_heads = heads // sizes.tp, kv_heads // sizes.tp
+        return local_heads % size == 0 and (local_kv_heads % size == 0 or size % local_kv_heads == 0)
 
-    _check(section, "tp_size", sizes.tp, tp_fits, f"{heads} heads with {kv_heads} of keys and values", heads)
+    _check(section, "tp_size", sizes.tp, tp_fits, f"{heads} attention heads and {kv_heads} key/value heads", heads)
     if sizes.cp > 1 and not layout.needs_pair_attention:
         raise UserError(
-            f"{section}: cp_size is {sizes.cp}, which splits packed rows, and the layout is {layout.name}; leave "
-            "cp_size out, or use layout=shared or layout=packed where the model allows it"
+            f"{section}: cp_size is {sizes.cp}, but the layout is {layout.name}, and context parallelism needs packed "
+            "rows; remove cp_size, or use layout=shared or layout=packed if the model supports it"
         )
-    own = f"{heads // sizes.tp} heads with {kv_heads // sizes.tp} of keys and values"
-    _check(section, "cp_size", sizes.cp, cp_fits, own + (" a worker" if sizes.tp > 1 else ""), heads // sizes.tp)
+    local = f"{heads // sizes.tp} attention heads and {kv_heads // sizes.tp} key/value heads"
+    _check(section, "cp_size", sizes.cp, cp_fits, local + (" per tp rank" if sizes.tp > 1 else ""), heads // sizes.tp)
     stages = sizes.pp * settings.virtual_pp_size
     if stages > layers:
         raise UserError(
-            f"{section}: pp_size {sizes.pp} with virtual_pp_size {settings.virtual_pp_size} makes {stages} stages, and "
-            f"the model has {layers} layers; use at most {layers}"
+            f"{section}: pp_size {sizes.pp} with virtual_pp_size {settings.virtual_pp_size} makes {stages} stages, but "
+            f"the model has {layers} layers; use at most {layers} stages"
         )
 
 
 def _check(section: str, name: str, size: int, fits: Callable[[int], bool], what: str, limit: int) -> None:
     if not fits(size):
-        possible = ", ".join(str(other) for other in range(1, limit + 1) if fits(other))
-        raise UserError(f"{section}: {name} is {size}, and the model has {what}; {name} can be {possible}")
+        valid = ", ".join(str(other) for other in range(1, limit + 1) if fits(other))
+        raise UserError(f"{section}: {name} is {size}, but the model has {what}; valid sizes are {valid}")

@@ -1,4 +1,4 @@
-"""The stores of a run: opened where they exist, prepared where they do not."""
+"""The pair stores of a run: opened if they exist, prepared otherwise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
 def open_stores(
     config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> tuple[PairStore, PairStore | None]:
-    """Open the training and the held-out pairs, and say where they overlap."""
+    """Open the training and the validation pairs, and warn if they overlap."""
     train = _open_store(config, config.actor_train.data_args, tokenizer, build)
     if config.validation is None:
         return train, None
@@ -49,8 +49,8 @@ def open_stores(
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         logger.warning(
-            "of %s training pairs %s are also in the validation set, and prompts of %s occur there; what is measured "
-            "on them is memory",
+            "of %s training pairs, %s are also in the validation set and %s share a prompt with it; evaluation on "
+            "those pairs measures memorization",
             f"{len(train):,}",
             f"{pairs.count:,}",
             f"{prompts.count:,}",
@@ -61,41 +61,38 @@ def open_stores(
 def check_pairs(
     config: DPOConfig, objective: Objective, max_positions: int | None, stores: Sequence[PairStore | None]
 ) -> None:
-    """Refuse pairs that the losses would misread or the model cannot hold, before anything is trained."""
+    """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
     for store in stores:
         if store is None:
             continue
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
         if store.longest_pair > config.sequence_length:
             raise UserError(
-                f"{store.path} holds pairs of up to {store.longest_pair} tokens, more than sequence_length "
+                f"{store.path} contains pairs of up to {store.longest_pair} tokens, more than sequence_length "
                 f"{config.sequence_length}; raise sequence_length or prepare the pairs again"
             )
         if max_positions is not None and store.longest_pair > max_positions:
             raise UserError(
-                f"{store.path} holds pairs of up to {store.longest_pair} tokens, and the model takes {max_positions}; "
-                f"set sequence_length={max_positions}"
+                f"{store.path} contains pairs of up to {store.longest_pair} tokens, but the model's context is "
+                f"{max_positions}; set sequence_length={max_positions}"
             )
 
 
 def probe_pairs(store: PairStore) -> PairBatch:
-    """Two pairs to check the model on: the first, and the longest of a few thousand, which may pass a window."""
+    """Two pairs to check the model on: the first, and the longest of the first 4096, to exceed a sliding window."""
     totals = store.lengths[:4096].sum(axis=1)
     return store.read(np.unique([0, int(totals.argmax())]))
 
 
 def _open_store(
-    config: DPOConfig,
-    args: DataArgs,
-    tokenizer: PreTrainedTokenizerBase,
-    build: StoreBuilder,
+    config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> PairStore:
-    """Open a prepared store, preparing it first where none fits the data, tokenizer and settings."""
+    """Open the store of this data, tokenizer and settings, preparing it first if it does not exist."""
     if args.store:
         store = PairStore.open(args.store)
         if store.tokenizer_digest != tokenizer_digest(tokenizer):
             raise UserError(
-                f"the store {args.store} was prepared with another tokenizer than the policy's; prepare it again with "
+                f"the store {args.store} was not prepared with the policy's tokenizer; prepare it again with "
                 f"--model {config.policy_path}"
             )
         return store

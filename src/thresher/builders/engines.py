@@ -1,4 +1,4 @@
-"""Models on their engines: the policy with its optimizer, the frozen reference."""
+"""The engines: the policy with its optimizer, and the frozen reference."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 
-_BUILT_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
+_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
 def build_policy(
     config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
 ) -> NativeTrain:
-    """Load the policy, attach adapters where asked, and give it to its engine; on the mapped device if absent.
+    """Load the policy, attach adapters if configured, and build its engine.
 
-    world is all of the policy's processes.
+    device: the mapped one if absent. world: all processes of the policy.
     """
     role, args = config.actor_train, config.actor_train.model_args
     device = device or device_of(role)
     source = ModelSource(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code)
     training = role.training_args
-    module, placement = _place(source, role, device, DTYPES[args.dtype], world, adapters=args, seed=config.seed)
+    dtype = DTYPES[args.dtype]
+    module, parallel = _load_and_parallelize(source, role, device, dtype, world, adapters=args, seed=config.seed)
     if training.gradient_checkpointing:
         base_model(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OptimizerSettings(
@@ -51,23 +52,23 @@ def build_policy(
         epsilon=training.adam_epsilon,
         max_grad_norm=training.max_grad_norm,
     )
-    _seed_dropout(config.seed, placement)
-    policy = NativeTrain(module, layout, DTYPES[args.dtype], optimizer, placement)
+    _seed_dropout(config.seed, parallel)
+    policy = NativeTrain(module, layout, dtype, optimizer, parallel)
     if training.torch_compile:
         policy.compile()
     return policy
 
 
-def _seed_dropout(seed: int, placement: ParallelContext) -> None:
-    """Every data rank and every part of a row draws its own dropout; parts of one matrix draw alike."""
-    part = 0 if placement.context_parallel is None else placement.context_parallel.rank
-    place = [placement.dp_group.rank, part] if part else [placement.dp_group.rank]
-    set_seed(int(np.random.SeedSequence([seed, *place]).generate_state(1)[0]) if any(place) else seed)
+def _seed_dropout(seed: int, parallel: ParallelContext) -> None:
+    """Seed dropout differently on each data-parallel and context-parallel rank, and equally on all tp ranks."""
+    cp_rank = 0 if parallel.context_parallel is None else parallel.context_parallel.rank
+    ranks = [parallel.dp_group.rank, cp_rank] if cp_rank else [parallel.dp_group.rank]
+    set_seed(int(np.random.SeedSequence([seed, *ranks]).generate_state(1)[0]) if any(ranks) else seed)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from and how it is to be."""
+    """Path of a model and how to load it."""
 
     path: str | None
     dtype: str
@@ -95,7 +96,7 @@ class ModelSource:
         }
 
 
-def _place(
+def _load_and_parallelize(
     source: ModelSource,
     role: RoleConfig,
     device: torch.device,
@@ -105,19 +106,19 @@ def _place(
     adapters: ModelArgs | None = None,
     seed: int = 0,
 ) -> tuple[torch.nn.Module, ParallelContext]:
-    """Load a model whole on this process, or this process's part of one that several split."""
+    """Load a full copy of a model, or this process's shards of it."""
     sizes = axis_sizes(role)
     if sizes.is_replicated:
-        plain = source.load()
-        module = plain if adapters is None else attach_adapters(plain, adapters)
-        placement = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
+        model = source.load()
+        module = model if adapters is None else attach_adapters(model, adapters)
+        parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
         module = module.to(device)
     else:
-        plain = source.empty()
-        module = plain if adapters is None else attach_adapters(plain, adapters)
+        model = source.empty()
+        module = model if adapters is None else attach_adapters(model, adapters)
         axes = role.strategy_args.axes
-        placement = parallelize(
-            plain,
+        parallel = parallelize(
+            model,
             source.named_path,
             Mesh.create(sizes, device),
             compute_dtype,
@@ -125,13 +126,13 @@ def _place(
             offload=axes.cpu_offload,
             virtual_pp_size=axes.virtual_pp_size,
         )
-    if module is not plain:
-        init_adapters(plain, seed)
-    return module, placement
+    if module is not model:
+        init_adapters(model, seed)
+    return module, parallel
 
 
 def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
-    """Add LoRA adapters where the config asks for them."""
+    """Add LoRA adapters if the config sets lora_rank."""
     if args.lora_rank is None:
         return model
     return attach_lora(
@@ -147,50 +148,51 @@ def build_reference(
     world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
 ) -> NativeInfer:
-    """Load the frozen model; it computes in the policy's precision, or step 0 would not start at margin 0.
+    """Load the frozen model. It computes in the policy's precision; otherwise margins would not be 0 at step 0.
 
-    role says how it is split, and on which device it is where that is not told: the reference's own, or the policy's.
+    role: the section that sets its sharding and, if device is absent, its device; `reference` if absent.
     """
     role = role or config.reference
     attention = config.reference.model_args.attn_implementation or config.actor_train.model_args.attn_implementation
     source = ModelSource(config.reference_path, config.reference_master_dtype, attention, config.trusts_reference_code)
     device = device or device_of(role)
-    model, placement = _place(source, role, device, DTYPES[config.reference_dtype], world)
+    dtype = DTYPES[config.reference_dtype]
+    model, parallel = _load_and_parallelize(source, role, device, dtype, world)
     model.requires_grad_(False)
-    return NativeInfer(model.eval(), layout, DTYPES[config.reference_dtype], placement)
+    return NativeInfer(model.eval(), layout, dtype, parallel)
 
 
 def device_of(role: RoleConfig) -> torch.device:
-    """One process trains on one device: the mapped one, the first GPU, or the CPU."""
+    """The device of a single process: the mapped GPU, the first one, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", role.device_mapping[0] if role.device_mapping else 0)
 
 
 def check_engines(config: DPOConfig) -> None:
-    """Refuse engines and axes that are not there, or that a model cannot have, before any worker starts."""
+    """Reject strategies that do not exist and axes that a model does not support, before any worker starts."""
     for role, section in ((config.actor_train, "actor_train"), (config.reference, "reference")):
-        name, built = role.strategy_args.strategy_name, _BUILT_STRATEGIES[section]
-        if name is not None and name not in built:
+        name, available = role.strategy_args.strategy_name, _STRATEGIES[section]
+        if name is not None and name not in available:
             raise UserError(
                 f"{section}.strategy_args.strategy_name {name} is not available in this version; use "
-                f"{' or '.join(built)}"
+                f"{' or '.join(available)}"
             )
         check_num_processes(role, section)
-    _check_split(config.actor_train, "actor_train", config.policy_path, config)
-    _check_split(config.reference, "reference", config.reference_path, config)
+    _check_sharding(config.actor_train, "actor_train", config.policy_path, config)
+    _check_sharding(config.reference, "reference", config.reference_path, config)
 
 
-def _check_split(role: RoleConfig, section: str, path: str | None, config: DPOConfig) -> None:
+def _check_sharding(role: RoleConfig, section: str, path: str | None, config: DPOConfig) -> None:
     if axis_sizes(role).is_replicated or path is None:
         return
     if not Path(path).is_dir():
         raise UserError(
-            f"{section} splits its model over {role.num_processes} workers, which is read from a directory with "
-            f"safetensors, and {path} is none; convert it, or set {section}.strategy_args.strategy_config.dp_replicate="
-            f"{role.num_processes} for a whole copy in every worker"
+            f"{section} shards its model over {role.num_processes} workers, which needs a directory with safetensors, "
+            f"but {path} is not one; convert it, or set {section}.strategy_args.strategy_config.dp_replicate="
+            f"{role.num_processes} for a full copy per worker"
         )
     args = config.actor_train.model_args
-    family = load_model_config(path, trust_remote_code=config.trusts_reference_code or args.trust_remote_code)
-    layout, _ = choose_layout(config.layout, [family], args.attn_implementation, pad_id=0)
-    check_axes(role, section, family, layout)
+    model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code or args.trust_remote_code)
+    layout, _ = choose_layout(config.layout, [model_config], args.attn_implementation, pad_id=0)
+    check_axes(role, section, model_config, layout)

@@ -1,4 +1,4 @@
-"""Write a plain Hugging Face directory from a checkpoint: adapters merged, no trace of the trainer."""
+"""Export of a checkpoint as a plain Hugging Face model directory, with adapters merged."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from thresher.models.loading.lora import merge_adapter
 def export_checkpoint(
     checkpoint: Path, output: Path, *, dtype: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Load the run's model, put the checkpoint's weights in, merge and save.
+    """Load the run's model, load the checkpoint's weights into it, merge adapters and save.
 
-    trust_remote_code: a checkpoint may come from anybody, so it is no word in it that lets a model's code run.
+    trust_remote_code is not taken from the checkpoint, which may be untrusted.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty directory; name a new one")
     verify(checkpoint)
-    path, args = model_of(checkpoint)
+    path, args = _trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
         raise UserError(
-            f"the run of {checkpoint} ran Python code that comes with the model {path}; pass --trust-remote-code if "
-            "you trust that model"
+            f"the run of {checkpoint} executed Python code from the model {path}; pass --trust-remote-code if you "
+            "trust that model"
         )
     model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
     module = attach_adapters(model, args)
@@ -45,7 +45,7 @@ def export_checkpoint(
     plain.config.use_cache = True
     tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, path)
-    # written aside and renamed: a directory that is there is whole
+    # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
     shutil.rmtree(staging, ignore_errors=True)
@@ -54,20 +54,22 @@ def export_checkpoint(
     tokenizer.save_pretrained(staging)
     readable = (staging / "config.json").stat().st_mode
     for file in staging.glob("*.safetensors"):
-        file.chmod(readable)  # safetensors writes files that only their owner may read
+        file.chmod(readable)  # safetensors writes files that only their owner can read
     if output.exists():
         output.rmdir()
     staging.rename(output)
 
 
-def model_of(checkpoint: Path) -> tuple[str, ModelArgs]:
-    """Say which model a run trained; no other key is read, so that checkpoints outlive changes of the config."""
+def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:
+    """Return the model that a run trained. Reads no other key, so that old checkpoints survive config changes."""
     config: dict[str, Any] = load_json(checkpoint / "config.json")
     try:
         args = ModelArgs.model_validate(config["actor_train"]["model_args"])
         path = args.model_name_or_path or config["pretrain"]
     except (ValidationError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the config in {checkpoint} does not describe a model: {error}") from error
+        raise CheckpointError(
+            f"the config in {checkpoint} does not describe a model ({error}); export another checkpoint"
+        ) from error
     if not path:
-        raise CheckpointError(f"the config in {checkpoint} names no model")
+        raise CheckpointError(f"the config in {checkpoint} names no model; export another checkpoint")
     return str(path), args

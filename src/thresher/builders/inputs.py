@@ -1,21 +1,33 @@
-"""What a run works on before it has a model: objective, layout, pairs, plan. Every rank gets the same."""
+"""The inputs of a run that need no model weights: objective, layout, pairs, plan. They are the same on every rank."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from thresher.builders.data import StoreBuilder, open_stores
-from thresher.builders.run import build_layout
 from thresher.config import DPOConfig
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.store.reader import PairStore
+from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
+from thresher.models.layouts.choose import choose_layout
+from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
+
+logger = logging.getLogger(__name__)
+
+# large enough for matrix products to run at full speed, small enough for activations to stay small
+DEFAULT_TOKENS_PER_MICRO_BATCH = 4096
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Small enough to travel: a store goes as its path, and the other side maps its files again."""
+    """Cheap to pickle: a store is sent as its path, and the receiver memory-maps its files."""
 
     objective: Objective
     layout: Layout
@@ -25,10 +37,31 @@ class RunInputs:
 
 
 def open_inputs(config: DPOConfig, objective: Objective, build_store: StoreBuilder) -> RunInputs:
-    """Build what needs no model, preparing pairs that are not yet there; a mistake is told in seconds."""
+    """Build what needs no model, preparing pairs that are not prepared yet; mistakes show up within seconds."""
     tokenizer, layout = build_layout(config)
     train, validation = open_stores(config, tokenizer, build_store)
     return RunInputs(objective, layout, train, validation, build_plan(config, len(train)))
+
+
+def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
+    """Load the tokenizer and choose how pairs are arranged in a batch."""
+    if config.policy_path is None:
+        raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
+    args = config.actor_train.model_args
+    tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
+    pad_id = set_pad_token(tokenizer, args.pad_token, config.policy_path)
+    attention = args.attn_implementation or config.reference.model_args.attn_implementation
+    layout, note = choose_layout(config.layout, _model_configs(config), attention, pad_id)
+    if note is not None:
+        logger.info("%s", note)
+    return tokenizer, layout
+
+
+def _model_configs(config: DPOConfig) -> list[PreTrainedConfig]:
+    """The models that must support the layout: the policy, and the reference if it is another model."""
+    trusted = {config.policy_path: config.actor_train.model_args.trust_remote_code}
+    trusted.setdefault(config.reference_path, config.trusts_reference_code)
+    return [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
 
 
 def build_plan(config: DPOConfig, num_pairs: int) -> Plan:
@@ -39,3 +72,13 @@ def build_plan(config: DPOConfig, num_pairs: int) -> Plan:
         max_steps=config.max_steps,
         num_epochs=config.num_train_epochs,
     )
+
+
+def build_micro_batching(config: DPOConfig, layout: Layout, train: PairStore, hidden_size: int) -> MicroBatching:
+    """Split steps by a token budget if the layout packs rows, by pairs if it pads them."""
+    training = config.actor_train.training_args
+    max_tokens = training.max_tokens_per_micro_batch
+    costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.shares_prompt)
+    if not layout.needs_pair_attention:
+        return MicroBatching(train.lengths, costs, max_tokens, max_pairs=training.per_device_train_batch_size)
+    return MicroBatching(train.lengths, costs, max_tokens or DEFAULT_TOKENS_PER_MICRO_BATCH)

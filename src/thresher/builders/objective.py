@@ -1,4 +1,4 @@
-"""The objective and the schedule that a config describes; a knob that would act on nothing is refused."""
+"""The objective and the learning-rate schedule; settings without effect are rejected."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.training.lr_schedule import LRSchedule
 
-_NORMALISED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
+_LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
 
 
 def build_objective(config: DPOConfig) -> Objective:
-    """Bind every given knob to the losses that take it."""
+    """Pass each given parameter to the losses that have it."""
     weights = config.loss_weights
     losses = make_losses(list(weights), config.given_parameters)
     _check_length_normalization(config, weights)
@@ -30,12 +30,12 @@ def build_objective(config: DPOConfig) -> Objective:
 def _check_length_normalization(config: DPOConfig, weights: dict[str, float]) -> None:
     if config.length_normalization is None:
         return
-    misfits = [name for name in weights if (name in _NORMALISED) != config.length_normalization]
-    if misfits:
+    conflicting = [name for name in weights if (name in _LENGTH_NORMALIZED) != config.length_normalization]
+    if conflicting:
         raise UserError(
-            f"length_normalization: {str(config.length_normalization).lower()} does not fit {', '.join(misfits)}; the "
-            f"losses over logps averaged by length are {', '.join(sorted(_NORMALISED))}, all others are over sums; "
-            "choose one that fits or remove length_normalization"
+            f"length_normalization: {str(config.length_normalization).lower()} conflicts with "
+            f"{', '.join(conflicting)}: {', '.join(sorted(_LENGTH_NORMALIZED))} average logps over length, all other "
+            "losses sum them; choose another loss or remove length_normalization"
         )
 
 

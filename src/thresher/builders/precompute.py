@@ -1,4 +1,4 @@
-"""The reference scored in advance: which cache, which pairs, and the model only where one of them is missing."""
+"""Reference logps computed before training: reads the cache, and loads the model only if pairs are missing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from functools import partial
 import numpy as np
 import torch
 
+from thresher.builders.data import probe_pairs
 from thresher.builders.engines import build_reference
+from thresher.builders.inputs import RunInputs
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
-from thresher.data.pair import PairBatch
 from thresher.data.store.reader import PairStore
-from thresher.models.layouts import Layout
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest
 from thresher.reference.scorers import PrecomputedReference
-from thresher.strategies.native.infer import NativeInfer
 
 logger = logging.getLogger(__name__)
 
@@ -27,94 +26,73 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 class PrecomputeJob:
-    """Both splits, looked up in the cache; `run` scores what it lacks and lets the model go."""
+    """The reference logps of a run's pairs; `run` scores those that the cache lacks, then frees the model.
+
+    weights is the digest of the reference's weights. The pairs are those that the run visits, or all training pairs,
+    and all validation pairs.
+    """
 
     def __init__(
         self,
-        cache: ReferenceCache,
-        train: PrecomputedReference,
-        validation: PrecomputedReference | None,
-        load: Callable[[], NativeInfer],
+        config: DPOConfig,
+        inputs: RunInputs,
+        weights: str,
+        device: torch.device,
         progress: ProgressCallback,
+        *,
+        all_pairs: bool = False,
     ) -> None:
-        self.train = train
-        self.validation = validation
-        self._where = f"the cache is {cache.directory}"
+        cache = open_cache(config, weights)
+        self.train, self.validation = look_up_splits(config, inputs, cache, device, all_pairs=all_pairs)
+        self._splits = {"training": self.train}
+        if self.validation is not None:
+            self._splits["validation"] = self.validation
+        self._cache_dir = cache.directory
         self._progress = progress
-        self._num_found = sum(split.num_pairs - split.num_missing for _, split in self._splits())
-        # loaded now, not in `run`: a model that cannot be used is told before anything else starts
-        self._reference = load() if any(split.num_missing for _, split in self._splits()) else None
+        self._num_found = sum(split.num_pairs - split.num_missing for split in self._splits.values())
+        self._reference = None
+        if any(split.num_missing for split in self._splits.values()):
+            # loaded here, not in `run`: a model that cannot be used is reported before anything else starts
+            self._reference = build_reference(config, inputs.layout)
+            self._reference.check_logps(probe_pairs(inputs.train))
 
     def run(self) -> None:
-        """Score what is missing, and say how many pairs came from where."""
-        # the last hold on the model: its memory goes to the policy when this returns
+        """Score the missing pairs, and log how many were cached and how many scored."""
+        # the only reference to the model: its memory is free for the policy when this returns
         reference, self._reference = self._reference, None
         if reference is not None:
-            for what, split in self._splits():
-                advance = partial(self._progress, f"scoring the reference: {what} pairs")
+            for name, split in self._splits.items():
+                advance = partial(self._progress, f"scoring the reference: {name} pairs")
                 split.score_missing(reference.score, advance=advance)
-        num_scored = sum(split.num_scored for _, split in self._splits())
-        found, scored = f"{self._num_found:,}", f"{num_scored:,}"
-        logger.info("reference: %s pairs from the cache, %s scored; %s", found, scored, self._where)
-
-    def _splits(self) -> list[tuple[str, PrecomputedReference]]:
-        both = [("training", self.train), ("held-out", self.validation)]
-        return [(what, split) for what, split in both if split is not None]
-
-
-def plan_precompute(
-    config: DPOConfig,
-    layout: Layout,
-    train: PairStore,
-    train_ids: PairIds,
-    validation: PairStore | None,
-    probe: PairBatch,
-    weights: str,
-    device: torch.device,
-    *,
-    num_visits: int,
-    progress: ProgressCallback,
-) -> PrecomputeJob:
-    """Look up the training pairs `train_ids` and all held-out pairs; load the reference if one is missing.
-
-    weights is the digest of the reference's weights; num_visits is how many pairs the run trains on, repeats counted.
-    """
-    cache = open_cache(config, weights)
-
-    def load() -> NativeInfer:
-        reference = build_reference(config, layout)
-        reference.check_logps(probe)
-        return reference
-
-    splits = look_up_splits(config, cache, train, train_ids, validation, device, num_visits=num_visits)
-    return PrecomputeJob(cache, *splits, load, progress)
+        logger.info(
+            "reference: %s pairs from the cache, %s scored; the cache is %s",
+            f"{self._num_found:,}",
+            f"{sum(split.num_scored for split in self._splits.values()):,}",
+            self._cache_dir,
+        )
 
 
 def look_up_splits(
-    config: DPOConfig,
-    cache: ReferenceCache,
-    train: PairStore,
-    train_ids: PairIds,
-    validation: PairStore | None,
-    device: torch.device,
-    *,
-    num_visits: int,
+    config: DPOConfig, inputs: RunInputs, cache: ReferenceCache, device: torch.device, *, all_pairs: bool = False
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
-    """Look up the training pairs `train_ids` and all held-out pairs; every process finds the same."""
-    size = config.reference.infer_batch_size
+    """Look up the training pairs that the run visits, or all of them, and all validation pairs."""
+    train, validation, plan = inputs.train, inputs.validation, inputs.plan
 
-    def lookup(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+    def look_up(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+        size = config.reference.infer_batch_size
         return PrecomputedReference(cache, store, pair_ids, pairs_per_block=size, device=device, num_visits=num_visits)
 
-    held_out = None
-    if validation is not None:
-        every = np.arange(len(validation), dtype=np.int64)
-        held_out = lookup(validation, every, len(every))
-    return lookup(train, train_ids, num_visits), held_out
+    visited = np.arange(len(train), dtype=np.int64) if all_pairs else plan.visited_pairs()
+    return (
+        look_up(train, visited, plan.num_visits),
+        None
+        if validation is None
+        else look_up(validation, np.arange(len(validation), dtype=np.int64), len(validation)),
+    )
 
 
 def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
-    """The cache of this config's reference, whether or not anything is in it yet."""
+    """Open the cache of this config's reference; it may be empty."""
     model = str(config.reference_path)
     identity = ReferenceFingerprint(
         weights=weights,

@@ -1,4 +1,4 @@
-"""The reference of a run: mode, scorers for both splits, identity."""
+"""The reference of a run: its mode, the scorers of both data sets, and the digest of its weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import torch
 
-from thresher.builders.data import probe_pairs
-from thresher.builders.engines import build_reference
-from thresher.builders.inputs import RunInputs
-from thresher.builders.precompute import ProgressCallback, plan_precompute
+from thresher.builders.data import StoreBuilder, check_pairs, probe_pairs
+from thresher.builders.engines import build_reference, check_engines, device_of
+from thresher.builders.inputs import RunInputs, open_inputs
+from thresher.builders.objective import build_objective
+from thresher.builders.precompute import PrecomputeJob, ProgressCallback
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
+from thresher.models.loading.load import load_model_config, max_positions
 from thresher.reference.fingerprint import frozen_digest, weights_digest
 from thresher.reference.modes import ReferenceMode, resolve_mode
 from thresher.reference.scorers import LiveReference
@@ -26,10 +28,10 @@ from thresher.training.trainer import ReferenceScorer
 
 @dataclass(frozen=True)
 class ReferenceBundle:
-    """What the trainer needs of the reference.
+    """The reference as the trainer uses it.
 
-    digest names its weights. equals_policy holds at step 0. score_in_advance does the work of mode precompute; it is
-    left to the caller, so that a run that cannot start is told so before hours of scoring.
+    digest identifies its weights. equals_policy holds at step 0. score_in_advance does the work of mode precompute;
+    the caller runs it, so that a run that cannot start fails before hours of scoring.
     """
 
     mode: str
@@ -42,7 +44,7 @@ class ReferenceBundle:
     notes: tuple[str, ...] = ()
 
 
-def build_reference_parts(
+def build_reference_bundle(
     config: DPOConfig,
     inputs: RunInputs,
     policy: NativeTrain,
@@ -51,13 +53,12 @@ def build_reference_parts(
     device: torch.device | None = None,
     weights: str | None = None,
 ) -> ReferenceBundle:
-    """Decide how the reference is scored and load it where it is a model of its own that has something to score.
+    """Choose how the reference is scored, and load its model if it has one with pairs to score.
 
-    device is where such a model goes, the mapped one if absent; weights is the digest of the frozen weights, for
+    device is where that model goes, the mapped one if absent; weights is the digest of the frozen weights, for
     callers that know it already.
     """
     mode = reference_mode(config, inputs.objective)
-    probe = probe_pairs(inputs.train)
     same_weights = same_initial_weights(config)
     notes = unused_settings(config, mode, works_ahead=False)
     weights = weights or frozen_weights_digest(config, mode)
@@ -65,29 +66,18 @@ def build_reference_parts(
     if mode == "none":
         return ReferenceBundle(mode, None, None, digest, False, notes=notes)
     if mode == "precompute":
-        job = plan_precompute(
-            config,
-            inputs.layout,
-            inputs.train,
-            inputs.plan.visited_pairs(),
-            inputs.validation,
-            probe,
-            str(weights),
-            policy.device,
-            num_visits=inputs.plan.num_visits,
-            progress=progress,
-        )
+        job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
         return ReferenceBundle(
             mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run, notes=notes
         )
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return ReferenceBundle(mode, live, live, digest, True, notes=notes)
-    # beside the policy and split as it is: a synced reference takes its weights from there
+    # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
     world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
     reference = build_reference(config, inputs.layout, device=device, world=world, role=role)
-    reference.check_logps(probe)
+    reference.check_logps(probe_pairs(inputs.train))
     live = LiveReference(reference.score, policy.device)
     synced = None
     if config.reference.sync_steps is not None:
@@ -96,8 +86,27 @@ def build_reference_parts(
     return ReferenceBundle(mode, live, live, digest, same_weights, synced, notes=notes)
 
 
+def precompute_reference(
+    config: DPOConfig, *, all_pairs: bool, progress: ProgressCallback, build_store: StoreBuilder
+) -> None:
+    """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs."""
+    check_engines(config)
+    objective = build_objective(config)
+    if (mode := reference_mode(config, objective)) != "precompute":
+        raise UserError(
+            f"the reference mode of this run is {mode}, which reads no cache; set reference.mode=precompute, with a "
+            "loss that needs a reference"
+        )
+    inputs = open_inputs(config, objective, build_store)
+    path = str(config.reference_path)
+    model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
+    check_pairs(config, objective, max_positions(model_config), [inputs.train, inputs.validation])
+    device = device_of(config.reference)
+    PrecomputeJob(config, inputs, weights_digest(path), device, progress, all_pairs=all_pairs).run()
+
+
 def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
-    """Resolve `auto`, and refuse what cannot be."""
+    """Resolve `auto`, and reject impossible modes."""
     return resolve_mode(
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
@@ -108,44 +117,48 @@ def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
 
 
 def same_initial_weights(config: DPOConfig) -> bool:
-    """Say whether policy and reference start from the same model."""
+    """Whether policy and reference start from the same model."""
     one, other = config.reference_path, config.policy_path
     return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
 
 
 def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
-    """Digest the files of the weights that training leaves alone; None: it leaves none alone."""
+    """Digest the files of the weights that are not trained; None if all weights are trained."""
     if mode != "none":
         return weights_digest(str(config.reference_path))
-    # an adapter's base is in no checkpoint: a resumed run must know it again, also when nothing is compared with it
+    # checkpoints do not contain an adapter's base: a resumed run must recognize it, even if no loss compares with it
     return weights_digest(str(config.policy_path)) if config.uses_lora else None
 
 
 def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:
-    """Identify the frozen weights as they are held in memory, given the digest of their files."""
+    """Identify the frozen weights in their precision in memory, given the digest of their files."""
     policy_dtype = config.actor_train.model_args.master_dtype
     return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
 
 
 def unused_settings(config: DPOConfig, mode: ReferenceMode, *, works_ahead: bool) -> tuple[str, ...]:
-    """Name settings of the reference that this mode does not read: told, not refused, so that a loss can be swapped.
+    """Name the reference settings that this mode ignores: a warning, not an error, so that a loss can be swapped.
 
-    works_ahead: the reference has workers of its own that score coming steps.
+    works_ahead: dedicated reference workers score coming steps.
     """
-    own = config.reference.model_args
-    idle = (
-        [f"model_args.{name}" for name in own.non_default(*type(own).model_fields)]
-        if mode in ("adapter", "none")
-        else []
-    )
-    idle += config.reference.non_default("infer_batch_size", "cache_dir") if mode != "precompute" else []
-    idle += config.reference.non_default("prefetch_steps") if not works_ahead else []
-    idle += config.reference.non_default("device_mapping", "num_workers") if mode in ("adapter", "none") else []
-    return tuple(f"reference.{name} has no effect here: the reference's mode is {mode}" for name in idle)
+    reference = config.reference
+    unused: list[str] = []
+    if mode in ("adapter", "none"):
+        args = reference.model_args
+        unused += [f"model_args.{name}" for name in args.non_default(*type(args).model_fields)]
+    if mode != "precompute":
+        unused += reference.non_default("infer_batch_size", "cache_dir")
+    if not works_ahead:
+        unused += reference.non_default("prefetch_steps")
+    if mode in ("adapter", "none"):
+        unused += reference.non_default("device_mapping", "num_workers")
+    return tuple(f"reference.{name} has no effect: the reference mode is {mode}" for name in unused)
 
 
 def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:
-    own = {name: tensor.shape for name, tensor in reference.weights().items()}
-    theirs = {name: tensor.shape for name, tensor in policy.weights().items()}
-    if own != theirs:
-        raise UserError("reference.sync_steps needs a reference of the policy's shape; remove it or use the same model")
+    reference_shapes = {name: tensor.shape for name, tensor in reference.weights().items()}
+    policy_shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
+    if reference_shapes != policy_shapes:
+        raise UserError(
+            "reference.sync_steps needs a reference with the policy's parameter shapes; remove it or use the same model"
+        )

@@ -1,15 +1,16 @@
-"""One rank's trainer, from its policy and reference to the first step: the same in one process and on a cluster."""
+"""The trainer of one rank; local runs and Ray workers build it the same way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.data import check_pairs, probe_pairs
-from thresher.builders.inputs import RunInputs
+from thresher.builders.inputs import RunInputs, build_micro_batching
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import ReferenceBundle
-from thresher.builders.run import build_checkpoint_manager, build_micro_batching, config_changes, trainer_settings
+from thresher.builders.run import stop_file
 from thresher.config import DPOConfig
 from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
@@ -17,12 +18,12 @@ from thresher.redact import redact
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.loop import TrainingProgress
-from thresher.training.trainer import DPOTrainer, ScoredDataset
+from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
 
 
 @dataclass(frozen=True)
 class TrainerBundle:
-    """A trainer with its reference; notes are lines for a person."""
+    """A trainer with its reference; notes are warnings to show the user."""
 
     trainer: DPOTrainer
     reference: ReferenceBundle
@@ -34,7 +35,7 @@ class TrainerBundle:
         return TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
 
     def begin(self) -> None:
-        """Do what comes between building and the first step: score in advance, check step 0, start the clock."""
+        """Precompute the reference, check step 0 and restart the clock, all before the first step."""
         trainer = self.trainer
         if trainer.state.step < trainer.plan.num_steps:
             self.reference.score_in_advance()
@@ -48,7 +49,7 @@ class TrainerBundle:
 def build_trainer(
     config: DPOConfig, inputs: RunInputs, policy: NativeTrain, reference: ReferenceBundle, checkpoint: Path | None
 ) -> TrainerBundle:
-    """Put a rank's parts together and go on from a checkpoint where there is one."""
+    """Assemble the trainer of a rank, and resume from a checkpoint if there is one."""
     plan, train, validation = inputs.plan, inputs.train, inputs.validation
     trainer = DPOTrainer(
         strategy=policy,
@@ -58,7 +59,14 @@ def build_trainer(
         schedule=build_schedule(config, plan.num_steps),
         train=ScoredDataset(train, reference.train),
         validation=None if validation is None else ScoredDataset(validation, reference.validation),
-        settings=trainer_settings(config),
+        settings=TrainerSettings(
+            pairs_per_eval_batch=config.actor_train.training_args.pairs_per_eval_batch,
+            logging_steps=config.logging_steps,
+            max_consecutive_skipped_steps=config.max_consecutive_skipped_steps,
+            seed=config.seed,
+            stop_file=stop_file(config),
+            async_save=config.async_save,
+        ),
         checkpoints=build_checkpoint_manager(config),
         identity={
             "data": train.digest,
@@ -78,14 +86,14 @@ def build_trainer(
 def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:
     try:
         return trainer.resume(checkpoint)
-    # digests show that its bytes are those that were written, not that a run wrote them
+    # verified digests do not prove that a run wrote the files
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{checkpoint} holds a state that no run writes ({error!r}); resume from another checkpoint"
+            f"{checkpoint} contains a state that no run writes ({error!r}); resume from another checkpoint"
         ) from error
 
 
 def check_policy(config: DPOConfig, inputs: RunInputs, policy: NativeTrain) -> None:
-    """Refuse pairs that the model cannot hold, and a model whose logps are not those of its own forward."""
+    """Reject pairs longer than the model's context, and a model whose logps differ from its original forward."""
     check_pairs(config, inputs.objective, policy.max_positions, [inputs.train, inputs.validation])
     policy.check_logps(probe_pairs(inputs.train))

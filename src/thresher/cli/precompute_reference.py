@@ -21,14 +21,14 @@ def precompute_reference(
 
     config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
 
-    from thresher.builders.score import precompute_reference
+    from thresher.builders.reference import precompute_reference
     from thresher.cli.prepare import build_with_progress, log_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
 
     quiet_libraries()
     precompute_reference(
         config,
-        every_pair=all_pairs or every_pair,
+        all_pairs=all_pairs or every_pair,
         progress=progress_lines(),
         build_store=lambda *what: log_report(build_with_progress(*what)),
     )

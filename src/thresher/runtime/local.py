@@ -8,7 +8,7 @@ from pathlib import Path
 from thresher.builders.engines import build_policy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
-from thresher.builders.reference import build_reference_parts
+from thresher.builders.reference import build_reference_bundle
 from thresher.builders.trainer import build_trainer, check_policy
 from thresher.config import DPOConfig
 from thresher.runtime import RunHandle
@@ -24,7 +24,7 @@ class LocalRuntime:
         """Load the models, check them on real pairs, and restore a checkpoint if there is one."""
         policy = build_policy(self.config, inputs.layout)
         check_policy(self.config, inputs, policy)
-        reference = build_reference_parts(self.config, inputs, policy, progress)
+        reference = build_reference_bundle(self.config, inputs, policy, progress)
         bundle = build_trainer(self.config, inputs, policy, reference, checkpoint)
         return RunHandle(
             bundle.trainer, bundle.progress, reference.mode, str(policy.device), bundle.notes, bundle.begin

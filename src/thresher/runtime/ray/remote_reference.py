@@ -11,16 +11,15 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from thresher.builders.inputs import RunInputs
+from thresher.builders.inputs import RunInputs, build_micro_batching
 from thresher.builders.precompute import look_up_splits, open_cache
 from thresher.builders.reference import (
     ReferenceBundle,
-    build_reference_parts,
+    build_reference_bundle,
     reference_digest,
     same_initial_weights,
     unused_settings,
 )
-from thresher.builders.run import build_micro_batching
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
@@ -122,7 +121,7 @@ def build_worker_reference(
     elif handle.workers:
         train, validation = _prefetching(config, inputs, policy, handle, first_step)
     else:
-        return build_reference_parts(config, inputs, policy, device=policy.device, weights=handle.weights)
+        return build_reference_bundle(config, inputs, policy, device=policy.device, weights=handle.weights)
     digest = reference_digest(config, handle.mode, handle.weights)
     notes = unused_settings(config, handle.mode, works_ahead=handle.mode == "concurrent")
     return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), notes=notes)
@@ -132,10 +131,7 @@ def cached_splits(
     config: DPOConfig, inputs: RunInputs, weights: str, device: torch.device
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
     """Look up the pairs of the run in the cache, in the driver, reference workers and policy workers alike."""
-    cache, plan = open_cache(config, weights), inputs.plan
-    return look_up_splits(
-        config, cache, inputs.train, plan.visited_pairs(), inputs.validation, device, num_visits=plan.num_visits
-    )
+    return look_up_splits(config, inputs, open_cache(config, weights), device)
 
 
 def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pair: float) -> None:

@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from thresher.builders.data import probe_pairs
 from thresher.builders.engines import build_policy, build_reference
-from thresher.builders.inputs import RunInputs
-from thresher.builders.run import build_micro_batching
+from thresher.builders.inputs import RunInputs, build_micro_batching
 from thresher.builders.trainer import TrainerBundle, build_trainer, check_policy
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig

@@ -1,0 +1,71 @@
+"""The checkpoints of a run: where they are, which one to resume from, and which settings changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thresher.checkpoint.json_io import load_json
+from thresher.checkpoint.manager import CheckpointManager
+from thresher.config import DPOConfig
+from thresher.config.stored import from_stored
+from thresher.errors import CheckpointError
+from thresher.redact import redact
+
+_LOCATION_KEYS = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
+_FREE_TO_CHANGE = {
+    *_LOCATION_KEYS,
+    "async_save",
+    "graceful_stop_timeout",
+    "heartbeat_timeout",
+    "max_restarts",
+    "resume_from_checkpoint",
+}
+_FREE_IF_ELASTIC = {
+    f"{role}.{key}"
+    for role in ("actor_train", "reference")
+    for key in ("num_workers", "device_mapping", "strategy_args.strategy_config.dp_replicate")
+}
+
+
+def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
+    return CheckpointManager(
+        root=Path(config.output_dir) / "checkpoints",
+        keep_last=config.save_total_limit,
+        metric_for_best=config.metric_for_best_model,
+        higher_is_better=config.greater_is_better,
+    )
+
+
+def find_checkpoint(config: DPOConfig) -> Path | None:
+    """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
+    checkpoints = build_checkpoint_manager(config)
+    if config.resume_from_checkpoint is not None:
+        return checkpoints.resume(config.resume_from_checkpoint)
+    found = checkpoints.resume("auto")
+    if found is not None and (changes := config_changes(found, config)):
+        raise CheckpointError(
+            f"{checkpoints.root} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "
+            "another output_dir, or resume_from_checkpoint=auto to resume with the change"
+        )
+    return found
+
+
+def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
+    """List the settings that differ from those of the run that saved the checkpoint."""
+    saved = load_json(checkpoint / "config.json")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from another checkpoint")
+    old = _flatten(from_stored(saved))
+    new = _flatten(redact(config.model_dump(mode="json")))
+    free = _FREE_TO_CHANGE | (_FREE_IF_ELASTIC if config.elastic else set())
+    names = [name for name in new if name not in free and old.get(name) != new[name]]
+    return [f"changed since the checkpoint: {name} was {old.get(name)}, is {new[name]}" for name in names]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
