@@ -1,8 +1,8 @@
 """Turn the micro-batches of a step into a gradient: score, apply the objective, divide, backward.
 
-The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). The division happens in
-`_step_loss`, by the pairs of the step over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum:
-autograd adds up micro-batches, and native/parameters.py lists what is summed over which ranks.
+The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). `_step_loss` divides, by the pairs of the step
+over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum: autograd adds
+up micro-batches, and native/parameters.py lists what is summed over which ranks.
 """
 
 from __future__ import annotations
