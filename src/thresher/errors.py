@@ -1,6 +1,7 @@
 """User-facing errors. Each message states the problem, the offending value and what to do.
 
-The command line prints a `UserError` as one message and exits with code 2. Any other exception is a bug in thresher.
+The command line prints a `UserError` as one message and exits with code 2. The exceptions below that are
+not `UserError`s are control flow or report an unexpected failure of a worker; any other exception is a bug.
 """
 
 import errno

@@ -42,8 +42,8 @@ def find_checkpoint(config: DPOConfig) -> Path | None:
     """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
     checkpoints = build_checkpoint_manager(config)
     if config.resume_from_checkpoint is not None:
-        return checkpoints.resume(config.resume_from_checkpoint)
-    found = checkpoints.resume("auto")
+        return checkpoints.find_to_resume(config.resume_from_checkpoint)
+    found = checkpoints.find_to_resume("auto")
     if found is not None and (changes := config_changes(found, config)):
         raise CheckpointError(
             f"{checkpoints.root} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "

@@ -41,7 +41,7 @@ def build_supervisor(config: DPOConfig) -> Supervisor:
     checkpoints = build_checkpoint_manager(config)
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
-        latest_checkpoint=lambda: checkpoints.resume("auto"),
+        latest_checkpoint=lambda: checkpoints.find_to_resume("auto"),
         recovery_log=logging_dir(config) / "recoveries.jsonl",
     )
 

@@ -44,7 +44,7 @@ class CheckpointManager:
     def best(self) -> Path | None:
         return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)
 
-    def resume(self, setting: Literal[False] | str) -> Path | None:
+    def find_to_resume(self, setting: Literal[False] | str) -> Path | None:
         """Remove the files of interrupted saves and find the checkpoint to resume from."""
         for line in recover(self.root):
             logger.info("%s", line)

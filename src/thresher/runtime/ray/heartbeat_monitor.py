@@ -45,7 +45,7 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, heartbeat_timeout: float = math.inf):
-        self._timeout = _REPLY_FRACTION * heartbeat_timeout
+        self._reply_timeout = _REPLY_FRACTION * heartbeat_timeout
         self._interval = min(heartbeat_timeout / _NUM_POLLS, _MAX_POLL_INTERVAL)
         self._next_poll = time.monotonic()
         self._monitored: list[_Monitored] = []
@@ -83,7 +83,7 @@ class HeartbeatMonitor:
             each.missed += 1
             seconds = each.missed * self._interval
             is_starting = each.last is None
-            if seconds >= (max(self._timeout, _SECONDS_TO_START) if is_starting else self._timeout):
+            if seconds >= (max(self._reply_timeout, _SECONDS_TO_START) if is_starting else self._reply_timeout):
                 raise WorkerLostError(_unresponsive_message(each, seconds))
 
     def _receive(self, each: _Monitored) -> None:

@@ -93,7 +93,7 @@ class RayRuntime:
         """Load the models on all workers in parallel, connect the clusters, and restore a checkpoint, if any."""
         config, mode = self._config, self._mode
         weights = frozen_weights_digest(config, mode)
-        # existing clusters are reused by the next run
+        # workers may outlive a start: a library user may start several runs on one runtime
         policy = self.policy = self.policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
         opening, loading = self._open_logs(policy), policy.submit("load", config, inputs)
         num_found, num_missing = _count_cached(config, inputs, weights) if mode == "precompute" else (0, 0)
