@@ -1,1 +1,1 @@
-"""Loading models and adapters, whole or one shard per process."""
+"""Loading of models and adapters, in full or one shard per process."""
