@@ -29,9 +29,8 @@ def save_collectively(
 
     def create() -> Path | None:
         nonlocal staging
-        if communicator.rank == 0:
-            staging = create_staging(root, step)
-        return staging.path if staging is not None else None
+        staging = create_staging(root, step) if communicator.rank == 0 else None
+        return None if staging is None else staging.path
 
     try:
         path = _run_on_all(communicator, create)[0]

@@ -117,11 +117,8 @@ class ReferenceCache:
 
     def _write_description(self) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        description: dict[str, Json] = {
-            "model": redact_text(self._model),
-            "created": created,
-            "scoring_version": SCORING_VERSION,
-        }
+        model = redact_text(self._model)
+        description: dict[str, Json] = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
         content = encode(description | asdict(self._fingerprint))
         temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
         durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)

@@ -113,8 +113,4 @@ def _content_problem(shard: ShardFile) -> str | None:
         num_pairs = len(read_keys(shard.path))
     except (OSError, ValueError) as error:
         return f"is not a shard that this version can read ({error})"
-    return (
-        None
-        if num_pairs == shard.num_pairs
-        else f"contains {num_pairs} pairs instead of the {shard.num_pairs} in its name"
-    )
+    return None if num_pairs == shard.num_pairs else f"contains {num_pairs} pairs, not {shard.num_pairs} as in its name"

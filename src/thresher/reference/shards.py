@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -113,27 +112,21 @@ class ShardWriter:
         self.written: list[ShardFile] = []
         self._directory = directory
         self._limits = limits
-        self._keys: list[bytes] = []
-        self._chosen: list[Logps] = []
-        self._rejected: list[Logps] = []
+        self._pairs: list[tuple[bytes, Logps, Logps]] = []
         self._num_bytes = 0
         self._started = 0.0
 
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._flush()
 
     def add(self, key: bytes, chosen: Logps, rejected: Logps) -> None:
         """Add one pair's logps."""
-        if not self._keys:
+        if not self._pairs:
             self._started = time.monotonic()
-        self._keys.append(key)
-        self._chosen.append(chosen)
-        self._rejected.append(rejected)
+        self._pairs.append((key, chosen, rejected))
         self._num_bytes += HASH_BYTES + chosen.nbytes + rejected.nbytes
 
     def end_block(self) -> None:
@@ -142,12 +135,11 @@ class ShardWriter:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._keys:
-            return
-        keys, chosen, rejected = self._keys, self._chosen, self._rejected
-        # cleared first: __exit__ must not retry a failed write
-        self._keys, self._chosen, self._rejected, self._num_bytes = [], [], [], 0
-        self.written.append(write_shard(self._directory, keys, chosen, rejected))
+        if self._pairs:
+            pairs = self._pairs
+            # cleared first: __exit__ must not retry a failed write
+            self._pairs, self._num_bytes = [], 0
+            self.written.append(write_shard(self._directory, *zip(*pairs, strict=True)))
 
 
 def write_shard(
