@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class LengthHistogram:
 
     def percentiles(self) -> dict[str, tuple[int, ...]]:
         """Return token counts at `PERCENTILES`, each the length of an actual pair (not interpolated)."""
-        return {name: _percentiles(counts, PERCENTILES) for name, counts in self._counts.items()}
+        return {name: _percentiles(counts) for name, counts in self._counts.items()}
 
     def bias(self) -> LengthBias:
         """Compare the lengths of chosen and rejected responses."""
@@ -57,9 +57,9 @@ class LengthHistogram:
         return LengthBias(self._num_chosen_longer / num_pairs, self._num_equal / num_pairs, chosen, rejected)
 
 
-def _percentiles(counts: Counter[int], percentiles: Sequence[int]) -> tuple[int, ...]:
+def _percentiles(counts: Counter[int]) -> tuple[int, ...]:
     lengths = sorted(counts)
     ends = np.cumsum([counts[length] for length in lengths])
     # index into the sorted lengths, rounded down as in numpy.percentile(method="lower")
-    indices = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in percentiles]
+    indices = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in PERCENTILES]
     return tuple(lengths[int(np.searchsorted(ends, index, side="right"))] for index in indices)

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING
 from thresher import durable
 from thresher.data.prepare.block_worker import BadRow, BlockWorker
 from thresher.data.prepare.executor import Executor, local_executor
-from thresher.data.prepare.fingerprint import (
-    digest_sources,
-    fingerprinted_settings,
-    make_fingerprint,
-    tokenizer_digest,
-)
+from thresher.data.prepare.fingerprint import digest_sources, fingerprinted_settings, make_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import PrepareReport
 from thresher.data.prepare.stats import PrepareStats
 from thresher.data.prepare.tasks import TaskReader

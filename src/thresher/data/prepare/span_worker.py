@@ -34,7 +34,7 @@ class SpanWorker:
                 for block in read_task(task):
                     yield _batch_of(self._worker(block))
         except UserError as error:
-            # returned, not raised: Ray would retry the task and wrap the message
+            # returned, not raised: Ray would wrap it and might retry the task
             yield _batch_of(error)
 
 

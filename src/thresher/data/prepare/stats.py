@@ -121,7 +121,10 @@ class PrepareStats:
         control = Finding("control_tokens_in_text", self._counts["num_control_tokens"], tuple(self._control_tokens))
         findings = (*self._keys.find_repeats(), control) if has_pairs else ()
         return PrepareReport(
-            files=tuple(self._file_reports(digests)),
+            files=tuple(
+                FileReport(each.source.shown, digest, each.format_name or "unreadable", rows, each.unused_columns)
+                for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
+            ),
             rows_read=self.rows_read,
             pairs_kept=self.pairs_kept,
             rows_joined=self._counts["rows_joined"],
@@ -135,9 +138,3 @@ class PrepareStats:
             length_bias=self._lengths.bias() if has_pairs else None,
             bad_reasons=dict(self._bad_reasons.most_common(20)),
         )
-
-    def _file_reports(self, digests: Sequence[str]) -> list[FileReport]:
-        return [
-            FileReport(each.source.shown, digest, each.format_name or "unreadable", rows, each.unused_columns)
-            for each, digest, rows in zip(self._reader.files, digests, self._rows_of_file, strict=True)
-        ]

@@ -136,7 +136,14 @@ class StoreFile:
 
 
 class PairStore:
-    """Pairs of a prepared directory, read by number."""
+    """Pairs of a prepared directory, read by number.
+
+    digest: of all pairs in order, independent of the shard size.
+    fingerprint: of the sources, tokenizer, template and settings that the store was prepared from.
+    longest_pair: most tokens of a prompt plus its longer response.
+    columns_in_use: those of `weight` and `margin` that differ from the default in at least one pair.
+    lengths: tokens of (prompt, chosen, rejected) per pair. scored_lengths: scored tokens of (chosen, rejected).
+    """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path = path
@@ -144,9 +151,14 @@ class PairStore:
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name))
+        self.digest = str(manifest["content_digest"])
+        self.fingerprint = str(manifest["identity"])
+        self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
+        self.longest_pair = int(manifest["longest_pair"])
+        self.columns_in_use = frozenset(manifest["columns_in_use"])
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
-        has_scored = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
-        self._scored = _map_lengths(path / "scored.bin", len(self), 2) if has_scored else None
+        has_masks = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
+        self.scored_lengths = _map_lengths(path / "scored.bin", len(self), 2) if has_masks else self.lengths[:, 1:]
 
     @classmethod
     def open(cls, path: str | Path, expected_fingerprint: str | None = None) -> PairStore:
@@ -176,36 +188,6 @@ class PairStore:
             raise IndexError(f"pair {pair_id} is outside the store of {len(self)} pairs")
         number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
         return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
-
-    @property
-    def digest(self) -> str:
-        """Digest of all pairs in order, independent of the shard size."""
-        return str(self.manifest["content_digest"])
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the sources, tokenizer, template and settings that the store was prepared from."""
-        return str(self.manifest["identity"])
-
-    @property
-    def tokenizer_digest(self) -> str:
-        """Digest of the tokenizer that produced the token ids."""
-        return str(self.manifest.get("tokenizer_digest", "unknown"))
-
-    @property
-    def longest_pair(self) -> int:
-        """Largest number of tokens of a prompt plus its longer response."""
-        return int(self.manifest["longest_pair"])
-
-    @property
-    def columns_in_use(self) -> frozenset[str]:
-        """Which of `weight` and `margin` differ from the default in at least one pair."""
-        return frozenset(self.manifest["columns_in_use"])
-
-    @property
-    def scored_lengths(self) -> Lengths:
-        """Scored tokens of (chosen, rejected) per pair; the response lengths if no pair has a mask."""
-        return self._scored if self._scored is not None else self.lengths[:, 1:]
 
     def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
         """Read pairs in the given order."""
