@@ -111,7 +111,7 @@ def _check_match(
     full_parameters: Mapping[str, Tensor] | None,
     other_rank_names: Collection[str],
 ) -> None:
-    hint = "resume with the same model, adapter and optimizer settings as the checkpoint"
+    hint = "resume with the same model, adapter and optimizer as the checkpoint"
     if saved["type"] != type(optimizer).__name__:
         raise CheckpointError(
             f"the checkpoint has the state of {saved['type']}, this run uses {type(optimizer).__name__}; {hint}"

@@ -40,15 +40,16 @@ class PolicyCheckpoint:
         parameters, owns = self._parameters.by_name, self._parameters.owns
         state = optimizer_state(self._optimizer, self._parameters.shard_names, parameters)
         # moments are sharded like their parameter; a step count is a full scalar on every process
-        like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
+        sharded_like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
         shards = {
             stem: shards_to_write(tensors, tensors, owns) for stem, tensors in {STEM: parameters, **extra}.items()
         }
-        shards[_OPTIMIZER] = shards_to_write(state.tensors, like, owns)
+        shards[_OPTIMIZER] = shards_to_write(state.tensors, sharded_like, owns)
         if copies is not None:
             shards = {stem: _copied(stem, local, copies) for stem, local in shards.items()}
-        # one process per distinct set of parameters reports their optimizer settings
-        gathered = self._world.gather_object(state.values if owns(torch.zeros(())) else None)
+        # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
+        is_owner = owns(torch.zeros(()))
+        gathered = self._world.gather_object(state.values if is_owner else None)
         values = None if gathered is None else join_values([each for each in gathered if each is not None])
         number = self._file_number(has_shards=any(shards.values()))
 

@@ -28,7 +28,7 @@ from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and gradient clipping; max_grad_norm 0 disables clipping."""
+    """AdamW and gradient clipping; max_grad_norm 0 disables clipping. Every step sets its own learning rate."""
 
     learning_rate: float
     weight_decay: float = 0.0
