@@ -20,7 +20,7 @@ _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
     """Shard a model over a one-dimensional mesh; return the names of replicated parameters with partial gradients.
 
-    Those are norms within heads (Qwen 3): each process has the gradient of its own heads, to be summed once per step.
+    Those are norms within heads (Qwen 3): each process has the gradient of its heads, to be summed once per step.
     """
     plan = dict(model.tp_plan)
     if not plan:
