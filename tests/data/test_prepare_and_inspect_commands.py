@@ -70,7 +70,7 @@ def test_prepare_ends_with_an_account_of_every_row(tmp_path: Path, model_dir: st
         "│ rows read │ 2 │",
         "│ pairs kept │ 1 │",
         "│ dropped: identical sides │ 1 │",
-        "2 rows of shape prompt; not read: score",
+        "2 rows of format prompt; ignored columns: score",
         "length: chosen is longer in",
     ):
         assert fact in told, told
@@ -83,7 +83,7 @@ def test_prepare_keeps_a_store_that_fits_and_refuses_one_that_does_not(
     run(*arguments)
     before = (tmp_path / "s" / "manifest.json").stat().st_mtime_ns
     run(*arguments)
-    assert "holds these pairs already" in seen.getvalue()
+    assert "already contains these pairs" in seen.getvalue()
     assert (tmp_path / "s" / "manifest.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="prepare it again, or name another output directory"):
         run(*arguments, "--sequence-length", "64")
@@ -94,7 +94,7 @@ def test_prepare_tells_leaks_against_another_store(tmp_path: Path, model_dir: st
     name = write_rows(*ROWS)
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "train")
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "eval", "--against", tmp_path / "train")
-    assert "leaked_pairs: 1 of 1 also in" in seen.getvalue()
+    assert "leaked pairs: 1 of 1 also in" in seen.getvalue()
 
 
 def test_prepare_prints_the_account_even_when_no_pair_is_left(
@@ -199,7 +199,7 @@ def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, wri
     assert "<|im_start|>assistant\nyes<|im_end|>" in shown
     with_ids = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0", "--ids")
     assert "<|im_end|>:3" in with_ids
-    with pytest.raises(UserError, match="there is no pair 7; the store holds pairs 0 to 0"):
+    with pytest.raises(UserError, match="there is no pair 7; the store has pairs 0 to 0"):
         run("inspect", tmp_path / "s", "--pair", "7")
     with pytest.raises(UserError, match="pass --model DIR"):
         run("inspect", tmp_path / "s", "--pair", "0")
@@ -208,7 +208,7 @@ def test_inspect_shows_a_store_and_its_pairs(tmp_path: Path, model_dir: str, wri
 def test_inspect_refuses_another_tokenizer(tmp_path: Path, model_dir: str, write_rows: Any, seen: Any) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
     save_model(tmp_path / "other", "</s>")
-    with pytest.raises(UserError, match="was made with another tokenizer"):
+    with pytest.raises(UserError, match="was not prepared with the tokenizer of"):
         run("inspect", tmp_path / "s", "--model", tmp_path / "other", "--pair", "0")
 
 
