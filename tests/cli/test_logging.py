@@ -103,9 +103,7 @@ def test_an_unknown_level_is_told_with_the_levels(command_line, monkeypatch):
     monkeypatch.setenv("THRESHER_LOG_LEVEL", "loud")
     ended = command_line("losses")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err == (
-        "error: THRESHER_LOG_LEVEL is 'loud', which is no level; use one of debug, info, warning, error\n"
-    )
+    assert ended.err == ("error: THRESHER_LOG_LEVEL is 'loud'; use one of debug, info, warning, error\n")
     assert command_line("-q", "losses").code == 0  # a flag wins
 
 

@@ -314,7 +314,7 @@ def test_exporting_what_is_no_checkpoint(thresher, tmp_path):
     for source in ("empty", "nowhere"):
         assert thresher("export", source, "--output", "model") == (
             2,
-            f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint",
+            f"no valid checkpoint in {source}; give the output_dir of a run or a checkpoint",
         )
 
 
@@ -330,7 +330,7 @@ def test_exporting_a_run_and_its_best_checkpoint(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     assert thresher("export", "out", "--output", "best", "--best") == (
         2,
-        "no checkpoint in out was evaluated, so none is the best; leave --best out",
+        "no checkpoint in out was evaluated, so there is no best one; leave --best out",
     )
     assert thresher("export", "out", "--output", "model")[0] == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -129,7 +129,7 @@ def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
 
 def test_ls_tells_whose_logps_there_are(thresher, config, stories_dir, reference_cache):
     code, printed = thresher("cache", "ls")
-    assert (code, "holds nothing yet" in printed) == (0, True)
+    assert (code, "is empty; " in printed) == (0, True)
     thresher("precompute-reference", config, "max_steps=5")
     thresher("precompute-reference", config, "max_steps=5", "reference.model_args.dtype=bf16")
     code, printed = thresher("cache", "ls")
@@ -144,13 +144,13 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
     thresher("precompute-reference", config, "max_steps=5")
     code, printed = thresher("cache", "verify")
     assert code == 0
-    assert "2 sound shards with 25 pairs, 0 damaged" in printed
+    assert "2 valid shards with 25 pairs, 0 damaged" in printed
     victim = min(reference_cache.glob("*/*.arrow"))
     victim.write_bytes(victim.read_bytes()[:-9] + b"\0" * 9)
     code, printed = thresher("cache", "verify")
     assert code == 1
     assert f"damaged: {victim} does not match the digest in its name" in printed.replace("\n", "")
-    assert "1 sound shards" in printed
+    assert "1 valid shards" in printed
     assert victim.exists()  # verify only looks
     _, printed = thresher("precompute-reference", config, "max_steps=5")
     assert counts(printed)[1] in (NUM_PAIRS, NUM_HELD_OUT)
@@ -176,7 +176,7 @@ def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, confi
 
     code, printed = thresher("cache", "prune", "--identity", "zzz")
     assert code == 2
-    assert "has an identity that begins with zzz; see `thresher cache ls`" in printed
+    assert "has a fingerprint that starts with zzz; see `thresher cache ls`" in printed
     assert "nothing to remove" in thresher("cache", "prune", "--identity", new.name[:6], "--older-than", "3")[1]
     thresher("cache", "prune", "--identity", new.name[:6], "--yes")
     assert list(reference_cache.iterdir()) == []
@@ -190,7 +190,7 @@ def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, re
         path.write_bytes(b"half a shard")
     os.utime(abandoned, (0, 0))
     _, printed = thresher("cache", "prune", "--older-than", "1", "--yes")
-    assert printed.count("left behind") == 2
+    assert printed.count("leftover: ") == 2
     assert (abandoned.exists(), fresh.exists(), damaged.exists()) == (False, True, False)
     assert thresher("cache", "ls")[1].count(directory.name[:12]) == 1
     assert counts(thresher("precompute-reference", config)[1])[1] == 0

@@ -7,28 +7,26 @@ import pytest
 from tests.support.paths import ROOT
 
 CONFIG = ROOT / "examples" / "polite_smollm2" / "dpo_config.yaml"
-TEMPORARY = (
-    "and a job runs in a directory of Ray's that may be deleted after it; give an absolute path that all nodes share"
-)
+TEMPORARY = "but a job runs in a temporary directory; give an absolute path that all nodes share"
 REFUSED = {
     "an address without a scheme": (
         ["--address=10.0.0.1:8265"],
-        "--address 10.0.0.1:8265 is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265",
+        "--address 10.0.0.1:8265 is not a URL; give the dashboard of the cluster, such as http://HEAD:8265",
     ),
     "a login in an address": (
         ["--address=ray://me:0pensesame@head:1"],
-        "--address ray://***@head:1 is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265",
+        "--address ray://***@head:1 is not a URL; give the dashboard of the cluster, such as http://HEAD:8265",
     ),
     "a relative output_dir": (["output_dir=here"], f"output_dir is here, {TEMPORARY}"),
     "a relative logging_dir": (["output_dir=/out", "logging_dir=logs"], f"logging_dir is logs, {TEMPORARY}"),
     "a relative cache": (["output_dir=/o", "reference.cache_dir=c"], f"reference.cache_dir is c, {TEMPORARY}"),
     "a working directory that is not there": (
         ["--working-dir=nowhere"],
-        "--working-dir nowhere is not a directory; name the one whose files the job needs",
+        "--working-dir nowhere is not a directory; give the directory whose files the job needs",
     ),
     "one process": (
         ["runtime=local"],
-        "runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray",
+        "runtime: local is a single process, but a job runs on the workers of the cluster; use runtime: ray",
     ),
     "an unknown key": (["bta=1"], "invalid configuration:\n  - bta: unknown key; did you mean `beta`?"),
 }

@@ -72,7 +72,7 @@ def test_prepare_prints_a_report_of_every_row(
         "│ rows read │ 2 │",
         "│ pairs kept │ 1 │",
         "│ dropped: identical sides │ 1 │",
-        "2 rows of shape prompt; not read: score",
+        "2 rows of format prompt; ignored columns: score",
         "length: chosen is longer in",
     ):
         assert fact in printed, printed
@@ -85,7 +85,7 @@ def test_prepare_keeps_a_store_with_the_same_fingerprint_and_refuses_another(
     run(*arguments)
     before = (tmp_path / "s" / "manifest.json").stat().st_mtime_ns
     run(*arguments)
-    assert "holds these pairs already" in terminal_output.getvalue()
+    assert "already contains these pairs" in terminal_output.getvalue()
     assert (tmp_path / "s" / "manifest.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="prepare it again, or choose another output directory"):
         run(*arguments, "--sequence-length", "64")
@@ -98,7 +98,7 @@ def test_prepare_reports_leaks_from_another_store(
     name = write_rows(*ROWS)
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "train")
     run("prepare", name, "--model", model_dir, "--output", tmp_path / "eval", "--against", tmp_path / "train")
-    assert "leaked_pairs: 1 of 1 also in" in terminal_output.getvalue()
+    assert "leaked pairs: 1 of 1 also in" in terminal_output.getvalue()
 
 
 def test_prepare_prints_the_report_even_if_no_pair_is_left(
@@ -207,7 +207,7 @@ def test_inspect_shows_a_store_and_its_pairs(
     assert "<|im_start|>assistant\nyes<|im_end|>" in shown
     with_ids = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0", "--ids")
     assert "<|im_end|>:3" in with_ids
-    with pytest.raises(UserError, match="there is no pair 7; the store holds pairs 0 to 0"):
+    with pytest.raises(UserError, match="there is no pair 7; the store has pairs 0 to 0"):
         run("inspect", tmp_path / "s", "--pair", "7")
     with pytest.raises(UserError, match="pass --model DIR"):
         run("inspect", tmp_path / "s", "--pair", "0")
@@ -218,7 +218,7 @@ def test_inspect_refuses_another_tokenizer(
 ) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
     save_model(tmp_path / "other", "</s>")
-    with pytest.raises(UserError, match="was made with another tokenizer"):
+    with pytest.raises(UserError, match="was not prepared with the tokenizer of"):
         run("inspect", tmp_path / "s", "--model", tmp_path / "other", "--pair", "0")
 
 

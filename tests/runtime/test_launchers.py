@@ -219,7 +219,7 @@ def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashb
         _, rest = following.communicate(timeout=30)
     assert following.returncode == 130, seen + rest
     assert "Traceback" not in rest
-    stop = re.search(r"goes on; stop it with: (.*)", rest)[1]
+    stop = re.search(r"keeps running; stop it with: (.*)", rest)[1]
     status = call(*without_variables(stop.replace(" stop ", " status ")))
     assert re.search("PENDING|RUNNING", status.stdout + status.stderr)
     stopped = call("bash", "-c", stop)

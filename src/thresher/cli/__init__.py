@@ -1,4 +1,4 @@
-"""The command line: one verb per file. Nothing heavy is imported before a verb runs."""
+"""The command line: one command per file. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from thresher.errors import RunStopped, UserError
 
 
 class CommandGroup(TyperGroup):
-    """The commands; -q and -v may also follow a command."""
+    """Accepts -q and -v also after a command."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         end = args.index("--") if "--" in args else len(args)
-        flags = [each for each in args[:end] if each in ("-q", "--quiet", "-v", "--verbose")]
-        others = [each for each in args[:end] if each not in flags]
+        flags = [arg for arg in args[:end] if arg in ("-q", "--quiet", "-v", "--verbose")]
+        others = [arg for arg in args[:end] if arg not in flags]
         return super().parse_args(ctx, [*flags, *others, *args[end:]])
 
 
 app = typer.Typer(
     name="thresher",
     cls=CommandGroup,
-    help="Align language models with preference data: DPO and its family.",
+    help="Train language models on preference data with DPO and related losses.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -50,8 +50,8 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"thresher {__version__}")
         raise typer.Exit
 
@@ -60,19 +60,19 @@ def _print_version(is_asked: bool) -> None:
 def set_up(
     context: typer.Context,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and errors only.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show details as well.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")] = False,
     version: Annotated[  # noqa: ARG001
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Show the messages of a command while it runs, from the level that was asked for."""
+    """Show the messages of a command at the requested level."""
     from thresher.cli.terminal import choose_level, log_to_terminal
 
     context.with_resource(log_to_terminal(choose_level(quiet=quiet, verbose=verbose)))
 
 
 def main() -> None:
-    """Run the command line; a mistake that a person can mend is one message and exit code 2."""
+    """Run the command line; a user error prints one message and exits with code 2."""
     try:
         app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion
     except UserError as error:
@@ -84,7 +84,7 @@ def main() -> None:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(stopped.exit_code)
     except Exception:
-        # a defect of ours, shown whole but for secrets: the libraries below quote URLs as they are
+        # a bug: show the traceback with secrets masked, since libraries quote URLs in full
         import traceback
 
         from thresher.redact import escape_control_chars, redact_text

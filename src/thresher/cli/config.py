@@ -1,21 +1,17 @@
-"""`thresher config`: show a resolved config, print the schema."""
+"""`thresher config`: prints a resolved config or the schema."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-config_app = typer.Typer(help="Show a resolved config, or the schema of all keys.", no_args_is_help=True)
+from thresher.cli.arguments import ConfigFile, Overrides
+
+config_app = typer.Typer(help="Print a resolved config, or the schema of all keys.", no_args_is_help=True)
 
 
 @config_app.command()
-def show(
-    path: Annotated[Path, typer.Argument(help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-) -> None:
-    """Print the config as it would run, every default filled in."""
+def show(path: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the config with all defaults filled in and secrets masked."""
     import yaml
 
     from thresher.config import load_config

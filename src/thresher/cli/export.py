@@ -1,4 +1,4 @@
-"""`thresher export`: a plain Hugging Face directory from a run or a checkpoint."""
+"""`thresher export`: writes a Hugging Face model directory from a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ logger = logging.getLogger(__name__)
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run's output_dir (its newest checkpoint) or one checkpoint.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; the run's own precision when absent.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Take the best checkpoint of the run, not the newest.")] = False,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="output_dir of a run (its newest checkpoint), or a checkpoint.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory to write.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; default: the run's compute dtype.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the best checkpoint of the run, not the newest.")
+    ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the run's model brings.")
+        bool, typer.Option("--trust-remote-code", help="Allow Python code from the model directory.")
     ] = False,
 ) -> None:
-    """Write a directory that transformers loads on its own, LoRA merged."""
+    """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged."""
     from thresher.builders.export import export_checkpoint
     from thresher.checkpoint.json_io import load_json
     from thresher.checkpoint.retention import best as best_checkpoint
@@ -35,17 +39,19 @@ def export(
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     checkpoint = source if (source / "manifest.json").is_file() else latest(root)
     if checkpoint is None:
-        raise UserError(f"no checkpoint that verifies lies in {source}; give a run's output_dir or a checkpoint")
+        raise UserError(f"no valid checkpoint in {source}; give the output_dir of a run or a checkpoint")
     if best and checkpoint == source:
-        raise UserError(f"{source} is one checkpoint, so there is no best among several; give the run's output_dir")
+        raise UserError(f"{source} is a single checkpoint; --best needs the output_dir of a run")
     if best:
         try:
             config = from_stored(load_json(checkpoint / "config.json"))
             metric, greater = str(config["metric_for_best_model"]), bool(config["greater_is_better"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"the config in {checkpoint} does not say which is the best; leave --best out") from error
+            raise UserError(
+                f"the config in {checkpoint} does not say which checkpoint is best; leave --best out"
+            ) from error
         checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
         if checkpoint is None:
-            raise UserError(f"no checkpoint in {source} was evaluated, so none is the best; leave --best out")
+            raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
     export_checkpoint(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code)
     logger.info("exported %s to %s", checkpoint, output)

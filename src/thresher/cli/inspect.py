@@ -1,4 +1,4 @@
-"""`thresher inspect`: a store in figures, or one of its pairs as a model will see it."""
+"""`thresher inspect`: statistics of a store, or one of its pairs as the model receives it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SCORED_STYLES = {"chosen": "green", "rejected": "red"}
 
 
 def inspect(
-    store: Annotated[Path, typer.Argument(help="A store made by `thresher prepare`.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Store written by `thresher prepare`.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Directory whose tokenizer made the store.")
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR", help="Model directory with the tokenizer of the store."),
     ] = None,
-    pair: Annotated[int | None, typer.Option("--pair", "-p", help="Number of the pair to show, from 0.")] = None,
-    ids: Annotated[bool, typer.Option("--ids", help="Show each token with its id.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
+    pair: Annotated[int | None, typer.Option("--pair", "-p", help="Show this pair (counted from 0).")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="With --pair: show each token with its id.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
 ) -> None:
-    """Show what a store holds; with --pair, which tokens of a pair are scored."""
+    """Show the statistics of a store; with --pair, show which tokens of a pair are scored."""
     from thresher.data.store.reader import PairStore
     from thresher.errors import UserError
 
@@ -39,21 +40,21 @@ def inspect(
         _print_summary(opened)
         return
     if not 0 <= pair < len(opened):
-        raise UserError(f"there is no pair {pair}; the store holds pairs 0 to {len(opened) - 1}")
+        raise UserError(f"there is no pair {pair}; the store has pairs 0 to {len(opened) - 1}")
     if model is None:
-        raise UserError("a pair is shown as text, which takes its tokenizer; pass --model DIR")
+        raise UserError("--pair shows text, which needs the tokenizer; pass --model DIR")
     _print_pair(opened, pair, model, ids=ids)
 
 
 def _print_summary(store: PairStore) -> None:
-    from thresher.cli.prepare import print_report
+    from thresher.cli.prepare_report import print_report
     from thresher.cli.terminal import print_line
     from thresher.data.prepare.report import report_of
 
     manifest = store.manifest
     print_line(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
-    print_line(f"content {store.digest[:16]}, fingerprint {store.fingerprint[:16]}")
-    print_line(f"tokenizer {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
+    print_line(f"content digest {store.digest[:16]}, fingerprint {store.fingerprint[:16]}")
+    print_line(f"tokenizer digest {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
     print_report(report_of(store))
 
 
@@ -67,7 +68,7 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
     tokenizer = load_tokenizer(model)
     if tokenizer_digest(tokenizer) != store.tokenizer_digest:
         raise UserError(
-            f"{store.path} was made with another tokenizer than that of {model}; name the one it was made with"
+            f"{store.path} was not prepared with the tokenizer of {model}; pass the model that it was prepared with"
         )
     pair = store[number]
     console = Console(highlight=False, soft_wrap=True)
@@ -78,26 +79,26 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
 
 
 def _count(pair: Pair, side: str) -> str:
-    response, mask = (
-        (pair.chosen_ids, pair.chosen_mask) if side == "chosen" else (pair.rejected_ids, pair.rejected_mask)
-    )
-    scored = len(response) if mask is None else int(mask.sum())
-    return f"{len(pair.prompt_ids)} prompt tokens, {len(response)} response tokens, {scored} scored"
+    response, scored = _response(pair, side)
+    return f"{len(pair.prompt_ids)} prompt tokens, {len(response)} response tokens, {sum(scored)} scored"
+
+
+def _response(pair: Pair, side: str) -> tuple[list[int], list[bool]]:
+    """The token ids of a response, and whether each is scored."""
+    ids, mask = (pair.chosen_ids, pair.chosen_mask) if side == "chosen" else (pair.rejected_ids, pair.rejected_mask)
+    return ids.tolist(), [True] * len(ids) if mask is None else mask.tolist()
 
 
 def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, ids: bool) -> Text:
-    """Colour one side: the prompt dim, scored tokens green or red, unscored tokens of the response grey."""
+    """Color one side: the prompt dim, scored tokens green or red, unscored tokens of the response gray."""
     from rich.text import Text
 
     from thresher.redact import escape_control_chars
 
-    response, mask = (
-        (pair.chosen_ids, pair.chosen_mask) if side == "chosen" else (pair.rejected_ids, pair.rejected_mask)
-    )
-    sequence = [*pair.prompt_ids.tolist(), *response.tolist()]
-    scored = [True] * len(response) if mask is None else mask.tolist()
+    response, scored = _response(pair, side)
+    sequence = [*pair.prompt_ids.tolist(), *response]
     styles = [PROMPT_STYLE] * len(pair.prompt_ids)
-    styles += [SCORED_STYLES[side] if each else UNSCORED_STYLE for each in scored]
+    styles += [SCORED_STYLES[side] if is_scored else UNSCORED_STYLE for is_scored in scored]
     text = Text()
     if ids:
         tokens = tokenizer.convert_ids_to_tokens(sequence)
@@ -113,6 +114,6 @@ def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, id
 
 
 def _decode_between(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> str:
-    # decoded from the very beginning: a piece on its own would lose the space that it begins with
+    # decoded from the start: a piece decoded alone would lose its leading space
     before = str(tokenizer.decode(ids[:start])) if start else ""
     return str(tokenizer.decode(ids[:end]))[len(before) :]

@@ -1,4 +1,4 @@
-"""`thresher losses`: list the losses with their parameters and papers."""
+"""`thresher losses`: lists the losses with their parameters and papers."""
 
 from rich.console import Console
 from rich.table import Table

@@ -1,4 +1,4 @@
-"""`thresher submit`: run a config as a job on a Ray cluster."""
+"""`thresher submit`: runs a config as a job on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thresher.cli.arguments import ConfigFile, Overrides
+
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 def submit(
-    path: Annotated[Path, typer.Argument(help="YAML file.")],
+    path: ConfigFile,
     address: Annotated[
-        str, typer.Option("--address", metavar="URL", help="The cluster's dashboard, such as http://HEAD:8265.")
+        str, typer.Option("--address", metavar="URL", help="Dashboard of the cluster, such as http://HEAD:8265.")
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the log to the end of the job.")] = True,
+    overrides: Overrides = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the log until the job ends.")] = True,
     working_dir: Annotated[
-        Path | None, typer.Option("--working-dir", metavar="DIR", help="Files to take along; the job runs in a copy.")
+        Path | None,
+        typer.Option("--working-dir", metavar="DIR", help="Upload this directory; the job runs in a copy of it."),
     ] = None,
 ) -> None:
-    """Run a config as a job on a Ray cluster, through its job server; the exit code is the job's."""
+    """Run a config as a job on a Ray cluster; the exit code is the job's."""
     from thresher.config.load import compose_yaml, parse_config
 
     values = compose_yaml(path, overrides or [])
-    check_job(parse_config(values), address, working_dir)  # mistakes are told before anything is sent
+    check_job(parse_config(values), address, working_dir)  # errors are reported before anything is sent
 
     from thresher.runtime.ray.environment import set_environment
 
@@ -39,7 +42,7 @@ def submit(
     from thresher.runtime.ray.jobs import JobClient
 
     server = JobClient(address)
-    job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that the job is on
+    job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that runs the job
     logger.info("submitted job %s", job)
     if not wait:
         typer.echo(job)
@@ -49,7 +52,7 @@ def submit(
     try:
         outcome = server.follow(job, lambda text: typer.echo(text, nl=False))
     except KeyboardInterrupt:
-        logger.warning("job %s goes on; stop it with: %s", job, server.command("stop", job))
+        logger.warning("job %s keeps running; stop it with: %s", job, server.command("stop", job))
         logger.info("or follow it again with: %s", server.command("logs --follow", job))
         raise typer.Exit(INTERRUPTED) from None
     if outcome.exit_code:
@@ -61,18 +64,20 @@ def submit(
 
 
 def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:
-    """Refuse what cannot work in a job: it runs in a copy that Ray deletes when it needs the room."""
+    """Reject settings that cannot work in a job, which runs in a temporary copy of the working directory."""
     from thresher.errors import UserError
     from thresher.redact import redact_text
 
     if not address.startswith(("http://", "https://")):
         raise UserError(
-            f"--address {redact_text(address)} is not a URL; give that of the cluster's dashboard, such as http://HEAD:8265"
+            f"--address {redact_text(address)} is not a URL; give the dashboard of the cluster, such as http://HEAD:8265"
         )
     if working_dir is not None and not working_dir.is_dir():
-        raise UserError(f"--working-dir {working_dir} is not a directory; name the one whose files the job needs")
+        raise UserError(f"--working-dir {working_dir} is not a directory; give the directory whose files the job needs")
     if config.runtime == "local":
-        raise UserError("runtime: local is one process, and a job runs on the cluster's workers; use runtime: ray")
+        raise UserError(
+            "runtime: local is a single process, but a job runs on the workers of the cluster; use runtime: ray"
+        )
     written = {
         "output_dir": config.output_dir,
         "logging_dir": config.logging_dir,
@@ -81,6 +86,5 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
     for key, value in written.items():
         if value is not None and "://" not in value and not Path(value).is_absolute():
             raise UserError(
-                f"{key} is {value}, and a job runs in a directory of Ray's that may be deleted after it; give an "
-                "absolute path that all nodes share"
+                f"{key} is {value}, but a job runs in a temporary directory; give an absolute path that all nodes share"
             )

@@ -1,6 +1,6 @@
-"""What the command line shows beside its results: messages, progress and tables, on stderr so that stdout stays clean.
+"""Terminal output: messages, progress and tables, all on stderr so that stdout stays clean.
 
-Messages are the records of the `thresher` loggers. Results that a command exists to print do not depend on the level.
+Messages are the records of the `thresher` loggers. The results of a command are printed at every level.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STYLES = {logging.DEBUG: "dim", logging.WARNING: "bold yellow", logging.ERROR: 
 
 
 class TerminalHandler(logging.Handler):
-    """Print records on the console: level INFO as plain lines, others with their level in front.
+    """Print records on the console: INFO as plain lines, other levels with a prefix.
 
-    Not rich's RichHandler, which lays records out as a table and so breaks long lines.
+    Not rich's RichHandler, which formats records as a table and so breaks long lines.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,7 +43,7 @@ class TerminalHandler(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        # Python's own would print the arguments of the message unmasked
+        # logging's default would print the arguments of the message unmasked
         with contextlib.suppress(OSError):
             sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
 
@@ -53,54 +53,54 @@ _handler.setFormatter(RedactingFormatter())
 
 
 def choose_level(*, quiet: bool, verbose: bool) -> int:
-    """The level that the options ask for, else the environment."""
+    """Choose the level from the options, else from the environment."""
     if quiet and verbose:
         raise UserError("--quiet and --verbose exclude each other; pass one of them")
     if quiet or verbose:
         return logging.WARNING if quiet else logging.DEBUG
     name = os.environ.get(LEVEL_VARIABLE) or "info"
     if name.lower() not in LEVELS:
-        raise UserError(f"{LEVEL_VARIABLE} is {name!r}, which is no level; use one of {', '.join(LEVELS)}")
+        raise UserError(f"{LEVEL_VARIABLE} is {name!r}; use one of {', '.join(LEVELS)}")
     return LEVELS[name.lower()]
 
 
 @contextlib.contextmanager
 def log_to_terminal(level: int) -> Iterator[None]:
-    """Show records from a level on; the log files of runs get those of level INFO all the same."""
+    """Show records at or above a level; run.log always gets records from INFO on."""
     package = logging.getLogger("thresher")
-    own_level, propagate = package.level, package.propagate
+    old_level, propagate = package.level, package.propagate
     _handler.setLevel(level)
     package.setLevel(min(level, logging.INFO))
-    package.propagate = False  # handlers that a library gives the root logger would print all again, unmasked
+    package.propagate = False  # a root handler installed by a library would print records again, unmasked
     package.addHandler(_handler)
     try:
         yield
     finally:
         package.removeHandler(_handler)
-        package.setLevel(own_level)
+        package.setLevel(old_level)
         package.propagate = propagate
         _handler.setLevel(logging.NOTSET)
 
 
 def quiet_libraries() -> None:
-    """Turn off the progress bars that transformers draws while it loads and saves; ours say what matters."""
+    """Turn off the progress bars of transformers for loading and saving."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def print_line(line: str) -> None:
-    """Print a line of a command's result, whatever the level."""
+    """Print a line of the result of a command, at every level."""
     console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
 
 
 def progress_console() -> Console:
-    """Where progress and tables on the way go: the console, or nowhere where messages are not shown either."""
+    """The console for progress and tables; a silent one if information is not shown."""
     return console if _handler.level <= logging.INFO else Console(stderr=True, quiet=True)
 
 
 def progress_lines(every_seconds: float = 5.0) -> Callable[[str, int, int], None]:
-    """Log how far a long piece of work is, now and then and at its end."""
+    """Log the progress of long work every few seconds and at its end."""
     last = time.monotonic()
 
     def show(what: str, done: int, total: int) -> None:

@@ -1,26 +1,24 @@
-"""`thresher train`: run a config."""
+"""`thresher train`: trains a policy from a config."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Annotated
 
-import typer
+from thresher.cli.arguments import ConfigFile, Overrides
 
 logger = logging.getLogger(__name__)
 
 
 def train(
-    path: Annotated[Path, typer.Argument(help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    path: ConfigFile,
+    overrides: Overrides = None,
 ) -> None:
-    """Train a policy as a config says; data is prepared on the way where needed."""
+    """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
     from thresher.config import load_config
 
-    config = load_config(path, overrides or [])  # mistakes in it are told before torch is imported
+    config = load_config(path, overrides or [])  # its errors are reported before torch is imported
 
-    from thresher.cli.prepare import build_with_progress, log_report
+    from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import metric_table, progress_console, progress_lines, quiet_libraries
     from thresher.observability.trackers.console import ConsoleTracker
     from thresher.pipeline import DPOPipeline
@@ -30,7 +28,7 @@ def train(
         config,
         console=ConsoleTracker(progress_console()),
         progress=progress_lines(),
-        build_store=lambda *what: log_report(build_with_progress(*what)),
+        build_store=build_and_report,
     )
     metrics = pipeline.run()
     if metrics:

@@ -1,0 +1,134 @@
+"""Progress and report of a preparation on the terminal; what is counted is decided in `data/prepare/`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thresher.data.prepare.prepare import PrepareProgress, PrepareReport
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL = 10.0  # seconds
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[PrepareProgress], None]]:
+    """Show a progress bar on a terminal, and log a line every few seconds elsewhere."""
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from thresher.cli.terminal import progress_console
+
+    console = progress_console()
+    if not console.is_terminal:
+        yield _progress_lines()
+        return
+    columns = (TextColumn("preparing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(progress: PrepareProgress) -> None:
+            description = f"{progress.rows_read:,} rows, {progress.pairs_kept:,} pairs"
+            total = progress.bytes_total or None
+            bar.update(task, completed=progress.bytes_read, total=total, description=description)
+
+        yield show
+
+
+def _progress_lines() -> Callable[[PrepareProgress], None]:
+    last = time.monotonic()
+
+    def show(progress: PrepareProgress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LOG_INTERVAL:
+            last = time.monotonic()
+            done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
+            rows, pairs = f"{progress.rows_read:,}", f"{progress.pairs_kept:,}"
+            logger.info("preparing: %s rows read%s, %s pairs kept", rows, done, pairs)
+
+    return show
+
+
+def print_report(report: PrepareReport) -> None:
+    """Print the report as the result of a command: what happened to every row, token lengths and findings."""
+    from thresher.cli.terminal import console, print_line
+
+    _print_tables(report, console)
+    for _, line in _note_lines(report):
+        print_line(line)
+
+
+def log_report(report: PrepareReport) -> None:
+    """Show the report as messages: its tables if information is shown, and its notes at their level."""
+    from thresher.cli.terminal import progress_console
+
+    _print_tables(report, progress_console())
+    for level, line in _note_lines(report):
+        logger.log(level, "%s", line)
+
+
+def _print_tables(report: PrepareReport, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from thresher.data.prepare.report import PERCENTILES
+    from thresher.redact import escape_control_chars
+
+    table = Table("", "count", title="Rows and pairs", title_justify="left")
+    table.columns[1].justify = "right"
+    for name, count in _count_rows(report):
+        # escaped: the report of a store from elsewhere is untrusted
+        table.add_row(Text(escape_control_chars(name)), f"{count:,}")
+    console.print(table)
+    if report.percentiles:
+        names = ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
+        lengths = Table("", *names, title="Length in tokens", title_justify="left")
+        for name, values in report.percentiles.items():
+            lengths.add_row(Text(escape_control_chars(name)), *(f"{value:,}" for value in values))
+        console.print(lengths)
+
+
+def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
+    yield "rows read", report.rows_read
+    yield "pairs kept", report.pairs_kept
+    if report.rows_joined:
+        yield "rows joined to another row's pair", report.rows_joined
+    for cause, count in report.dropped.items():
+        yield f"dropped: {cause.replace('_', ' ')}", count
+    if report.bad_rows:
+        yield "bad rows", report.bad_rows
+    for kind, count in report.truncated.items():
+        yield f"truncated: {kind.replace('_', ' ')}", count
+    if report.splits_moved:
+        yield "prompt/response boundaries moved before a merged token", report.splits_moved
+    if report.headers_shortened:
+        yield "responses without the full generation prompt", report.headers_shortened
+
+
+def _note_lines(report: PrepareReport) -> Iterator[tuple[int, str]]:
+    for file in report.files:
+        unused = f"; ignored columns: {', '.join(file.unused_columns)}" if file.unused_columns else ""
+        yield logging.INFO, f"{file.name}: {file.rows:,} rows of format {file.shape}{unused}"
+    for reason, count in report.bad_reasons.items():
+        yield logging.WARNING, f"{count:,} bad rows: {reason}"
+    for finding in report.findings:
+        line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs{format_examples(finding.examples)}"
+        yield logging.WARNING if finding.count else logging.INFO, line
+    if report.length_bias is not None:
+        bias = report.length_bias
+        yield (
+            logging.INFO,
+            f"length: chosen is longer in {bias.share_chosen_longer:.0%} of pairs, equal in {bias.share_equal:.0%}; "
+            f"mean {bias.mean_chosen:.1f} tokens chosen, {bias.mean_rejected:.1f} rejected",
+        )
+
+
+def format_examples(pair_ids: tuple[int, ...]) -> str:
+    return f" (such as pair {', '.join(map(str, pair_ids))})" if pair_ids else ""
