@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thresher.data.prepare.prepare import PrepareProgress, PrepareReport
+    from thresher.data.prepare.prepare import PrepareProgress
+    from thresher.data.prepare.report import PrepareReport
 
 logger = logging.getLogger(__name__)
 
