@@ -103,7 +103,7 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
     resources.close()
 
 
-def test_missing_devices_are_rejected_before_anything_is_written(base, address, tmp_path):
+def test_missing_devices_are_rejected_before_anything_but_the_log_is_written(base, address, tmp_path):
     values = merge(base, {"actor_train": {"device_mapping": "list(range(0,8))"}, "ray_address": address})
     with pytest.raises(UserError) as caught:
         run(values, tmp_path / "out")
@@ -112,7 +112,7 @@ def test_missing_devices_are_rejected_before_anything_is_written(base, address, 
         "CPUs (devices 0 to 3); use available devices, add nodes, or remove device_mapping and set num_workers to "
         "train on CPUs"
     )
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == ["run.log"]
 
 
 def test_devices_that_other_work_uses_are_reported(connected, monkeypatch):
