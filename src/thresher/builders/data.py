@@ -100,7 +100,7 @@ def _open_store(
     identity = store_identity(settings, tokenizer)
     path = Path(config.output_dir) / "data" / identity[:16]
     if path.exists():
-        logger.info("using the pairs prepared in %s", path)
+        logger.info("using prepared pairs in %s", path)
     else:
         build(settings, tokenizer, path)
     return PairStore.open(path, expected_identity=identity)
