@@ -1,4 +1,4 @@
-"""The command line, run in the process of the tests."""
+"""Runs the command line in the test process."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 from tests.support.cli_runner import exit_code_of
 
 
-class Ended(NamedTuple):
-    """How a command ended, and all that it printed."""
+class Result(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-CommandLine = Callable[..., Ended]
+CommandLine = Callable[..., Result]
 
 
 @pytest.fixture
 def command_line(monkeypatch, capsys, tmp_path) -> CommandLine:
-    """Run `thresher` with arguments, in an empty directory; no mistake may show a traceback."""
+    """Run `thresher` with arguments in an empty directory; no error may show a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*arguments: object) -> Ended:
+    def run(*arguments: object) -> Result:
         code = exit_code_of(monkeypatch, arguments)
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
-        return Ended(code, printed.out, printed.err)
+        return Result(code, printed.out, printed.err)
 
     return run

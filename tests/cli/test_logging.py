@@ -1,4 +1,4 @@
-"""Messages of the command line and of runs: levels, log files, and what a library user gets."""
+"""Messages of the command line and of runs: levels, log files, and the output that a library user gets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_LINE = re.compile(r"step \d/\d  loss")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run in one process whose held-out pairs are among those that it trains on, which is worth a warning."""
+    """A run in one process whose validation pairs are also training pairs, which causes a warning."""
     values = make_base(tmp_path_factory.mktemp("logging"))
     leak = {"data_args": values["actor_train"]["data_args"]}
     return {**values, "validation": leak, "max_steps": 2, "save_steps": 0, "eval_steps": 0, "track_with": ["console"]}
@@ -42,53 +42,53 @@ def config(base: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def state_of_logging() -> tuple[object, ...]:
+def logging_state() -> tuple[object, ...]:
     return PACKAGE.level, PACKAGE.propagate, PACKAGE.handlers[:]
 
 
 @pytest.fixture(autouse=True)
-def leaves_logging_as_it_was():
-    before = state_of_logging()
+def logging_is_restored():
+    before = logging_state()
     yield
-    assert state_of_logging() == before
+    assert logging_state() == before
 
 
-def test_information_is_plain_and_warnings_say_so(command_line, config):
-    ended = command_line("train", config)
-    assert (ended.code, ended.out) == (0, "")
-    lines = ended.err.splitlines()
+def test_information_is_printed_plainly_and_warnings_have_a_prefix(command_line, config):
+    result = command_line("train", config)
+    assert (result.code, result.out) == (0, "")
+    lines = result.err.splitlines()
     assert any(line.startswith("warning: of 21 training pairs, 21 are also in the validation set") for line in lines)
     assert any("; 2 steps of 6 pairs (" in line for line in lines)
-    assert STEP_LINE.search(ended.err)
-    assert "last evaluation" in ended.err
+    assert STEP_LINE.search(result.err)
+    assert "last evaluation" in result.err
     assert lines[-1] == "done; export the model with: thresher export out --output DIR"
-    assert "debug: " not in ended.err
+    assert "debug: " not in result.err
 
 
 @pytest.mark.parametrize("where", ["before", "after", "environment"])
-def test_quiet_leaves_warnings_alone(command_line, config, monkeypatch, where):
+def test_quiet_shows_only_warnings(command_line, config, monkeypatch, where):
     if where == "environment":
         monkeypatch.setenv("THRESHER_LOG_LEVEL", "Warning")
     flags = {"before": ["-q", "train", config], "after": ["train", config, "--quiet"], "environment": ["train", config]}
-    ended = command_line(*flags[where])
-    assert (ended.code, ended.out) == (0, "")
-    (line,) = ended.err.splitlines()
+    result = command_line(*flags[where])
+    assert (result.code, result.out) == (0, "")
+    (line,) = result.err.splitlines()
     assert line.startswith("warning: of 21 training pairs, 21 are also in the validation set")
 
 
 @pytest.mark.parametrize("arguments", [("-v", "train"), ("train", "-v"), ("train", "--verbose")])
 def test_verbose_shows_details_and_wins_over_the_environment(command_line, config, monkeypatch, arguments):
     monkeypatch.setenv("THRESHER_LOG_LEVEL", "error")
-    ended = command_line(*arguments, config)
-    assert ended.code == 0
-    assert "debug: step 2: " in ended.err
-    assert STEP_LINE.search(ended.err)
+    result = command_line(*arguments, config)
+    assert result.code == 0
+    assert "debug: step 2: " in result.err
+    assert STEP_LINE.search(result.err)
     assert (
         " DEBUG thresher.observability.heartbeat: step 2: " in (config.parent / "out" / "logs" / "run.log").read_text()
     )
 
 
-def test_quiet_does_not_hide_what_a_command_exists_to_print(command_line, config):
+def test_quiet_does_not_hide_the_result_of_a_command(command_line, config):
     for arguments in (("config", "show", config), ("losses",), ("cache", "ls"), ("cache", "verify")):
         loud, quiet = command_line(*arguments), command_line("-q", *arguments)
         assert quiet == loud
@@ -99,29 +99,29 @@ def test_quiet_does_not_hide_what_a_command_exists_to_print(command_line, config
     assert "pairs kept" in command_line("-q", "inspect", store).err
 
 
-def test_an_unknown_level_is_told_with_the_levels(command_line, monkeypatch):
+def test_an_unknown_level_is_reported_with_the_valid_ones(command_line, monkeypatch):
     monkeypatch.setenv("THRESHER_LOG_LEVEL", "loud")
-    ended = command_line("losses")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err == ("error: THRESHER_LOG_LEVEL is 'loud'; use one of debug, info, warning, error\n")
+    result = command_line("losses")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == ("error: THRESHER_LOG_LEVEL is 'loud'; use one of debug, info, warning, error\n")
     assert command_line("-q", "losses").code == 0  # a flag wins
 
 
 def test_quiet_and_verbose_exclude_each_other(command_line):
-    ended = command_line("-q", "losses", "-v")
-    assert (ended.code, ended.err) == (2, "error: --quiet and --verbose exclude each other; pass one of them\n")
+    result = command_line("-q", "losses", "-v")
+    assert (result.code, result.err) == (2, "error: --quiet and --verbose exclude each other; pass one of them\n")
 
 
-def test_flags_behind_two_dashes_are_arguments(command_line):
-    ended = command_line("train", "--", "-q")
-    assert "config file -q does not exist" in ended.err
+def test_flags_after_two_dashes_are_arguments(command_line):
+    result = command_line("train", "--", "-q")
+    assert "config file -q does not exist" in result.err
 
 
 def test_the_version(command_line):
     assert command_line("--version") == (0, f"thresher {thresher.__version__}\n", "")
 
 
-def test_a_terminal_gets_colours_and_no_markup_or_control_characters_of_a_message(monkeypatch):
+def test_terminal_messages_are_colored_with_markup_and_control_characters_escaped(monkeypatch):
     from thresher.cli import terminal
 
     stream = io.StringIO()
@@ -138,7 +138,7 @@ def test_a_terminal_gets_colours_and_no_markup_or_control_characters_of_a_messag
     assert error == "\x1b[1;31merror: \x1b[0mbad"
 
 
-def test_a_message_that_cannot_be_printed_ends_nothing_and_tells_no_secret(capsys):
+def test_a_message_that_fails_to_format_does_not_raise_or_leak_secrets(capsys):
     from thresher.cli.terminal import log_to_terminal
 
     with log_to_terminal(logging.INFO):
@@ -151,7 +151,7 @@ def test_a_message_that_cannot_be_printed_ends_nothing_and_tells_no_secret(capsy
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) (thresher[\w.]*): .+")
 
 
-def test_run_log_holds_the_messages_of_its_run_whatever_is_shown(command_line, config, tmp_path):
+def test_run_log_has_all_messages_at_every_terminal_level(command_line, config, tmp_path):
     assert command_line("-q", "train", config).code == 0
     log = tmp_path / "out" / "logs" / "run.log"
     lines = log.read_text().splitlines()
@@ -159,12 +159,12 @@ def test_run_log_holds_the_messages_of_its_run_whatever_is_shown(command_line, c
     text = log.read_text()
     assert " WARNING thresher.builders.data: of 21 training pairs, 21 are also in the validation set" in text
     assert re.search(r" INFO thresher.pipeline: .*; 2 steps of 6 pairs \(", text)
-    assert command_line("train", config).code == 0  # the same command again goes on in the same file
+    assert command_line("train", config).code == 0  # the same command again appends to the same file
     assert log.read_text().startswith(text)
     assert "has completed all steps" in log.read_text()[len(text) :]
 
 
-def test_run_log_tells_why_a_run_ended_and_no_secret(base, tmp_path):
+def test_run_log_has_the_error_of_a_run_with_secrets_masked(base, tmp_path):
     from thresher.pipeline import DPOPipeline
 
     data = {**base["actor_train"]["data_args"], "file_name": f"http://me:hunter2@127.0.0.1:9/a.jsonl?token={SECRET}"}
@@ -179,7 +179,7 @@ def test_run_log_tells_why_a_run_ended_and_no_secret(base, tmp_path):
         assert secret not in text
 
 
-def test_a_defect_stands_in_run_log_with_its_traceback_and_further_lines_are_indented(tmp_path):
+def test_run_log_has_the_traceback_of_a_bug_with_further_lines_indented(tmp_path):
     def fail() -> None:
         logging.getLogger("thresher.x").warning("one\n2000-01-01 00:00:00,000 INFO thresher: forged")
         raise ZeroDivisionError(f"api_key={SECRET}")
@@ -192,20 +192,20 @@ def test_a_defect_stands_in_run_log_with_its_traceback_and_further_lines_are_ind
     assert lines[-1] == "    ZeroDivisionError: api_key=***"
 
 
-def test_two_runs_in_one_process_have_a_log_each_and_leave_no_handler(base, tmp_path):
+def test_two_runs_in_one_process_have_separate_logs_and_leave_no_handler(base, tmp_path):
     from thresher.pipeline import DPOPipeline
 
-    before = state_of_logging()
+    before = logging_state()
     for name in ("one", "two"):
         DPOPipeline(parse_config({**base, "track_with": [], "output_dir": str(tmp_path / name)})).run()
-        assert state_of_logging() == before
+        assert logging_state() == before
     one, two = ((tmp_path / name / "logs" / "run.log").read_text() for name in ("one", "two"))
     assert one.count("2 steps of 6 pairs") == two.count("2 steps of 6 pairs") == 1
     assert str(tmp_path / "two") not in one
 
 
-def test_a_library_user_sees_nothing_until_a_handler_is_there(base, tmp_path):
-    """A process of its own, as pytest has handlers; run.log is complete all the same."""
+def test_a_library_user_sees_nothing_without_a_handler(base, tmp_path):
+    """In a subprocess, since pytest installs handlers; run.log is complete anyway."""
     values = {**base, "track_with": [], "output_dir": str(tmp_path / "out")}
     program = (
         "import logging, sys, yaml; from thresher import DPOPipeline; from thresher.config import parse_config\n"
@@ -226,17 +226,17 @@ def test_a_library_user_sees_nothing_until_a_handler_is_there(base, tmp_path):
     assert re.search(r"^INFO thresher.pipeline .*; 2 steps of 6 pairs \(", printed("INFO"), re.MULTILINE)
 
 
-def test_a_run_adds_what_it_logs_to_no_other_handler(tmp_path, caplog):
-    """The level is lowered for run.log alone."""
-    logger, own = logging.getLogger("thresher.test"), io.StringIO()
-    PACKAGE.addHandler(handler := logging.StreamHandler(own))
+def test_run_log_does_not_lower_the_level_of_other_handlers(tmp_path, caplog):
+    """The level is lowered for run.log only."""
+    logger, stream = logging.getLogger("thresher.test"), io.StringIO()
+    PACKAGE.addHandler(handler := logging.StreamHandler(stream))
     with run_log(tmp_path):
-        logger.info("told to the file")
-        logger.warning("told to all")
+        logger.info("for the file")
+        logger.warning("for all")
     PACKAGE.removeHandler(handler)
-    assert caplog.messages == ["told to all"]
-    assert own.getvalue() == "told to all\n"
-    assert (tmp_path / "run.log").read_text().count("told to") == 2
+    assert caplog.messages == ["for all"]
+    assert stream.getvalue() == "for all\n"
+    assert (tmp_path / "run.log").read_text().count(": for ") == 2
 
 
 def test_a_log_that_cannot_be_opened_or_written_is_a_warning(tmp_path, monkeypatch):
@@ -247,12 +247,12 @@ def test_a_log_that_cannot_be_opened_or_written_is_a_warning(tmp_path, monkeypat
     assert "run.log: Not a directory; the run continues without this file" in records[0].getMessage()
 
     with logged() as records, run_log(tmp_path):
-        file = next(each for each in PACKAGE.handlers if isinstance(each, LogFile))
+        file = next(handler for handler in PACKAGE.handlers if isinstance(handler, LogFile))
         os.dup2(os.open("/dev/full", os.O_WRONLY), file.stream.fileno())
         for _ in range(2):
-            logging.getLogger("thresher.test").info("said")
-    told = [record.getMessage().partition(":")[0] for record in records]
-    assert told == ["said", f"could not write {tmp_path}/run.log", "said"]
+            logging.getLogger("thresher.test").info("message")
+    messages = [record.getMessage().partition(":")[0] for record in records]
+    assert messages == ["message", f"could not write {tmp_path}/run.log", "message"]
 
 
 def test_logs_are_not_written_through_links(tmp_path):
@@ -281,8 +281,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed(program):
     check = (
         "heavy = {'torch', 'transformers', 'ray', 'pyarrow', 'datasets'} & set(sys.modules); assert not heavy, heavy"
     )
-    whole = f"import sys; sys.argv[1:] = ['--help']\ntry:\n    {program}\nexcept SystemExit:\n    pass\n{check}"
-    subprocess.run([sys.executable, "-c", whole], check=True, capture_output=True)
+    code = f"import sys; sys.argv[1:] = ['--help']\ntry:\n    {program}\nexcept SystemExit:\n    pass\n{check}"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_completion_is_offered_and_completes_commands():

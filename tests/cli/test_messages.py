@@ -1,4 +1,4 @@
-"""Mistakes that a person can mend: one message that names the mend, exit code 2, no traceback. Texts are held here."""
+"""User errors: one message with a suggested fix, exit code 2, no traceback. The texts are asserted here."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def thresher(command_line):
     """Run the command line in this process; return its exit code and its one message."""
 
     def run(*arguments: str) -> tuple[int, str]:
-        ended = command_line(*arguments)
-        return ended.code, the_message(ended.err)
+        result = command_line(*arguments)
+        return result.code, error_message(result.err)
 
     return run
 
 
-def the_message(stderr: str) -> str:
-    """What follows `error:`, which must stand there once, at the end, and without a traceback."""
+def error_message(stderr: str) -> str:
+    """Return the text after `error: `, which must occur at most once, without a traceback."""
     assert "Traceback" not in stderr
     assert stderr.count("error: ") <= 1
     return stderr.rpartition("error: ")[2].strip()
 
 
-def in_a_process(directory: Path, *arguments: str) -> tuple[int, str]:
+def run_in_subprocess(directory: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "thresher", *arguments],
         cwd=directory,
@@ -48,7 +48,7 @@ def in_a_process(directory: Path, *arguments: str) -> tuple[int, str]:
         timeout=120,
         check=False,
     )
-    return done.returncode, the_message(done.stderr)
+    return done.returncode, error_message(done.stderr)
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -58,7 +58,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def config(tmp_path, stories_dir):
-    """Write a config that runs as it is, changed by dotted keys; return its path."""
+    """Write a valid config, changed by keys joined with `__`; return its path."""
     write_rows(tmp_path / "pairs.jsonl", [{**ROW, "prompt": f"Say hello {i}.\n"} for i in range(8)])
 
     def write(**changes: object) -> str:
@@ -75,10 +75,10 @@ def config(tmp_path, stories_dir):
         }
         for key, value in changes.items():
             *sections, last = key.split("__")
-            place = values
+            target = values
             for section in sections:
-                place = place.setdefault(section, {})
-            place[last] = value
+                target = target.setdefault(section, {})
+            target[last] = value
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
         return "run.yaml"
 
@@ -86,7 +86,7 @@ def config(tmp_path, stories_dir):
 
 
 @pytest.mark.real
-def test_the_config_that_all_cases_below_spoil_runs(thresher, config, tmp_path):
+def test_the_unmodified_config_runs(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     assert (tmp_path / "out" / "checkpoints" / "step-00000001").is_dir()
 
@@ -147,9 +147,9 @@ def test_a_column_that_a_key_names_and_the_data_lacks(thresher, config):
 
 
 @pytest.mark.real
-def test_a_mistyped_key_in_a_process_of_its_own(config, tmp_path):
+def test_a_mistyped_key_in_a_subprocess(config, tmp_path):
     path = config(actor_train__training_args__lerning_rate=1e-6)
-    assert in_a_process(tmp_path, "train", path, "bta=0.2") == (
+    assert run_in_subprocess(tmp_path, "train", path, "bta=0.2") == (
         2,
         "invalid configuration:\n"
         "  - actor_train.training_args.lerning_rate: unknown key; did you mean `learning_rate`?\n"
@@ -159,15 +159,15 @@ def test_a_mistyped_key_in_a_process_of_its_own(config, tmp_path):
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_an_unknown_loss_in_a_process_of_its_own(config, tmp_path):
-    code, message = in_a_process(tmp_path, "train", config(pref_loss="sigmod"))
+def test_an_unknown_loss_in_a_subprocess(config, tmp_path):
+    code, message = run_in_subprocess(tmp_path, "train", config(pref_loss="sigmod"))
     assert code == 2
     assert message.startswith("unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are aot, aot_unpaired, apo_")
 
 
 @pytest.fixture
 def stories_without(stories_dir, tmp_path):
-    """A copy of the model whose tokenizer lacks some entries."""
+    """A copy of the model without some tokenizer settings."""
 
     def copy(*entries: str) -> str:
         target = shutil.copytree(stories_dir, tmp_path / "model")
@@ -264,15 +264,15 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},
             "invalid configuration:\n  - config: runtime: local is one process, but "
-            "actor_train.device_mapping asks for 8; use runtime: ray",
+            "actor_train.device_mapping needs 8; use runtime: ray",
         ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_a_setting_that_cannot_work(thresher, config, tmp_path, changes, message):
+def test_an_invalid_setting(thresher, config, tmp_path, changes, message):
     assert thresher("train", config(**changes)) == (2, message)
     if "strategy" in message or "device" in message:
-        assert not (tmp_path / "out").exists()  # refused before the data was prepared
+        assert not (tmp_path / "out").exists()  # rejected before the data was prepared
 
 
 @pytest.mark.real
@@ -292,7 +292,7 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
 
 
 @pytest.mark.real
-def test_the_same_command_again_goes_on_and_a_finished_run_is_left_alone(thresher, config, tmp_path):
+def test_rerunning_a_finished_run_changes_nothing(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     log = (tmp_path / "out" / "logs" / "metrics.jsonl").read_bytes()
     assert thresher("train", config())[0] == 0
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_other_lora_settings(thresher, config):
     assert message.endswith("resume with the same pretrain, master_dtype and lora settings")
 
 
-def test_exporting_what_is_no_checkpoint(thresher, tmp_path):
+def test_exporting_a_directory_without_checkpoints(thresher, tmp_path):
     (tmp_path / "empty").mkdir()
     for source in ("empty", "nowhere"):
         assert thresher("export", source, "--output", "model") == (
@@ -352,7 +352,7 @@ def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_pat
         done = subprocess.run(
             command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, check=False
         )
-        return done.returncode, the_message(done.stderr)
+        return done.returncode, error_message(done.stderr)
 
     assert start("--config_path", "nowhere", "--config_name", "dpo") == (
         2,
@@ -363,7 +363,7 @@ def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_pat
 
 
 def test_a_message_is_not_read_as_markup(thresher):
-    """Square brackets of a message must reach the reader as they are."""
+    """Square brackets in a message are printed verbatim."""
     assert thresher("train", "[bold]nowhere[/].yaml")[1].startswith("config file [bold]nowhere[/].yaml does not exist")
 
 
@@ -377,12 +377,12 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         "assert not heavy, heavy"
     )
     seconds = []
-    for _ in range(3):  # the best of three: others may use the machine as well
+    for _ in range(3):  # the best of three: other processes may use the machine
         started = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
         seconds.append(time.perf_counter() - started)
         assert done.returncode == 0, done.stderr
-    for verb in (
+    for command in (
         "prepare",
         "inspect",
         "precompute-reference",
@@ -393,7 +393,7 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         "cache",
         "config",
     ):
-        assert verb in done.stdout
+        assert command in done.stdout
     assert min(seconds) < 1.0
 
 

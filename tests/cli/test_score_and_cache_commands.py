@@ -1,4 +1,4 @@
-"""`thresher precompute-reference` and `thresher cache`: what they say, count, find and remove."""
+"""`thresher precompute-reference` and `thresher cache`: their output, and what they score and remove."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-NUM_PAIRS, NUM_HELD_OUT = 20, 5
+NUM_PAIRS, NUM_VALIDATION = 20, 5
 
 
 @pytest.fixture
 def thresher(command_line):
-    """Run the command line in this process; return its exit code and all that it printed."""
+    """Run the command line in this process; return its exit code and output."""
 
     def run(*arguments: object) -> tuple[int, str]:
-        ended = command_line(*arguments)
-        return ended.code, ended.out + ended.err
+        result = command_line(*arguments)
+        return result.code, result.out + result.err
 
     return run
 
 
 @pytest.fixture
 def config(tmp_path, stories_dir) -> Path:
-    """20 pairs to train on, of 4 to 23 words a side, and 5 held out."""
+    """20 training pairs of 4 to 23 words per side, and 5 validation pairs."""
 
     def row(number: int) -> dict[str, str]:
-        said = [WORDS[(number + i) % len(WORDS)] for i in range(4 + number % 20)]
-        return {"prompt": f"Tale {number}:\n", "chosen": " ".join(said), "rejected": " ".join(reversed(said)) + "!"}
+        words = [WORDS[(number + i) % len(WORDS)] for i in range(4 + number % 20)]
+        return {"prompt": f"Tale {number}:\n", "chosen": " ".join(words), "rejected": " ".join(reversed(words)) + "!"}
 
-    rows = [json.dumps(row(number)) + "\n" for number in range(NUM_PAIRS + NUM_HELD_OUT)]
+    rows = [json.dumps(row(number)) + "\n" for number in range(NUM_PAIRS + NUM_VALIDATION)]
     (tmp_path / "train.jsonl").write_text("".join(rows[:NUM_PAIRS]))
-    (tmp_path / "held_out.jsonl").write_text("".join(rows[NUM_PAIRS:]))
+    (tmp_path / "validation.jsonl").write_text("".join(rows[NUM_PAIRS:]))
     values = {
         "pretrain": str(stories_dir),
         "output_dir": "out",
@@ -53,7 +53,7 @@ def config(tmp_path, stories_dir) -> Path:
             "training_args": {"per_device_train_batch_size": 4},
         },
         "reference": {"infer_batch_size": 1},
-        "validation": {"data_args": {"file_name": "held_out.jsonl", "template": "raw"}},
+        "validation": {"data_args": {"file_name": "validation.jsonl", "template": "raw"}},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "say.jinja").write_text(TEMPLATE)
@@ -61,24 +61,24 @@ def config(tmp_path, stories_dir) -> Path:
 
 
 def counts(printed: str) -> tuple[int, int]:
-    """Pairs from the cache, and pairs that went through the reference."""
+    """Return the number of pairs from the cache, and of pairs that the reference scored."""
     (found,) = re.findall(r"reference: ([\d,]+) pairs from the cache, ([\d,]+) scored", printed)
     return int(found[0]), int(found[1])
 
 
-def test_a_training_run_finds_what_was_scored_ahead(thresher, config):
-    assert counts(thresher("precompute-reference", config)[1]) == (0, 8 + NUM_HELD_OUT)  # two steps of four pairs
+def test_a_training_run_finds_precomputed_logps(thresher, config):
+    assert counts(thresher("precompute-reference", config)[1]) == (0, 8 + NUM_VALIDATION)  # two steps of four pairs
     code, printed = thresher("train", config, "beta=0.3", "actor_train.training_args.learning_rate=1e-4")
-    assert (code, counts(printed)) == (0, (8 + NUM_HELD_OUT, 0))
+    assert (code, counts(printed)) == (0, (8 + NUM_VALIDATION, 0))
 
 
 def test_all_pairs_serve_runs_of_any_length_and_seed(thresher, config):
-    assert counts(thresher("precompute-reference", config, "--all-pairs")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
-    assert counts(thresher("train", config, "max_steps=5", "seed=1")[1]) == (NUM_PAIRS + NUM_HELD_OUT, 0)
+    assert counts(thresher("precompute-reference", config, "--all-pairs")[1]) == (0, NUM_PAIRS + NUM_VALIDATION)
+    assert counts(thresher("train", config, "max_steps=5", "seed=1")[1]) == (NUM_PAIRS + NUM_VALIDATION, 0)
 
 
-def test_the_earlier_names_of_the_command_and_its_option_work_and_are_not_shown(thresher, config):
-    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_HELD_OUT)
+def test_earlier_names_of_the_command_and_its_option_work_and_are_hidden(thresher, config):
+    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_VALIDATION)
     shown = thresher("--help")[1] + thresher("precompute-reference", "--help")[1]
     assert "--all-pairs" in shown
     assert not re.search(r"every-pair|│ score\b", shown)
@@ -90,22 +90,22 @@ def test_the_earlier_names_of_the_command_and_its_option_work_and_are_not_shown(
         ([], 0),
         (["beta=0.7", "pref_loss=hinge", "layout=padded"], 0),
         (["actor_train.data_args.template=say.jinja"], NUM_PAIRS),
-        (["validation.data_args.template=say.jinja"], NUM_HELD_OUT),
-        (["reference.model_args.dtype=bf16"], NUM_PAIRS + NUM_HELD_OUT),
+        (["validation.data_args.template=say.jinja"], NUM_VALIDATION),
+        (["reference.model_args.dtype=bf16"], NUM_PAIRS + NUM_VALIDATION),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
-def test_a_template_or_a_precision_misses_and_a_loss_does_not(thresher, config, changes, num_scored):
+def test_the_cache_key_has_the_template_and_precision_but_not_the_loss(thresher, config, changes, num_scored):
     thresher("precompute-reference", config, "--all-pairs")
     code, printed = thresher("precompute-reference", config, "--all-pairs", *changes)
-    assert (code, counts(printed)) == (0, (NUM_PAIRS + NUM_HELD_OUT - num_scored, num_scored))
+    assert (code, counts(printed)) == (0, (NUM_PAIRS + NUM_VALIDATION - num_scored, num_scored))
 
 
 @pytest.mark.parametrize("truncation", ["response_end", "prompt_start"])
-def test_a_truncation_misses_the_pairs_that_it_cuts(thresher, config, truncation):
+def test_only_truncated_pairs_are_scored_again(thresher, config, truncation):
     thresher("precompute-reference", config, "--all-pairs")
     cut = [f"{role}.data_args.truncation={truncation}" for role in ("actor_train", "validation")]
-    # a limit that no pair reaches cuts none, although the store is another
+    # a limit above all lengths truncates no pair, although the store differs
     assert counts(thresher("precompute-reference", config, "--all-pairs", "sequence_length=400", *cut)[1])[1] == 0
     code, printed = thresher("precompute-reference", config, "--all-pairs", "sequence_length=40", *cut)
     num_cut = sum(map(int, re.findall(r"truncated: \D*(\d+)", printed)))
@@ -116,7 +116,7 @@ def test_a_truncation_misses_the_pairs_that_it_cuts(thresher, config, truncation
     assert found > 0
 
 
-def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
+def test_precomputing_for_a_mode_that_reads_no_cache_is_rejected(thresher, config):
     for change, mode in (
         ("actor_train.model_args.lora_rank=2", "adapter"),
         ("reference.mode=concurrent", "concurrent"),
@@ -127,7 +127,7 @@ def test_scoring_ahead_what_no_run_would_read_is_refused(thresher, config):
         assert "set reference.mode=precompute" in printed
 
 
-def test_ls_tells_whose_logps_there_are(thresher, config, stories_dir, reference_cache):
+def test_ls_lists_the_cached_references(thresher, config, stories_dir, reference_cache):
     code, printed = thresher("cache", "ls")
     assert (code, "is empty; " in printed) == (0, True)
     thresher("precompute-reference", config, "max_steps=5")
@@ -151,13 +151,13 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
     assert code == 1
     assert f"damaged: {victim} does not match the digest in its name" in printed.replace("\n", "")
     assert "1 valid shards" in printed
-    assert victim.exists()  # verify only looks
+    assert victim.exists()  # verify changes nothing
     _, printed = thresher("precompute-reference", config, "max_steps=5")
-    assert counts(printed)[1] in (NUM_PAIRS, NUM_HELD_OUT)
+    assert counts(printed)[1] in (NUM_PAIRS, NUM_VALIDATION)
     assert thresher("cache", "verify")[0] == 0
 
 
-def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, config, stories_dir, reference_cache):
+def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, reference_cache):
     thresher("precompute-reference", config)
     thresher("precompute-reference", config, "reference.model_args.dtype=bf16")
     old, new = sorted(reference_cache.iterdir())
@@ -182,7 +182,7 @@ def test_prune_says_what_it_will_remove_and_removes_it_when_told(thresher, confi
     assert list(reference_cache.iterdir()) == []
 
 
-def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, reference_cache):
+def test_prune_removes_leftovers_of_killed_writers_and_damaged_shards(thresher, config, reference_cache):
     thresher("precompute-reference", config)
     (directory,) = reference_cache.iterdir()
     abandoned, fresh, damaged = (directory / name for name in (".partial-0", ".partial-1", "x.arrow.damaged"))
@@ -196,7 +196,7 @@ def test_prune_removes_what_killed_and_damaged_writers_left(thresher, config, re
     assert counts(thresher("precompute-reference", config)[1])[1] == 0
 
 
-def test_a_cache_may_lie_elsewhere(thresher, config, tmp_path, reference_cache):
+def test_cache_dir_sets_the_location_of_the_cache(thresher, config, tmp_path, reference_cache):
     thresher("precompute-reference", config, "reference.cache_dir=shared_cache")
     assert not reference_cache.exists()
     assert "13" in thresher("cache", "ls", "--cache-dir", "shared_cache")[1]

@@ -1,4 +1,4 @@
-"""What `thresher submit` refuses before it speaks to anybody. Nobody listens at the address that these tests give."""
+"""Errors that `thresher submit` reports before it connects; no server listens at the address of these tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 
 CONFIG = ROOT / "examples" / "polite_smollm2" / "dpo_config.yaml"
 TEMPORARY = "but a job runs in a temporary directory; give an absolute path that all nodes share"
-REFUSED = {
+INVALID = {
     "an address without a scheme": (
         ["--address=10.0.0.1:8265"],
         "--address 10.0.0.1:8265 is not a URL; give the dashboard of the cluster, such as http://HEAD:8265",
@@ -20,7 +20,7 @@ REFUSED = {
     "a relative output_dir": (["output_dir=here"], f"output_dir is here, {TEMPORARY}"),
     "a relative logging_dir": (["output_dir=/out", "logging_dir=logs"], f"logging_dir is logs, {TEMPORARY}"),
     "a relative cache": (["output_dir=/o", "reference.cache_dir=c"], f"reference.cache_dir is c, {TEMPORARY}"),
-    "a working directory that is not there": (
+    "a missing working directory": (
         ["--working-dir=nowhere"],
         "--working-dir nowhere is not a directory; give the directory whose files the job needs",
     ),
@@ -32,7 +32,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_job_that_cannot_work_is_told_before_anything_is_sent(command_line, arguments, message):
-    ended = command_line("submit", CONFIG, "--address=http://127.0.0.1:1", *arguments)
-    assert (ended.code, ended.err.strip()) == (2, f"error: {message}")
+@pytest.mark.parametrize(("arguments", "message"), INVALID.values(), ids=INVALID)
+def test_an_invalid_job_is_rejected_before_anything_is_sent(command_line, arguments, message):
+    result = command_line("submit", CONFIG, "--address=http://127.0.0.1:1", *arguments)
+    assert (result.code, result.err.strip()) == (2, f"error: {message}")

@@ -106,7 +106,7 @@ def test_an_override_may_use_either_name(tmp_path, old, new, value):
 
 
 @pytest.mark.parametrize(("old", "new", "value"), KEYS)
-def test_a_key_under_both_names_is_refused(tmp_path, old, new, value):
+def test_a_key_under_both_names_is_rejected(tmp_path, old, new, value):
     path = write(tmp_path / "run.yaml", {"actor_train": {"strategy_args": {"strategy_config": {"pp_size": 2}}}})
     section, _, name = new.rpartition(".")
     earlier = old.rpartition(".")[2]

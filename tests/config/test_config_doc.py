@@ -55,7 +55,7 @@ def test_every_earlier_name_has_a_row(config_doc: ModuleType) -> None:
             assert f"{old}` | `" in tables, new
 
 
-def test_a_key_without_a_docstring_is_refused(config_doc: ModuleType) -> None:
+def test_a_key_without_a_docstring_is_rejected(config_doc: ModuleType) -> None:
     class Bare(Section):
         """A section."""
 
@@ -65,6 +65,6 @@ def test_a_key_without_a_docstring_is_refused(config_doc: ModuleType) -> None:
         config_doc._table(Bare, {"": Bare()}, ["key"], None)
 
 
-def test_a_page_without_markers_is_refused(config_doc: ModuleType) -> None:
+def test_a_page_without_markers_is_rejected(config_doc: ModuleType) -> None:
     with pytest.raises(ValueError, match="must contain the lines"):
         config_doc.with_tables("# Config\n", "")

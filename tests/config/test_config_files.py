@@ -104,7 +104,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_config_of_rolls_dpo_pipeline_means_what_it_says(write):
+def test_a_config_of_rolls_dpo_pipeline_is_understood(write):
     config = load_config(write(ROLL_STYLE))
     assert config.output_dir == "./output/qwen2.5-7B-dpo-config"  # interpolated
     assert config.track_with == ["tensorboard"]
@@ -143,7 +143,7 @@ def test_an_override_sets_a_key_that_the_file_has_and_one_that_it_lacks(write):
 
 
 @pytest.mark.parametrize("written", ["list(range(0,4))", "[0,1,2,3]", '"list(range(0,4))"', "[0,1]+list(range(2,4))"])
-def test_a_device_mapping_can_be_overridden_as_it_is_written_in_yaml(write, written):
+def test_a_device_mapping_override_uses_the_yaml_syntax(write, written):
     config = load_config(write("seed: 1\n"), [f"actor_train.device_mapping={written}"])
     assert config.actor_train.device_mapping == [0, 1, 2, 3]
 
@@ -171,7 +171,7 @@ def test_a_config_group_is_chosen_by_an_override(write, tmp_path):
         ("beta=many", "beta: Input should be a valid number"),
     ],
 )
-def test_an_override_that_cannot_be_used_is_refused(write, override, message):
+def test_an_invalid_override_is_rejected(write, override, message):
     assert message in refusal(write("seed: 1\n"), override)
 
 
@@ -186,18 +186,18 @@ def test_an_override_that_cannot_be_used_is_refused(write, override, message):
         ("beta: \x07\n", "special characters are not allowed"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_with_its_name_and_the_cause(write, text, message):
+def test_an_invalid_config_file_is_rejected_with_its_name_and_the_cause(write, text, message):
     path = write(text)
     assert refusal(path).startswith(f"config {path} cannot be read: ")
     assert message in refusal(path)
 
 
-def test_a_binary_file_is_refused(tmp_path):
+def test_a_binary_file_is_rejected(tmp_path):
     (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
     assert "model.yaml cannot be read: 'utf-8' codec" in refusal(tmp_path / "model.yaml")
 
 
-def test_a_file_that_is_missing_or_named_otherwise_is_refused(write, tmp_path):
+def test_a_missing_file_or_another_extension_is_rejected(write, tmp_path):
     assert refusal(tmp_path / "none.yaml").endswith("none.yaml does not exist; give the path of a YAML file")
     assert refusal(write("seed: 1\n", "run.yml")).endswith("Hydra reads `.yaml` files only, so rename it")
 
@@ -228,7 +228,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("text", SHOWN.values(), ids=SHOWN)
-def test_what_config_show_prints_is_a_config_that_means_the_same(write, text):
+def test_the_output_of_config_show_is_an_equal_config(write, text):
     path = write(text)
     shown = CliRunner().invoke(app, ["config", "show", str(path), "seed=3"])
     assert shown.exit_code == 0, shown.output

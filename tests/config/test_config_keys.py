@@ -1,4 +1,4 @@
-"""Keys and values of a config: which are known, what each spelling means, and what a mistake is answered with."""
+"""Keys and values of a config: the known ones, the meaning of each spelling, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusal(values: dict) -> str:
         ("reference.step_ahead", "prefetch_steps"),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_nearest_known_one(typed, meant):
+def test_an_unknown_key_suggests_the_nearest_known_one(typed, meant):
     assert f"  - {typed}: unknown key; did you mean `{meant}`?" in refusal(nested(typed, 1)).splitlines()
 
 
@@ -59,16 +59,16 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(typed, meant):
         ("actor_train.max_skipped_steps", "max_consecutive_skipped_steps"),
     ],
 )
-def test_a_key_in_the_wrong_section_is_told_where_it_belongs(typed, home):
+def test_a_key_in_the_wrong_section_names_the_right_section(typed, home):
     assert f"  - {typed}: unknown key; it belongs at `{home}`" in refusal(nested(typed, 1)).splitlines()
 
 
-def test_an_unknown_key_that_resembles_nothing_is_answered_with_all_keys_of_its_section():
+def test_an_unknown_key_without_a_near_match_lists_all_keys_of_its_section():
     message = refusal({"tracker_kwargs": {"zzz": 1}})
     assert message.endswith("known keys here: mlflow_tracking_uri, wandb_entity, wandb_mode, wandb_project")
 
 
-def test_every_mistake_is_told_at_once_one_line_each():
+def test_all_errors_are_reported_at_once_one_per_line():
     lines = refusal({"bta": 1, "max_steps": 0, "pref_loss": 5}).splitlines()
     assert lines == [
         "invalid configuration:",
@@ -146,7 +146,7 @@ def test_device_mapping_is_a_list_or_its_spelling(role, written, ids):
     ],
     ids=lambda written: repr(written)[:40],
 )
-def test_a_device_mapping_that_is_no_list_of_devices_is_refused_and_never_evaluated(written, tmp_path):
+def test_an_invalid_device_mapping_is_rejected_and_never_evaluated(written, tmp_path):
     canary = tmp_path / "canary"
     value = written.replace("{canary}", str(canary)) if isinstance(written, str) else written
     message = refusal({"actor_train": {"device_mapping": value}})
@@ -163,13 +163,13 @@ def test_resume_from_checkpoint_is_false_a_path_or_auto(written, meaning):
     assert parse_config({"resume_from_checkpoint": written}).resume_from_checkpoint == meaning
 
 
-def test_resume_true_is_refused_because_it_does_not_say_what_a_first_start_means():
+def test_resume_true_is_rejected_as_ambiguous():
     assert "use `auto` to resume from the newest checkpoint, or give a path" in refusal(
         {"resume_from_checkpoint": True}
     )
 
 
-def test_minus_one_is_no_limit():
+def test_minus_one_means_no_limit():
     config = parse_config({"max_steps": -1, "num_train_epochs": -1})
     assert (config.max_steps, config.num_train_epochs) == (None, None)
 
@@ -177,11 +177,11 @@ def test_minus_one_is_no_limit():
 @pytest.mark.parametrize(
     "values", [{"max_steps": 0}, {"max_steps": -2}, {"num_train_epochs": 0}, {"num_train_epochs": float("nan")}]
 )
-def test_a_run_of_no_steps_is_refused(values):
+def test_a_run_without_steps_is_rejected(values):
     assert next(iter(values)) in refusal(values)
 
 
-def test_a_seed_that_the_random_generators_cannot_take_is_refused():
+def test_a_seed_out_of_range_is_rejected():
     assert parse_config({"seed": 2**32 - 1}).seed == 2**32 - 1
     assert "seed: Input should be less than 4294967296" in refusal({"seed": 2**32})
 
@@ -230,7 +230,7 @@ def test_every_spelling_of_the_losses_resolves_to_names_and_weights(values, weig
         ),
     ],
 )
-def test_losses_that_contradict_each_other_are_refused(values, message):
+def test_contradicting_losses_are_rejected(values, message):
     assert message in refusal(values)
 
 
@@ -268,7 +268,7 @@ def test_losses_that_contradict_each_other_are_refused(values, message):
         ),
     ],
 )
-def test_a_setting_that_would_have_no_effect_is_refused(path, values, message):
+def test_a_setting_without_effect_is_rejected(path, values, message):
     assert f"  - {path}: " in refusal(nested(path, values))
     assert message in refusal(nested(path, values))
 
@@ -277,7 +277,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(path, values, message):
     ("policy", "reference"),
     [({"dtype": "fp32"}, {"master_dtype": "bf16"}), ({"dtype": "bf16", "master_dtype": "bf16"}, {"dtype": "fp32"})],
 )
-def test_a_reference_that_could_not_compute_in_its_precision_is_refused(policy, reference):
+def test_an_invalid_precision_of_the_reference_is_rejected(policy, reference):
     values = {"actor_train": {"model_args": policy}, "reference": {"model_args": reference}}
     assert "the reference cannot compute in fp32 from bf16 weights; remove its dtype and master_dtype" in refusal(
         values
@@ -298,7 +298,7 @@ def test_a_config_cannot_be_changed_after_it_was_read():
             setattr(section, field, 0.5)
 
 
-def test_policy_and_reference_start_from_pretrain_unless_told_otherwise():
+def test_policy_and_reference_default_to_pretrain():
     shared = parse_config({"pretrain": "a"})
     assert (shared.policy_path, shared.reference_path) == ("a", "a")
     own = parse_config({"pretrain": "a", "reference": {"model_args": {"model_name_or_path": "b"}}})
@@ -346,7 +346,7 @@ def odd_configs(draw: st.DrawFn) -> dict:
 
 @settings(max_examples=400, deadline=None)
 @given(odd_configs())
-def test_any_values_at_all_give_a_config_or_one_readable_error(values):
+def test_arbitrary_values_give_a_config_or_one_readable_error(values):
     message = ""
     config = None
     try:

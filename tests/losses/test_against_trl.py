@@ -1,4 +1,4 @@
-"""Our losses against TRL's own code, values and per-token gradients, in fp64 and fp32."""
+"""Losses against TRL's code: values and per-token gradients, in fp64 and fp32."""
 
 from dataclasses import replace
 

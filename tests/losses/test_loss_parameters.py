@@ -1,4 +1,4 @@
-"""Every parameter of every loss and modifier changes the result, and an invalid value is refused with a suggestion."""
+"""Every parameter of every loss and modifier changes the result, and an invalid value is rejected with a suggestion."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_beta_must_be_a_positive_number(name, beta):
         ("discopop", "discopop_tau", 1.5),
     ],
 )
-def test_parameter_out_of_range_is_refused_with_a_suggestion(name, parameter, value):
+def test_parameter_out_of_range_is_rejected_with_a_suggestion(name, parameter, value):
     with pytest.raises(UserError, match=rf"{name}: {parameter} must be .*, got {value}; try"):
         make_loss(name, {parameter: value})
 
@@ -99,6 +99,6 @@ def test_parameter_out_of_range_is_refused_with_a_suggestion(name, parameter, va
         ("f_alpha_divergence_coef", float("nan")),
     ],
 )
-def test_modifier_out_of_range_is_refused(modifier, value):
+def test_modifier_out_of_range_is_rejected(modifier, value):
     with pytest.raises(UserError, match=r"try|use one of"):
         replace(objective_of("sigmoid"), **{modifier: value})

@@ -71,7 +71,7 @@ def test_pair_order_does_not_change_the_quantiles_of_a_coupled_loss(name, pairs,
 @pytest.mark.parametrize("name", INDEPENDENT_LOSSES)
 @EXAMPLES
 @given(pairs=pair_logps(), other=pair_logps(EXTREME_LOGPS))
-def test_a_pair_is_blind_to_its_neighbours(name, pairs, other):
+def test_a_pair_does_not_depend_on_its_neighbors(name, pairs, other):
     objective = objective_of(name)
     alone = evaluate(objective, pairs)
     crowded = evaluate(objective, concat_pairs([other, pairs]))
@@ -99,12 +99,12 @@ MONOTONE = [n for n in ALL_LOSSES if n not in ("ipo", "ipo_sum", "sppo_hard", "e
 @pytest.mark.parametrize("name", MONOTONE)
 @EXAMPLES
 @given(pairs=pair_logps())
-def test_a_less_likely_rejected_side_never_costs(name, pairs):
+def test_a_less_likely_rejected_side_never_raises_the_loss(name, pairs):
     assert bool((evaluate(objective_of(name), pairs).rejected_grad >= 0).all())
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_no_pairs_are_every_metric_with_a_count_of_zero(name):
+def test_an_empty_batch_has_every_metric_with_a_count_of_zero(name):
     """A rank may have no pairs in a step; its metrics must have the same names as those of the other ranks."""
     empty = ChosenRejectedLogps(side([], torch.float32), side([], torch.float32))
     some = ChosenRejectedLogps(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))

@@ -107,7 +107,7 @@ def test_aot_unpaired_sorts_each_side_on_its_own():
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_zero_margin_loss_is_what_policy_equal_to_reference_costs(name):
+def test_zero_margin_loss_is_the_loss_of_policy_equal_to_reference(name):
     pairs = hand_pairs(second=True)
     equal = type(pairs)(pairs.policy, pairs.policy.detach())
     loss = objective_of(name, {} if name == "sft" else {"beta": 0.7})

@@ -91,7 +91,7 @@ def test_ld_alpha_leaves_likelihood_terms_alone():
     assert scores.mean_chosen_nll.item() == 2.0
 
 
-def test_length_penalty_stands_outside_beta_and_pulls_on_short_winners():
+def test_length_penalty_is_not_scaled_by_beta_and_raises_the_gradient_of_short_winners():
     # |y_w| - |y_l| = -1, z = 3: the logit is 0.5 * 3 + 0.2 * -1 = 1.3
     objective = replace(objective_of("sigmoid", {"beta": 0.5}), length_penalty=0.2)
     result = evaluate(objective, hand_pairs())
@@ -101,7 +101,7 @@ def test_length_penalty_stands_outside_beta_and_pulls_on_short_winners():
     assert result.chosen_grad[0] < evaluate(objective_of("sigmoid", {"beta": 0.5}), hand_pairs()).chosen_grad[0]
 
 
-def test_data_margin_stands_outside_beta():
+def test_data_margin_is_not_scaled_by_beta():
     pairs = replace(hand_pairs(), margin=torch.tensor([0.7]))
     # 0.5 * 3 - 0.7 = 0.8
     result = evaluate(objective_of("sigmoid", {"beta": 0.5}), pairs)
@@ -146,7 +146,7 @@ def with_collision(pairs: ObjectiveInputs) -> ObjectiveInputs:
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "simpo"])
-def test_wpo_weighs_value_and_gradient_alike(name):
+def test_wpo_weights_value_and_gradient_equally(name):
     pairs = with_collision(hand_pairs())
     # mean(logp - log collision): -1.5 + 0.5 = -1 and -7/3 + 1 = -4/3
     weight = math.exp(-1 - 4 / 3)

@@ -1,4 +1,4 @@
-"""The objective: metrics, state, which combinations it refuses, and what it asks of its caller."""
+"""The objective: metrics, state, rejected combinations, and what it needs from its caller."""
 
 import dataclasses
 import math
@@ -132,7 +132,7 @@ def test_kl_is_absent_without_a_reference():
 
 
 @pytest.mark.parametrize("name", REFERENCE_LOSSES)
-def test_missing_reference_is_refused_with_a_fix(name):
+def test_missing_reference_is_rejected_with_a_fix(name):
     assert objective_of(name).needs_reference
     with pytest.raises(UserError, match=r"no reference logps; set reference\.mode"):
         objective_of(name)(ObjectiveInputs(random_pairs().policy))
@@ -156,7 +156,7 @@ def test_zero_margin_loss_adds_up_and_gives_way_to_modifiers():
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_f_divergence_is_refused_where_a_loss_uses_raw_ratios(name):
+def test_f_divergence_is_rejected_if_a_loss_uses_raw_ratios(name):
     if name in F_DIVERGENCE_LOSSES:
         assert replace(objective_of(name), f_divergence="forward_kl").f_divergence == "forward_kl"
         return
@@ -178,7 +178,7 @@ def test_f_divergence_is_refused_where_a_loss_uses_raw_ratios(name):
         (("sft",), {"wpo": True}),
     ],
 )
-def test_modifier_that_a_loss_would_ignore_is_refused(names, modifier):
+def test_modifier_that_a_loss_would_ignore_is_rejected(names, modifier):
     with pytest.raises(UserError, match=r"has no effect on .*turn it off, or use a loss that supports it"):
         replace(mixed(*names), **modifier)
 
@@ -192,7 +192,7 @@ def test_sft_beside_a_preference_loss_does_not_forbid_its_modifiers():
 
 
 @pytest.mark.parametrize(("name", "column"), [("nca_pair", "margin"), ("orpo", "margin"), ("aot", "weight")])
-def test_pair_column_that_a_loss_would_ignore_is_refused(name, column):
+def test_pair_column_that_a_loss_would_ignore_is_rejected(name, column):
     pairs = replace(random_pairs(), **{column: torch.ones(6)})
     with pytest.raises(UserError, match=f"a {column} column in the data has no effect on {name}"):
         objective_of(name)(pairs)
@@ -201,7 +201,7 @@ def test_pair_column_that_a_loss_would_ignore_is_refused(name, column):
 @pytest.mark.parametrize("modifier", ["f_divergence", "ld_alpha", "length_penalty", "margin", "wpo"])
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_a_loss_supports_a_modifier_exactly_when_it_changes_it(name, modifier):
-    """The `supports` lists are facts: what is listed changes the loss, what is not is refused."""
+    """The `supports` lists are facts: a listed modifier changes the loss, any other is rejected."""
     pairs = random_pairs(collision=True)
     plain = objective_of(name)
     before = evaluate(plain, pairs).values
@@ -260,7 +260,7 @@ def test_state_round_trip_restores_the_loss_exactly():
     assert torch.equal(evaluate(restored, hand_pairs()).values, evaluate(trained, hand_pairs()).values)
 
 
-def test_state_of_another_objective_is_refused():
+def test_state_of_another_objective_is_rejected():
     with pytest.raises(UserError, match="resume with the losses"):
         mixed("sigmoid").with_state({"bco_pair": {"delta": 0.0, "num_pairs_seen": 1.0}})
     with pytest.raises(UserError, match="resume with the losses"):
@@ -287,14 +287,14 @@ def test_stateless_objective_has_no_state():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logps_are_refused(dtype):
+def test_half_precision_logps_are_rejected(dtype):
     pairs = hand_pairs()
     chosen = dataclasses.replace(pairs.policy.chosen, values=pairs.policy.chosen.values.detach().to(dtype))
     with pytest.raises(TypeError, match="losses need fp32 or fp64"):
         objective_of("sft")(ObjectiveInputs(ChosenRejectedLogps(chosen, pairs.policy.rejected)))
 
 
-def test_reference_of_other_tokens_is_refused():
+def test_reference_of_other_tokens_is_rejected():
     pairs = hand_pairs()
     other = ChosenRejectedLogps(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
     with pytest.raises(ValueError, match="both must score the same tokens"):
@@ -331,7 +331,7 @@ def test_a_micro_batch_without_a_column_joins_with_its_neutral_value():
     assert joined.margin.tolist() == [0.0, 0.0, 0.5, 0.0]
 
 
-def test_a_reference_of_some_micro_batches_only_is_refused():
+def test_a_reference_of_some_micro_batches_only_is_rejected():
     pairs = random_pairs(2)
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
         concat_pairs([pairs, ObjectiveInputs(pairs.policy)])

@@ -1,4 +1,4 @@
-"""`thresher` with arguments, run in the process of the tests."""
+"""Runs `thresher` with arguments in the test process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 
 def exit_code_of(monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]) -> int:
-    """Run the command line as a person would, and say how it left."""
+    """Run the command line; return its exit code."""
     from thresher.cli import main
 
     monkeypatch.setattr(sys, "argv", ["thresher", *map(str, arguments)])
     try:
         main()
-    except SystemExit as left:
-        return int(left.code or 0)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
     return 0

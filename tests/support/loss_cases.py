@@ -41,7 +41,7 @@ def hand_pairs(*, second: bool = False) -> ObjectiveInputs:
 def random_pairs(
     num_pairs: int = 6, *, dtype: torch.dtype = torch.float64, seed: int = 0, collision: bool = False
 ) -> ObjectiveInputs:
-    """Build pairs of 1 to 7 tokens a side; the reference lies near the policy. The same numbers in every dtype."""
+    """Build pairs of 1 to 7 tokens per side, the reference close to the policy; the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
 
     def logps(lengths: Tensor) -> Tensor:

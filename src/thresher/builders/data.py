@@ -100,7 +100,7 @@ def _open_store(
     fingerprint = store_fingerprint(settings, tokenizer)
     path = Path(config.output_dir) / "data" / fingerprint[:16]
     if path.exists():
-        logger.info("using the pairs prepared in %s", path)
+        logger.info("using prepared pairs in %s", path)
     else:
         build(settings, tokenizer, path)
     return PairStore.open(path, expected_fingerprint=fingerprint)

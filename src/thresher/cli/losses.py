@@ -14,15 +14,12 @@ def losses_table() -> Table:
     # The losses import torch, which takes seconds; `thresher --help` must not wait for it.
     from thresher.losses import describe
 
-    table = Table(title="Losses (pref_loss)", title_justify="left")
-    for heading in ("loss", "parameters and defaults", "reference", "paper", "what it does"):
-        table.add_column(heading, no_wrap=heading in ("loss", "parameters and defaults", "paper"))
+    table = Table(title="Losses (pref_loss)", title_justify="left", show_lines=True)
+    for heading in ("loss", "reference", "paper", "summary; parameters with defaults"):
+        table.add_column(heading, no_wrap=heading in ("loss", "paper"))
     for row in describe():
-        table.add_row(
-            row.name,
-            "\n".join(f"{parameter}={default:g}" for parameter, default in row.parameters.items()) or "-",
-            "yes" if row.needs_reference else "no",
-            row.paper,
-            row.summary,
-        )
+        parameters = ", ".join(f"{parameter}={default:g}" for parameter, default in row.parameters.items())
+        # one column for both texts, so that neither is squeezed on a narrow terminal
+        text = f"{row.summary}\n{parameters}" if parameters else row.summary
+        table.add_row(row.name, "yes" if row.needs_reference else "no", row.paper, text)
     return table

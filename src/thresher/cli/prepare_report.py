@@ -91,6 +91,8 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
     if report.percentiles:
         names = ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
         lengths = Table("", *names, title="Length in tokens", title_justify="left")
+        for column in lengths.columns[1:]:
+            column.justify = "right"
         for name, values in report.percentiles.items():
             lengths.add_row(Text(escape_control_chars(name)), *(f"{value:,}" for value in values))
         console.print(lengths)

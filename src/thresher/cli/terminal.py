@@ -114,7 +114,7 @@ def progress_lines(every_seconds: float = 5.0) -> Callable[[str, int, int], None
 
 
 def metric_table(title: str, metrics: Mapping[str, float]) -> None:
-    table = Table("metric", "value", title=title)
+    table = Table("metric", "value", title=title, title_justify="left")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.6g}")
     progress_console().print(table)

@@ -220,7 +220,7 @@ class DPOConfig(LossConfig):
             if self.runtime == "local" and role.num_processes > 1:
                 what = "device_mapping" if role.device_mapping else "num_workers"
                 raise ValueError(
-                    f"runtime: local is one process, but {name}.{what} asks for {role.num_processes}; use runtime: ray"
+                    f"runtime: local is one process, but {name}.{what} needs {role.num_processes}; use runtime: ray"
                 )
         if self.runtime == "local" and self.ray_address is not None:
             raise ValueError("ray_address has no effect with runtime: local; use runtime: ray")

@@ -42,7 +42,7 @@ class ModelArgs(Section):
     master_dtype: DType = "fp32"
     """Precision of the master weights and the optimizer state."""
     attn_implementation: str | None = None
-    """sdpa, eager or flash_attention_2; sdpa when absent, if the model family supports it."""
+    """sdpa, eager or flash_attention_2; sdpa when absent, if the architecture supports it."""
     pad_token: str | None = None
     """Existing token to use for padding, for tokenizers without a pad token."""
     trust_remote_code: bool = False
@@ -347,6 +347,6 @@ class ReferenceConfig(RoleConfig):
 
 
 class ValidationConfig(Section):
-    """`validation`: held-out pairs."""
+    """`validation`: the validation pairs."""
 
     data_args: DataArgs = DataArgs()
