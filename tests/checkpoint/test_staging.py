@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.flushes import record_flushed_inodes
 from tests.support.staged import staging
 from thresher.checkpoint.manifest import read_manifest, record_files, verify
 from thresher.checkpoint.retention import latest
@@ -43,6 +44,14 @@ def test_a_published_checkpoint_verifies_and_lists_sizes_and_digests(tmp_path: P
 def test_saving_the_same_state_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = save(tmp_path / "a", 7, loss=0.1), save(tmp_path / "b", 7, loss=0.1)
     assert snapshot(first) == snapshot(second)
+
+
+def test_every_file_is_flushed_to_the_disk_before_a_checkpoint_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = record_flushed_inodes(monkeypatch)
+    path = save(tmp_path, 1)
+    assert {file.name for file in (path, *path.rglob("*")) if file.stat().st_ino not in flushed} == set()
 
 
 def test_an_exception_while_writing_leaves_nothing(tmp_path: Path) -> None:
@@ -220,6 +229,26 @@ def test_recover_keeps_a_staging_directory_in_use(tmp_path: Path) -> None:
     (stage.path / "model.bin").write_bytes(b"x")
     assert recover(tmp_path) == []
     verify(publish(stage))
+
+
+def test_recover_leaves_a_checkpoint_alone_that_a_save_is_replacing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 4, b"old")
+    rename = Path.rename
+    done: list[list[str]] = []
+
+    def recover_between_renames(self: Path, target: Path) -> Path:
+        if self.name.startswith(".staging-"):
+            done.append(recover(tmp_path))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", recover_between_renames)
+    save(tmp_path, 4, b"new")
+    assert done == [[]]
+    verify(path)
+    assert (path / "model.bin").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
 def test_recover_removes_the_files_of_a_killed_save(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.flushes import record_flushed_inodes
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import PrepareProgress, prepare
 from thresher.data.settings import DataSettings
@@ -192,6 +193,16 @@ def test_an_old_store_is_restored_after_a_crash_between_the_two_renames(tmp_path
     assert (output / "shards").is_dir()
     staging.close(failed=False)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_progress_is_flushed_to_the_disk_before_it_replaces_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = record_flushed_inodes(monkeypatch)
+    staging = Staging(tmp_path / "s", "fingerprint")
+    staging.save({})
+    assert (staging.directory / "progress.json").stat().st_ino in flushed
+    staging.close(failed=False)
 
 
 def test_two_processes_cannot_write_the_same_store_at_once(tmp_path: Path) -> None:

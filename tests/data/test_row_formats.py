@@ -101,6 +101,12 @@ def test_history_precedes_the_instruction() -> None:
     assert pair.prompt == [*PROMPT, *GOOD, user("And?")]
 
 
+def test_a_system_message_that_conversations_do_not_repeat_is_kept() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    pair = read({"prompt": [system, *PROMPT], "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD})
+    assert pair.prompt[0] == system
+
+
 def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs() -> None:
     start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: Why?\n\nAssistant:"
     pair = read({"chosen": f"{start} Because.", "rejected": f"{start} No.\n\nHuman: oh\n\nAssistant: Yes."})

@@ -18,7 +18,8 @@ def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, mask
     if bos:
         prompt_ids[0] = BOS
     sides = [np.append(np.arange(100, 100 + length - 1), EOS).astype(np.int32) for length in (chosen, rejected)]
-    return Pair(prompt_ids, *sides, chosen_mask=np.arange(chosen) % 2 == 0 if masked else None)
+    masks = [np.arange(length) % 3 == 0 if masked else None for length in (chosen, rejected)]
+    return Pair(prompt_ids, *sides, *masks)
 
 
 def test_a_pair_that_fits_is_unchanged() -> None:
@@ -56,11 +57,15 @@ def test_a_truncated_response_has_no_eos() -> None:
     assert cut is not None
     assert cut.rejected_ids.tolist() == [100, 101, 102, 103]
     assert cut.chosen_ids.tolist() == [100, 101, EOS]  # it fits, so it keeps its EOS
-    cut = truncate(make_pair(4, 3, 6, masked=True), 6, "response_end", BOS)
+
+
+def test_masks_are_truncated_with_their_responses() -> None:
+    cut = truncate(make_pair(4, 5, 6, masked=True), 8, "response_end", BOS)
     assert cut is not None
-    assert cut.chosen_ids.tolist() == [100, 101]
     assert cut.chosen_mask is not None
-    assert cut.chosen_mask.tolist() == [True, False]
+    assert cut.rejected_mask is not None
+    assert cut.chosen_ids.tolist() == cut.rejected_ids.tolist() == [100, 101, 102, 103]
+    assert cut.chosen_mask.tolist() == cut.rejected_mask.tolist() == [True, False, False, True]
 
 
 def test_response_end_drops_a_pair_without_room_for_a_response() -> None:
@@ -79,3 +84,4 @@ def test_every_truncated_pair_fits_and_keeps_a_prompt_and_responses(
         assert pair_length(cut) <= limit
         assert min(len(cut.prompt_ids), len(cut.chosen_ids), len(cut.rejected_ids)) >= 1
         assert cut.chosen_mask is None or len(cut.chosen_mask) == len(cut.chosen_ids)
+        assert cut.rejected_mask is None or len(cut.rejected_mask) == len(cut.rejected_ids)

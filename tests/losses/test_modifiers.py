@@ -157,6 +157,15 @@ def test_wpo_weights_value_and_gradient_equally(name):
         torch.testing.assert_close(one, weight * other)  # no gradient through the weight
 
 
+def test_wpo_weighs_the_rpo_term_too():
+    pairs = with_collision(hand_pairs())
+    weight = math.exp(-1 - 4 / 3)
+    rpo = replace(objective_of("sigmoid"), rpo_alpha=0.4)
+    plain, result = evaluate(rpo, pairs), evaluate(replace(rpo, wpo=True), pairs)
+    for one, other in zip(result.as_list(), plain.as_list(), strict=True):
+        torch.testing.assert_close(one, weight * other)
+
+
 def test_wpo_without_collisions_names_the_fix():
     with pytest.raises(UserError, match="log_sum_squared_probs"):
         replace(objective_of("sigmoid"), wpo=True)(hand_pairs())

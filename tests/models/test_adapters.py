@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tiny_models import MIXED, tiny_model
+from tests.support.tiny_models import MIXED, batch_of, tiny_model
 from thresher.errors import UserError
+from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.lora import adapter_disabled, attach_lora, merge_adapter
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.strategy import MicroBatch
 
 LAYOUT = PaddedLayout(pad_id=0)
 FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]
@@ -82,6 +85,30 @@ def test_adapter_dropout_is_active_in_training_and_not_in_scoring():
     first, second = (policy._pair_model.score(inputs).chosen.values for _ in range(2))
     assert not torch.equal(first, second)
     assert_same(policy.score(MIXED), policy.score(MIXED))
+
+
+class CoupledSigmoid(Sigmoid):
+    """DPO with the two passes of a loss that couples all pairs of a step."""
+
+    couples_pairs = True
+
+
+def test_both_passes_of_a_coupled_loss_draw_the_same_dropout_masks():
+    reference = NativeInfer(tiny_model("llama", seed=1).double(), LAYOUT, torch.float64)
+    batches = [batch_of(pair) for pair in MIXED.pairs]
+    micro_batches = [MicroBatch(batch, reference.score(batch)) for batch in batches]
+    gradients = []
+    for loss in (Sigmoid(), CoupledSigmoid()):
+        model = with_lora("llama", dropout=0.5)
+        randomize_lora_b(model)
+        policy = NativeTrain(model.double(), LAYOUT, torch.float64, OptimizerSettings(learning_rate=0.1))
+        torch.manual_seed(7)
+        policy.accumulate(micro_batches, Objective(((loss, 1.0),)), num_pairs_in_step=len(batches))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    independent, coupled = gradients
+    assert independent.keys() == coupled.keys()
+    for name, gradient in independent.items():
+        torch.testing.assert_close(coupled[name], gradient, atol=1e-12, rtol=0, msg=name)
 
 
 def test_alpha_is_twice_the_rank_by_default():

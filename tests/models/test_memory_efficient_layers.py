@@ -36,6 +36,20 @@ def test_values_and_gradients_equal_those_of_the_original_layers(family, autocas
         assert (found_gradients[name] - grad).norm() <= tolerance * norm, name
 
 
+def test_a_norm_of_bf16_rows_rounds_once():
+    model = tiny_model("llama").to(torch.bfloat16)
+    use_memory_efficient_layers(model.model)
+    norm = model.model.layers[0].input_layernorm
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    rows = torch.randn(64, norm.weight.numel(), dtype=torch.bfloat16)
+    found = norm(rows)
+    assert found.dtype is torch.bfloat16
+    wide = rows.double()
+    expected = norm.weight.double() * wide / (wide.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    # one rounding to 8 significant bits is within 2**-8; the rest is fp32
+    assert ((found.double() - expected).abs() <= (2**-8 + 1e-6) * expected.abs()).all()
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_less_memory_is_saved_for_the_backward(autocast):
     model = tiny_model("llama").train()

@@ -55,6 +55,11 @@ ODD = batch_of(
     pair_with_responses(5, [11, 12], [13, 12, 11]),  # the same prompt again
     pair_of(40, 12, 30, seed=6),  # longer than all others together
 )
+# the first scored tokens are inside a response, so the last layer skips rows of the response too
+LATE = batch_of(
+    pair_of(3, 5, 6, seed=7, masks=([0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 1])),
+    pair_of(4, 3, 5, seed=8, masks=([1, 0, 1], [0, 0, 1, 1, 0])),
+)
 
 
 def score(
@@ -84,7 +89,7 @@ def model(request):
 
 
 @pytest.mark.parametrize("layout", [SHARED, PACKED], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("batch", [MIXED, ODD], ids=["mixed", "odd"])
+@pytest.mark.parametrize("batch", [MIXED, ODD, LATE], ids=["mixed", "odd", "late masks"])
 def test_logps_and_gradients_equal_those_of_the_padded_layout(model, layout, batch):
     torch.testing.assert_close(
         values(score(model, layout, batch)), values(score(model, PADDED, batch)), atol=1e-5, rtol=1e-5
@@ -195,6 +200,18 @@ def test_kept_rows_attend_to_the_same_rows_as_before():
     torch.testing.assert_close(dense_attention(query, key, value, KEPT, 0.3), expected)
     found = SegmentedFlash.apply(query, key, value, KEPT, 0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("segment", [Segment(0, 5), Segment(5, 9, 0, 3), Segment(10, 17, 9, 10)], ids=str)
+def test_the_tail_of_a_segment_attends_to_the_same_rows(segment):
+    full = visibility((segment,), 17)
+    for first in range(segment.start, segment.stop):
+        for stop in range(first + 1, segment.stop + 1):
+            tail = segment.tail(first, stop)
+            assert tail.start <= first
+            assert tail.stop == stop
+            kept = slice(tail.start - segment.start, stop - segment.start)
+            assert torch.equal(visibility((tail,), 17), full[kept]), (first, stop)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

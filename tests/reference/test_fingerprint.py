@@ -64,6 +64,13 @@ def test_swapped_tensors_and_other_dtypes_matter(model, copy):
     assert weights_digest(str(copy)) != weights_digest(str(model))
 
 
+def test_the_shape_of_a_tensor_matters(model, copy):
+    weights = load_file(copy / "model.safetensors")
+    up = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {up: weights[up].reshape(16, 24)}, copy / "model.safetensors", metadata={"format": "pt"})
+    assert weights_digest(str(copy)) != weights_digest(str(model))
+
+
 def test_a_missing_file_of_the_index_is_reported(model, tmp_path):
     LlamaForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
     first = min((tmp_path / "sharded").glob("model-*.safetensors"))

@@ -51,6 +51,12 @@ def test_the_order_depends_on_the_epoch_and_the_seed(seed, epoch):
     assert order != list(range(64))
 
 
+def test_no_two_seeds_and_epochs_have_the_same_order():
+    positions = np.arange(64, dtype=np.uint64)
+    orders = {tuple(permuted(positions, 64, seed, epoch)) for seed in range(16) for epoch in range(16)}
+    assert len(orders) == 16 * 16
+
+
 def test_a_step_does_not_depend_on_earlier_calls():
     def pair_ids_of_new_plan(step: int) -> list[int]:
         return make_plan(97, seed=5, pairs_per_step=8, max_steps=50, num_epochs=None).pair_ids(step).tolist()

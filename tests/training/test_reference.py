@@ -79,6 +79,17 @@ def test_a_reference_that_differs_from_the_initial_policy_is_an_error_at_step_ze
         check_step_zero(run.trainer.strategy, first, objective, "fp32")
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_nan_is_an_error_at_step_zero(base, dtype):
+    run = build_run(merge(base, {"actor_train": {"model_args": {"dtype": dtype}}}), noise_pairs(12))
+    first, objective = run.trainer.first_micro_batch(), run.trainer.objective
+    check_step_zero(run.trainer.strategy, first, objective, dtype)
+    with torch.no_grad():
+        run.trainer.strategy.weights()["model.norm.weight"][0] = math.nan
+    with pytest.raises(UserError, match="disagree by nan nats per token at step 0"):
+        check_step_zero(run.trainer.strategy, first, objective, dtype)
+
+
 def test_non_finite_steps_are_skipped_counted_and_end_the_run(base):
     """ROLL's overflowing steps raise, or accumulate forever."""
     run = build_run(merge(base, {"max_consecutive_skipped_steps": 3}), noise_pairs(12))

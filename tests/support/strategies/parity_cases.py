@@ -50,6 +50,7 @@ MATRIX = [
     *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
     Case(ParallelDims(cp=4), family="mistral", also="fewer KV heads than cp"),
     Case(ParallelDims(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),
+    Case(ParallelDims(dp_replicate=2), pairs_per_step=1, also="fewer pairs than ranks"),
     Case(ParallelDims(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
     Case(ParallelDims(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
     Case(ParallelDims(tp=2), recomputes_activations=True, also="gradient checkpointing"),

@@ -1,0 +1,68 @@
+"""The training loop: which evaluation ranks a checkpoint, and how a requested stop ends a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compared_runs import merge
+from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pairs
+from thresher.builders.run import stop_file
+from thresher.checkpoint.manifest import read_manifest
+from thresher.errors import RunStopped
+
+
+def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
+    """The names of the metrics in the manifest of each checkpoint."""
+    checkpoints = (Path(run.config.output_dir) / "checkpoints").glob("step-*")
+    return {path.name: set(read_manifest(path).metrics) for path in checkpoints}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_only_an_evaluation_of_the_same_step_ranks_a_checkpoint(base, async_save):
+    """Six steps; the evaluation of step 2 says nothing about the weights of step 3."""
+    changes = {"eval_steps": 2, "save_steps": 3, "save_total_limit": 6, "async_save": async_save}
+    run = build_run(merge(base, changes), noise_pairs(12), noise_pairs(3, seed=5))
+    run.fit()
+    metrics = saved_metrics(run)
+    assert metrics.keys() == {"step-00000003", "step-00000006"}
+    assert metrics["step-00000003"] == set()
+    assert "eval/loss" in metrics["step-00000006"]
+
+
+class StopRequest(MetricsInMemory):
+    """A tracker that requests a stop when a step is logged, which is during the next step."""
+
+    def __init__(self, step: int, file: Path):
+        super().__init__()
+        self._step, self._file = step, file
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        if step == self._step:
+            self._file.parent.mkdir(exist_ok=True)
+            self._file.touch()
+
+
+def run_with_stop_after(step: int, base: dict[str, Any]) -> TinyRun:
+    run = build_run(base, noise_pairs(12))
+    return replace(run, log=StopRequest(step - 1, stop_file(run.config)))
+
+
+def test_a_stop_saves_the_current_step_and_ends_the_run(base):
+    run = run_with_stop_after(3, base)
+    with pytest.raises(RunStopped, match="after step 3"):
+        run.fit()
+    assert saved_metrics(run).keys() == {"step-00000003"}
+
+
+def test_a_stop_during_the_last_step_is_the_end_of_the_run(base):
+    """All steps are done, so there is nothing to resume and the exit code is 0."""
+    run = run_with_stop_after(6, base)
+    run.fit()
+    assert run.trainer.stopped_at == run.trainer.plan.num_steps == 6
+    assert saved_metrics(run).keys() == {"step-00000006"}
