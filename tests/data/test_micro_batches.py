@@ -96,9 +96,9 @@ def test_binning_sixteen_thousand_pairs_does_not_search_all_bins(budget):
     tokens = SHARED.tokens(np.random.default_rng(0).integers(1, 500, (16_384, 3), dtype=np.uint32))
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         bin_by_tokens(tokens, budget)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     print(f"{min(times) * 1e3:.0f} ms")
     assert min(times) < 0.3, times  # 12 to 30 ms measured
 
@@ -139,9 +139,9 @@ def test_cost_is_balanced_over_ranks_on_real_lengths(num_ranks, shared_data):
             )
     lengths = as_lengths(rows)[np.random.default_rng(0).integers(0, len(rows), 128 * num_ranks)]
     costs = SHARED.costs(lengths)
-    started = time.perf_counter()
+    started = time.process_time()
     ranks = assign_ranks(costs, num_ranks)
-    assert time.perf_counter() - started < 0.1  # 3 ms measured
+    assert time.process_time() - started < 0.1  # 3 ms measured
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     assert loads.max() / loads.mean() <= 1.05
     assert np.bincount(ranks).tolist() == [128] * num_ranks
@@ -153,17 +153,17 @@ def test_splitting_a_step_of_a_hundred_million_pairs_takes_milliseconds(tmp_path
     num_pairs = 100_000_000
     with (tmp_path / "lengths.bin").open("wb") as file:
         file.truncate(num_pairs * 3 * 4)
-    started = time.perf_counter()
+    started = time.process_time()
     lengths = np.memmap(tmp_path / "lengths.bin", dtype="<u4", mode="r+", shape=(num_pairs, 3))
     plan = make_plan(num_pairs, seed=1, pairs_per_step=131_072, max_steps=None, num_epochs=2)
     ids = plan.pair_ids(1000)
     lengths[ids] = np.random.default_rng(0).integers(1, 500, (len(ids), 3))
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         batches = MicroBatching(lengths, SHARED, max_tokens=4096).split(plan.pair_ids(1000), rank=77, num_ranks=1024)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     assert sum(map(len, batches)) == 128
     print(f"{min(times) * 1e3:.0f} ms per step")
     assert min(times) < 0.1, times  # 16 to 29 ms measured

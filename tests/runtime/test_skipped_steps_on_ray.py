@@ -96,7 +96,9 @@ def test_a_separate_run_renames_the_log_of_an_earlier_one(poisoned, tmp_path):
 @distributed
 def test_too_many_consecutive_skips_end_a_run_on_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
     values, pair, _ = poisoned
-    with pytest.raises(UserError, match=r"in 1 steps in a row, up to step 3; lower .* which .*skipped_steps\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"in 1 steps in a row, up to step 3; lower .* listed in .*skipped_steps\.jsonl"
+    ):
         run(merge(values, {**TWO, "max_consecutive_skipped_steps": 1}), tmp_path, Killer(-1, ""))
     assert [[each["pair"] for each in record["pairs"]] for record in records(tmp_path)] == [[pair]]
 

@@ -253,7 +253,7 @@ def test_logs_are_not_written_through_a_symlink(
     log.symlink_to(outside_directory / "deep" / "new.txt")
     result = thresher("train", attacked.config(resume_from_checkpoint="auto", max_steps=3))
     assert result.code == 2
-    assert "is a link" in result.text
+    assert "is a symlink" in result.text
     assert content_of(outside_directory) == before
 
 

@@ -185,9 +185,9 @@ def test_a_late_step_of_a_hundred_million_pairs_takes_milliseconds_and_little_me
     plan = make_plan(100_000_000, seed=3, pairs_per_step=512, max_steps=None, num_epochs=5)
     plan.pair_ids(0)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     ids = plan.pair_ids(plan.num_steps - 2)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(set(ids.tolist())) == 512
@@ -204,8 +204,8 @@ def test_a_step_of_131072_pairs_takes_milliseconds(size):
     positions = np.arange(50 * 131_072, 51 * 131_072, dtype=np.uint64)
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         permuted(positions, size, seed=1, epoch=0)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     print(f"{min(times) * 1e3:.1f} ms")
     assert min(times) < 0.06, times  # 6 and 11 ms measured
