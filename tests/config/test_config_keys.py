@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import known_keys
+from thresher.config.stored import to_stored
 from thresher.errors import UserError
 
 
@@ -374,3 +375,30 @@ def test_arbitrary_values_give_a_config_or_one_readable_error(values):
 def test_evaluation_settings_need_something_to_evaluate(values, named):
     assert f"{named} has no effect without validation.data_args" in refusal(values)
     parse_config({**values, "validation": {"data_args": {"file_name": "held_out.jsonl"}}})
+
+
+EVALUATED = {"validation": {"data_args": {"file_name": "held_out.jsonl"}}}
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("eval/loss", False),
+        ("eval/sft_loss", False),
+        ("eval/rewards/rejected", False),
+        ("eval/rewards/chosen", True),
+        ("eval/rewards/margins", True),
+        ("eval/rewards/accuracies", True),
+    ],
+)
+def test_the_metric_decides_whether_greater_is_better_unless_it_is_set(metric, greater):
+    for key in ("metric_for_best_model", "metric_for_best"):
+        assert parse_config({**EVALUATED, key: metric}).greater_is_better is greater
+    opposite = parse_config({**EVALUATED, "metric_for_best_model": metric, "greater_is_better": not greater})
+    assert opposite.greater_is_better is not greater
+
+
+def test_the_direction_of_the_best_metric_is_stored_as_a_boolean():
+    assert to_stored(parse_config({}))["greater_is_better"] is False
+    with pytest.raises(UserError, match="greater_is_better has no effect without validation"):
+        parse_config({"greater_is_better": True})

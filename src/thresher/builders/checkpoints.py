@@ -18,6 +18,7 @@ _FREE_TO_CHANGE = {
     *_LOCATION_KEYS,
     "async_save",
     "graceful_stop_timeout",
+    "greater_is_better",
     "heartbeat_timeout",
     "max_restarts",
     "resume_from_checkpoint",

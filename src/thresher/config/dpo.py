@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, StrictBool, field_validator, model_validator
+from pydantic import Field, PositiveInt, StrictBool, ValidationInfo, field_validator, model_validator
 
 from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section
@@ -15,6 +15,7 @@ EVAL_METRICS = tuple(
     f"eval/{name}"
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "sft_loss")
 )
+_HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
 _SWITCHES = {"ipo": "ipo", "simpo_loss": "simpo"}
 Positive = Annotated[float, Field(gt=0)]
 
@@ -144,8 +145,9 @@ class DPOConfig(LossConfig):
     """Number of newest checkpoints to keep; the best one is kept as well."""
     metric_for_best_model: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
     """Evaluation metric that selects the best checkpoint."""
-    greater_is_better: bool = False
-    """Whether a higher metric_for_best_model is better."""
+    greater_is_better: bool = Field(default=None, validate_default=True)
+    """Whether a higher metric_for_best_model is better. When absent: true for accuracies, margins and chosen rewards,
+    false for losses and rejected rewards."""
     max_consecutive_skipped_steps: PositiveInt = 5
     """Stop after this many consecutive steps with a non-finite loss or gradient."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
@@ -194,6 +196,11 @@ class DPOConfig(LossConfig):
             raise ValueError("use `auto` to resume from the newest checkpoint, or give a path")
         return value
 
+    @field_validator("greater_is_better", mode="before")
+    @classmethod
+    def _derive_direction(cls, value: object, info: ValidationInfo) -> object:
+        return info.data.get("metric_for_best_model") in _HIGHER_IS_BETTER if value is None else value
+
     @model_validator(mode="after")
     def _validate_reference_dtypes(self) -> DPOConfig:
         own, policy = self.reference.model_args, self.actor_train.model_args
@@ -205,7 +212,9 @@ class DPOConfig(LossConfig):
 
     @model_validator(mode="after")
     def _validate_evaluation(self) -> DPOConfig:
-        unused = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better")
+        unused = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model")
+        if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
+            unused.append("greater_is_better")
         unused += [
             f"actor_train.training_args.{name}"
             for name in self.actor_train.training_args.non_default("per_device_eval_batch_size")
