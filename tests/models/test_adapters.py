@@ -11,7 +11,7 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
-from thresher.models.loading.lora import adapter_disabled, attach_lora, merge_adapter
+from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
@@ -45,6 +45,15 @@ def assert_same(one: ChosenRejectedLogps, other: ChosenRejectedLogps) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_adapter_does_not_change_the_output(family):
     assert_same(score(with_lora(family)), score(tiny_model(family)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_new_adapter_on_embeddings_does_not_change_the_output(family):
+    model = attach_lora(tiny_model(family), rank=4, alpha=None, dropout=0.0, target=["embed_tokens", "q_proj"])
+    init_adapters(model, seed=1)
+    assert_same(score(model), score(tiny_model(family)))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(bool(p.any()) for p in trainable.values()) == len(trainable) / 2  # or nothing would be learned
 
 
 @pytest.mark.parametrize("family", FAMILIES)

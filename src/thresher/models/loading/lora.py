@@ -55,7 +55,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _init_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    if ".lora_B." in name:
+    # one factor is zero: B, but A of an embedding, as in PEFT
+    if ".lora_B." in name or ".lora_embedding_A." in name:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
