@@ -131,3 +131,8 @@ def test_a_target_that_matches_nothing_is_rejected_with_the_linear_modules_liste
         "lora_target ['qqq'] matches nothing in this model; its linear modules are down_proj, gate_proj, k_proj, "
         "lm_head, o_proj, q_proj, up_proj, v_proj"
     )
+
+
+def test_one_target_that_matches_nothing_is_rejected_although_another_matches():
+    with pytest.raises(UserError, match=r"lora_target \['q_prj'\] matches nothing in this model; its linear modules"):
+        attach_lora(tiny_model("llama"), rank=4, alpha=None, dropout=0.0, target=["q_prj", "v_proj"])

@@ -22,6 +22,11 @@ def attach_lora(
     """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
     from peft import LoraConfig, get_peft_model
 
+    names = [name for name, _ in model.named_modules()]
+    # PEFT is content if one target matches; another, misspelled one would be left untrained
+    unmatched = [each for each in target if not any(f".{name}".endswith(f".{each}") for name in names)]
+    if unmatched and list(target) != ["all-linear"]:
+        raise UserError(_matches_nothing(model, unmatched))
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -33,14 +38,16 @@ def attach_lora(
         is_on_meta = next(model.parameters()).is_meta
         adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UserError(
-            f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
-        ) from error
+        raise UserError(_matches_nothing(model, target)) from error
     # logps use the head's weight directly, so an adapter on it would never be trained
     if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
         raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
     return adapted
+
+
+def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:
+    linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+    return f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
 
 
 @torch.no_grad()
