@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_models import MIXED, batch_of, tiny_model
 from thresher.errors import UserError
@@ -76,6 +77,19 @@ def test_a_merged_model_gives_the_logps_of_the_adapted_model(family):
     merged = merge_adapter(model)
     assert not any("lora" in name for name, _ in merged.named_parameters())
     torch.testing.assert_close(score(merged).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
+
+
+def test_a_tied_model_with_adapted_embeddings_is_saved_as_the_trained_model(tmp_path):
+    model = attach_lora(tiny_model("qwen2"), rank=4, alpha=None, dropout=0.0, target=["embed_tokens"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.3)
+    trained = score(model)
+    assert (trained.chosen.values - score(tiny_model("qwen2")).chosen.values).abs().max() > 1e-2
+    merge_adapter(model).save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(score(saved).chosen.values, trained.chosen.values, atol=1e-5, rtol=0)
 
 
 def test_only_the_adapter_is_trainable_also_after_the_base_was_scored():

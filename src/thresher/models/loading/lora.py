@@ -78,6 +78,13 @@ def adapter_disabled(model: Any) -> AbstractContextManager[None]:
 
 
 def merge_adapter(model: Any) -> PreTrainedModel:
-    """Merge the adapters into the base weights."""
+    """Merge the adapters into the base weights; an LM head that is tied to an adapted embedding becomes untied."""
+    base: Any = model.get_base_model()
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    is_adapted = any("lora_" in name for name, _ in embedding.named_parameters())
+    if is_adapted and embedding.weight is head.weight:
+        # the adapter changes the embedding only; merged into the shared weight, it would change the head too
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.get_text_config().tie_word_embeddings = base.config.tie_word_embeddings = False
     merged: PreTrainedModel = model.merge_and_unload()
     return merged
