@@ -82,19 +82,20 @@ def test_a_reference_that_lost_its_devices_shares_the_remaining_ones():
 
 
 class Callbacks:
-    """A console tracker that calls a function when a step is logged for the first time."""
+    """A console tracker that calls a function when an attempt, counted from 1, logs a step."""
 
     name = "console"
 
-    def __init__(self, at: dict[int, Callable[[], object]]):
+    def __init__(self, at: dict[tuple[int, int], Callable[[], object]]):
         self._at = dict(at)
+        self._attempt = 0
 
-    def start(self, run: object, resume_step: int | None) -> None:
-        pass
+    def start(self, run: object, resume_step: int | None) -> None:  # noqa: ARG002
+        self._attempt += 1
 
     def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
-        if step in self._at:
-            self._at.pop(step)()
+        if (self._attempt, step) in self._at:
+            self._at.pop((self._attempt, step))()
 
     def close(self, status: str) -> None:
         pass
@@ -133,8 +134,12 @@ def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluste
     # the configured number of workers determines the pairs per step, not the available ones
     per_worker = {"global_batch_size": None, "per_device_train_batch_size": 3}
     values = merge(values, {"actor_train": {"training_args": per_worker}})
+    # workers outlive their node for a moment, so the first attempt may log step 8 as well
     events = Callbacks(
-        {5: lambda: cluster.remove_node(nodes[1], allow_graceful=False), 8: lambda: cluster.add_node(num_cpus=1)}
+        {
+            (1, 5): lambda: cluster.remove_node(nodes[1], allow_graceful=False),
+            (2, 8): lambda: cluster.add_node(num_cpus=1),
+        }
     )
     config = parse_config({**values, "output_dir": str(tmp_path / "elastic")})
     with logged() as records:
