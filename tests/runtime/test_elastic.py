@@ -82,7 +82,7 @@ def test_a_reference_that_lost_its_devices_shares_the_remaining_ones():
 
 
 class Callbacks:
-    """A console tracker that calls a function when an attempt, counted from 1, logs a step."""
+    """A console tracker that calls a function when an attempt, or a later one, logs a step; the first attempt is 1."""
 
     name = "console"
 
@@ -94,8 +94,9 @@ class Callbacks:
         self._attempt += 1
 
     def log(self, step: int, metrics: object) -> None:  # noqa: ARG002
-        if (self._attempt, step) in self._at:
-            self._at.pop((self._attempt, step))()
+        for attempt, at_step in list(self._at):
+            if step == at_step and self._attempt >= attempt:
+                self._at.pop((attempt, at_step))()
 
     def close(self, status: str) -> None:
         pass
