@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,10 +136,15 @@ def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluste
     # the configured number of workers determines the pairs per step, not the available ones
     per_worker = {"global_batch_size": None, "per_device_train_batch_size": 3}
     values = merge(values, {"actor_train": {"training_args": per_worker}})
-    # workers outlive their node for a moment, so the first attempt may log step 8 as well
+
+    # workers outlive their node for a moment: wait for their end, so that the first attempt does not pass step 6
+    def lose_node() -> None:
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        time.sleep(8)
+
     events = Callbacks(
         {
-            (1, 5): lambda: cluster.remove_node(nodes[1], allow_graceful=False),
+            (1, 5): lose_node,
             (2, 8): lambda: cluster.add_node(num_cpus=1),
         }
     )
