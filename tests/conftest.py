@@ -36,7 +36,7 @@ def no_cache_of_the_user(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let Ray find what a run would tell it, and a token of its own, so that none is written into a home directory.
+    """Set what a run sets for Ray, and a token for the tests, so that none is written into a home directory.
 
     Ray reads this when it is first imported, so it comes before all tests.
     """
