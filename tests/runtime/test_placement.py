@@ -159,7 +159,7 @@ def test_the_global_batch_size_does_not_depend_on_the_number_of_ranks():
         ),
         (
             {"runtime": "local", "reference": {"num_workers": 3}},
-            "runtime: local is one process, but reference.num_workers asks for 3; use runtime: ray",
+            "runtime: local is one process, but reference.num_workers needs 3; use runtime: ray",
         ),
         (
             {"runtime": "local", "ray_address": "auto"},
