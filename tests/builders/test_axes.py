@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import save_file
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from thresher.builders.axes import axis_sizes
@@ -19,6 +20,7 @@ def config(tmp_path):
     def make(model_config=None, *, num_workers=4, role="actor_train", layout="auto", strategy=None, **axes):
         model_config = model_config or LlamaConfig(**SHAPE, num_attention_heads=12, num_key_value_heads=6)
         model_config.save_pretrained(tmp_path / "model")
+        save_file({}, tmp_path / "model" / "model.safetensors")
         args = {"strategy_config": axes} | ({} if strategy is None else {"strategy_name": strategy})
         return parse_config(
             {
@@ -119,8 +121,8 @@ def test_a_single_file_model_can_be_replicated_but_not_sharded(tmp_path):
     path.write_bytes(b"GGUF")
     values = {"pretrain": str(path), "actor_train": {"num_workers": 2}}
     assert error_message(parse_config(values)) == (
-        f"actor_train shards its model over 2 workers, which needs a directory with safetensors, but {path} is not "
-        "one; convert it, or set actor_train.strategy_args.strategy_config.dp_replicate=2 for a full copy per worker"
+        f"{path} cannot be sharded: it is not a directory with safetensors weights; download or convert it, or set "
+        "strategy_args.strategy_config.dp_replicate to the number of workers for a full copy per worker"
     )
     values["actor_train"]["strategy_args"] = {"strategy_config": {"dp_replicate": 2}}
     check_engines(parse_config(values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.lora import attach_lora, init_adapters
+from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.logps import base_model
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
@@ -186,12 +186,7 @@ def check_engines(config: DPOConfig) -> None:
 def _check_sharding(role: RoleConfig, section: str, path: str | None, config: DPOConfig) -> None:
     if axis_sizes(role).is_replicated or path is None:
         return
-    if not Path(path).is_dir():
-        raise UserError(
-            f"{section} shards its model over {role.num_processes} workers, which needs a directory with safetensors, "
-            f"but {path} is not one; convert it, or set {section}.strategy_args.strategy_config.dp_replicate="
-            f"{role.num_processes} for a full copy per worker"
-        )
+    find_files_to_shard(path)
     args = config.actor_train.model_args
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code or args.trust_remote_code)
     layout, _ = choose_layout(config.layout, [model_config], args.attn_implementation, pad_id=0)

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
-from thresher.models.loading.load import weight_files
+from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 
 # increase it when the same weights and tokens get different logps, so that older caches are not used
 SCORING_VERSION = 1
-# keys of config.json that cannot change a logp: the run sets the dtype and disables the KV cache
-_IGNORED_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+# keys of config.json that cannot change a logp: the run sets the dtype and disables the KV cache, and the digest of the
+# weights covers the file that transformers_weights names
+_IGNORED_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "transformers_weights"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def weights_digest(path: str) -> str:
     digests: dict[str, str] = {}
     # hashing releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for file in _weight_files(path):
+        for file in find_weight_files(path):
             if file.suffix == ".safetensors":
                 digests |= _digest_tensors(file, pool)
             else:
@@ -71,7 +68,7 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
     """Digest a model's config.json, and its Python files if they may be executed."""
     digest = hashlib.sha256()
     if not path.endswith(".gguf"):  # a GGUF file contains its config
-        config = _find(path, "config.json")
+        config = find_file(path, "config.json")
         if config is None:
             raise UserError(f"{path} has no config.json; give a Hugging Face model directory or a `.gguf` file")
         values = json.loads(config.read_text(encoding="utf-8"))
@@ -82,49 +79,10 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
     return digest.hexdigest()
 
 
-def _weight_files(path: str) -> Iterator[Path]:
-    """Yield the files that transformers reads the weights from."""
-    if path.endswith(".gguf"):
-        yield Path(path)
-        return
-    if (adapter := _find(path, "adapter_config.json")) is not None:
-        # transformers then loads the base model that the adapter names, and the adapter on top
-        yield adapter
-        if (adapter_weights := _find(path, "adapter_model.safetensors")) is not None:
-            yield adapter_weights
-        path = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    if (single_file := _find(path, SAFE_WEIGHTS_NAME)) is not None:
-        yield single_file
-        return
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        raise UserError(
-            f"{path} has no safetensors weights, or they cannot be downloaded; convert it with transformers' "
-            "save_pretrained, or download it first"
-        )
-    for name in sorted(set(weight_files(index).values())):
-        shard = _find(path, name)
-        if shard is None:
-            raise UserError(f"{path} lacks {name}, which its index names; copy or download the model again")
-        yield shard
-
-
-def _find(path: str, name: str) -> Path | None:
-    """Find a file in a model directory, or in the Hugging Face cache, downloading it if needed."""
-    try:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise UserError(f"{name} of {path} can neither be found nor downloaded: {error}") from error
-    return None if found is None else Path(found)
-
-
 def _digest_tensors(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names = list(tensors.keys())
-            return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))
-    except SafetensorError as error:
-        raise UserError(f"{file} is not a readable safetensors file ({error}); copy the model again") from error
+    with open_safetensors(file) as tensors:
+        names = list(tensors.keys())
+        return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))
 
 
 def _digest_tensor(tensor: Tensor) -> str:

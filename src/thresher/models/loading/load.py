@@ -5,7 +5,6 @@ Code in model repositories runs only if trusted, pickled weights are rejected, a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
+from thresher.models.loading.weight_files import find_weight_files, read_index
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,6 +74,7 @@ def load_model(
     directory, gguf = _location(path)
     if not gguf:
         load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
+    find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -144,7 +144,7 @@ def _location(path: str) -> tuple[str, dict[str, Any]]:
                 "`.gguf` file"
             )
         for index in location.glob("*.index.json"):
-            weight_files(index)  # rejects an index that points outside of the directory
+            read_index(index, in_use=False)  # rejects an index that points outside of the directory
         return str(location), {}
     if not _HUB_ID.fullmatch(path):
         raise UserError(
@@ -162,18 +162,6 @@ def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:
                 f"the config.json of {path} names the attention kernel {kernel}, which would be downloaded and run; "
                 "remove it, or set model_args.attn_implementation to the kernel if you trust it"
             )
-
-
-def weight_files(index: Path) -> dict[str, str]:
-    """Read the file name of each tensor from an index; reject file names outside of its directory."""
-    try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = set(file_of.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} is not a weight index ({error}); copy or download the model again") from error
-    if outside := [name for name in names if not is_safe_relative_path(name)]:
-        raise UserError(f"{index} names {outside[0]!r}, which is outside of the model directory; do not use this model")
-    return dict(file_of)
 
 
 def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

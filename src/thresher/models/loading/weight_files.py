@@ -1,0 +1,141 @@
+"""Find the files of a model's weights, for one process, sharded loading and the digest of the weights alike.
+
+The order is that of transformers: `transformers_weights` of config.json, model.safetensors, then the safetensors index.
+Files that transformers would read in another way than by tensor name from safetensors are rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from thresher.errors import UserError
+from thresher.file_names import is_safe_relative_path
+
+# transformers prefers such files to all others
+_DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def find_weight_files(path: str) -> tuple[Path, ...]:
+    """Return the safetensors files of a model directory or hub model, or the GGUF file.
+
+    A tensor in several files is read from the last one.
+    """
+    if path.endswith(".gguf"):
+        return (Path(path),)
+    if find_file(path, "adapter_config.json") is not None:
+        raise UserError(
+            f"{path} contains a PEFT adapter (adapter_config.json); merge it into its base model with PEFT's "
+            "merge_and_unload and save that model"
+        )
+    if shards := [file for file in Path(path).glob("shard-*") if _DISTRIBUTED_CHECKPOINT.fullmatch(file.name)]:
+        raise UserError(
+            f"{path} contains a distributed checkpoint ({min(shards).name}); load it with transformers and save it "
+            "with save_pretrained"
+        )
+    file = _named_file(path) or find_file(path, SAFE_WEIGHTS_NAME) or find_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    if file is None:
+        raise UserError(
+            f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}); load it with "
+            "transformers and save it with save_pretrained, or download it again"
+        )
+    files = (file,) if file.suffix == ".safetensors" else _indexed_files(path, file)
+    for each in files:
+        open_safetensors(each)  # reads the header
+    return files
+
+
+def find_files_to_shard(path: str) -> tuple[Path, ...]:
+    """Return the weight files of a model directory; reject a model whose tensors cannot be read in slices."""
+    reason = None
+    if not Path(path).is_dir():
+        reason = "it is not a directory with safetensors weights; download or convert it"
+    elif _config_of(path).get("quantization_config") is not None:
+        reason = "its weights are quantized; use a model that is not quantized"
+    if reason is not None:
+        raise UserError(
+            f"{path} cannot be sharded: {reason}, or set strategy_args.strategy_config.dp_replicate to the number of "
+            "workers for a full copy per worker"
+        )
+    return find_weight_files(path)
+
+
+def find_file(path: str, name: str) -> Path | None:
+    """Find a file in a model directory, or in the Hugging Face cache, downloading it if needed."""
+    try:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"{name} of {path} can neither be found nor downloaded: {error}") from error
+    return None if found is None else Path(found)
+
+
+def read_index(index: Path, *, in_use: bool) -> set[str]:
+    """Read the file names of a weight index; reject names outside of its directory, also if it is not in use."""
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+        names = set(values["weight_map"].values())
+        _ = values["metadata"] if in_use else None  # transformers requires it
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is not a weight index ({error}); copy or download the model again") from error
+    if outside := [name for name in names if not is_safe_relative_path(name)]:
+        raise UserError(f"{index} names {outside[0]!r}, which is outside of the model directory; do not use this model")
+    return names
+
+
+def open_safetensors(file: Path) -> Any:
+    """Open a safetensors file; its tensors are read on access."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a readable safetensors file ({error}); copy the model again") from error
+
+
+def _named_file(path: str) -> Path | None:
+    """Find the file or index that config.json names as `transformers_weights`; None if it names none."""
+    config = _config_of(path)
+    name, nested = config.get("transformers_weights"), config.get("text_config")
+    if nested and "transformers_weights" in {*config, *nested}:
+        raise UserError(
+            f"the config.json of {path} has both text_config and transformers_weights, which transformers may ignore; "
+            f"rename the weights to {SAFE_WEIGHTS_NAME} and remove transformers_weights"
+        )
+    if name is None:
+        return None
+    is_safetensors = str(name).endswith((".safetensors", ".safetensors.index.json"))
+    if not (is_safetensors and is_safe_relative_path(name)):
+        raise UserError(
+            f"the config.json of {path} names {name!r} as transformers_weights; name a .safetensors file or a "
+            ".safetensors.index.json file in the model directory"
+        )
+    return _existing(path, name, "its config.json names as transformers_weights")
+
+
+def _indexed_files(path: str, index: Path) -> tuple[Path, ...]:
+    names = sorted(read_index(index, in_use=True))
+    if others := [name for name in names if not name.endswith(".safetensors")]:
+        raise UserError(
+            f"{index} names {others[0]!r}, which is not a safetensors file; load the model with transformers and save "
+            "it with save_pretrained"
+        )
+    return tuple(_existing(path, name, "its index names") for name in names)
+
+
+def _existing(path: str, name: str, named_by: str) -> Path:
+    if (file := find_file(path, name)) is None:
+        raise UserError(f"{path} has no {name}, which {named_by}; copy or download the model again")
+    return file
+
+
+def _config_of(path: str) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+    except (OSError, ValueError) as error:
+        raise UserError(f"the config.json of {path} cannot be read: {error}") from error
+    return values
