@@ -38,6 +38,43 @@ def test_frozen_weights_are_identified_by_content_not_by_name(base, tmp_path, ch
         build_run(values, noise_pairs(12)).trainer.resume(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("changed", "changes", "section"),
+    [
+        ("model", {}, "policy"),
+        ("model", {"pref_loss": "simpo"}, "policy"),
+        ("other", {"reference": {"mode": "concurrent"}}, "reference"),
+    ],
+    ids=["with a reference", "without a reference", "of a separate reference"],
+)
+def test_a_checkpoint_is_rejected_after_a_change_of_a_models_config(base, tmp_path, changed, changes, section):
+    models = {name: save_tiny_llama(tmp_path / name, seed) for seed, name in enumerate(("model", "other"))}
+    values = merge(merge(base, {"pretrain": str(models["model"])}), changes)
+    if changed == "other":
+        values = merge(values, {"reference": {"model_args": {"model_name_or_path": str(models["other"])}}})
+    first = build_run(values, noise_pairs(12))
+    first.trainer.training_step()
+    checkpoint = first.trainer.save()
+    first.trainer.wait_for_saves()
+
+    file = models[changed] / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"transformers_version": "9.9.9"}))
+    assert build_run(values, noise_pairs(12)).trainer.resume(checkpoint) == []
+    file.write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    changed_run = build_run(values, noise_pairs(12)).trainer
+    with pytest.raises(CheckpointError, match=f"belongs to another run: its {section}'s config.json is"):
+        changed_run.resume(checkpoint)
+
+    # 0.2 wrote no settings
+    progress = json.loads((checkpoint / "trainer.json").read_text())
+    del progress["identity"]["policy's config.json"]
+    progress["identity"].pop("reference's config.json", None)
+    (checkpoint / "trainer.json").write_text(json.dumps(progress))
+    (note,) = changed_run.resume(checkpoint)
+    assert "does not record the policy's config.json" in note
+
+
 def losses_of(values: dict) -> list[float]:
     run = build_run(values, noise_pairs(12))
     return [run.trainer.training_step()["loss"].mean for _ in range(6)]

@@ -15,10 +15,17 @@ from thresher.config import DPOConfig
 from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
+from thresher.reference.fingerprint import config_digest
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.loop import TrainingProgress
-from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import (
+    POLICY_SETTINGS,
+    REFERENCE_SETTINGS,
+    DPOTrainer,
+    ScoredDataset,
+    TrainerSettings,
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ def build_trainer(
             "pairs per step": plan.pairs_per_step,
             "seed": plan.seed,
             "reference": reference.digest,
+            **_model_settings(config, reference.mode),
         },
         config=redact(to_stored(config)),
         extra=reference.synced,
@@ -81,6 +89,14 @@ def build_trainer(
     if checkpoint is not None:
         notes += [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
     return TrainerBundle(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
+
+
+def _model_settings(config: DPOConfig, mode: str) -> dict[str, str]:
+    """Digests of config.json of policy and reference: checkpoints contain weights, not the settings of a model."""
+    models = {POLICY_SETTINGS: (config.policy_path, config.actor_train.model_args.trust_remote_code)}
+    if mode != "none":
+        models[REFERENCE_SETTINGS] = (config.reference_path, config.trusts_reference_code)
+    return {name: config_digest(str(path), trust_remote_code=trusts) for name, (path, trusts) in models.items()}
 
 
 def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:

@@ -36,6 +36,9 @@ from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
 from thresher.training.state import TrainerState
 
+# entries of a run's identity
+POLICY_SETTINGS, REFERENCE_SETTINGS = "policy's config.json", "reference's config.json"
+
 
 class ReferenceScorer(Protocol):
     """Returns the reference logps of a micro-batch; seconds_per_pair is the time spent on precomputing them."""
@@ -211,11 +214,14 @@ class DPOTrainer:
     def resume(self, checkpoint: Path) -> list[str]:
         """Restore a checkpoint bitwise; return notes on what could not be restored."""
         values = load_json(checkpoint / "trainer.json")
+        identity = values["identity"]
+        # checkpoints up to 0.2 have no settings of the models
+        unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & (self._identity.keys() - identity.keys())
         for name, current in self._identity.items():
-            if (saved := values["identity"].get(name)) != current:
+            if name not in unknown and (saved := identity.get(name)) != current:
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
-                    "the same data, batch size, seed and reference, or set another output_dir"
+                    "the same data, batch size, seed, reference and config.json of models, or set another output_dir"
                 )
         self.strategy.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])
@@ -224,7 +230,12 @@ class DPOTrainer:
         if self._extra is not None:
             self._extra.load(checkpoint)
         world = self.strategy.dp_group.world
-        return restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
+        notes = restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
+        if unknown:
+            notes.append(
+                f"{checkpoint} does not record the {' and the '.join(sorted(unknown))}; changes of it are not detected"
+            )
+        return notes
 
     def first_micro_batch(self) -> MicroBatch | None:
         """The first micro-batch of the next step, for start-up checks; None if this rank has no pairs in it."""
