@@ -1,5 +1,6 @@
-"""Stores, reference caches and checkpoints written by 0.1 load, hit and resume bitwise.
+"""Stores, reference caches and checkpoints written by 0.1 load, hit and resume within 1e-6.
 
+Not bitwise: 0.1 summed the logps of a response in fp32, later versions in fp64. What is stored loads unchanged.
 files_of_0_1.tar.gz contains three runs of 4 steps of a tiny Llama with version 0.1: full training with a loss that has
 state, LoRA with dropout, and two Ray workers that shard the model. Each has a checkpoint at step 2 and at step 4.
 """
@@ -20,8 +21,9 @@ from safetensors.torch import load_file
 from tests.support.compared_runs import metric_log
 
 ARCHIVE = Path(__file__).with_name("files_of_0_1.tar.gz")
-# kernels for another instruction set round differently: there the last bits may differ
-WRITTEN_WITH = "AVX512"
+OF_SUMS = 1e-6
+# in the log of 0.1, kl is a difference of fp32 sums near -40 nats, where adjacent numbers are 4e-6 apart
+OF_KL = 5e-6
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def train(directory: Path, run: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["full", "lora", pytest.param("sharded", marks=pytest.mark.distributed)])
-def test_a_run_of_0_1_resumes_bitwise_with_its_store_and_its_cached_reference(old_files, run):
+def test_a_run_of_0_1_resumes_with_its_store_and_its_cached_reference(old_files, run):
     last = old_files / run / "checkpoints" / "step-00000004"
     expected_log = metric_log(old_files / run)
     expected = last.rename(old_files / "expected")
@@ -60,16 +62,18 @@ def test_a_run_of_0_1_resumes_bitwise_with_its_store_and_its_cached_reference(ol
     assert "24 pairs from the cache, 0 scored" in output
     assert sorted((old_files / run / "data").iterdir()) == stores
     assert sorted(path.relative_to(old_files) for path in (old_files / "cache").rglob("*.arrow")) == caches
-    bitwise = torch.backends.cpu.get_cpu_capability() == WRITTEN_WITH
-    if bitwise:
-        assert metric_log(old_files / run) == expected_log
+    for record, expected_record in zip(metric_log(old_files / run), expected_log, strict=True):
+        assert record.keys() == expected_record.keys()
+        for name, value in expected_record.items():
+            tolerance = OF_KL if name.endswith("kl") else OF_SUMS
+            assert record[name] == pytest.approx(value, rel=OF_SUMS, abs=tolerance), name
     files = sorted(path.name for path in expected.glob("*.safetensors"))
     assert sorted(path.name for path in last.glob("*.safetensors")) == files
     for name in files:
         actual, expected_tensors = load_file(last / name), load_file(expected / name)
         assert actual.keys() == expected_tensors.keys()
         for key, tensor in expected_tensors.items():
-            torch.testing.assert_close(actual[key], tensor, atol=0 if bitwise else 1e-6, rtol=0, msg=f"{name}: {key}")
+            torch.testing.assert_close(actual[key], tensor, atol=OF_SUMS, rtol=0, msg=f"{name}: {key}")
 
 
 def test_a_checkpoint_of_0_1_is_exported(old_files):

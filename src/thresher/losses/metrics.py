@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
+from thresher.losses.pairs import ObjectiveInputs, to_fp64
 from thresher.losses.scores import ChosenRejected
 
 
@@ -46,8 +46,8 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
     kl: (policy - reference) summed logps, averaged over the two sides of a pair, in nats per response. It estimates the
     KL to the reference on the data's responses and may be negative. Present only with a reference.
     """
-    chosen, rejected = to_fp64(rewards.chosen), to_fp64(rewards.rejected)
-    policy_chosen, policy_rejected = _sums(inputs.policy)
+    chosen, rejected = rewards
+    policy_chosen, policy_rejected = inputs.policy.chosen.sums(), inputs.policy.rejected.sums()
     tokens = inputs.policy.chosen.values
     wins = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)  # a tie counts half
     per_pair_metrics = {
@@ -62,17 +62,8 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
         "lengths/rejected": to_fp64(inputs.policy.rejected.lengths),
     }
     if inputs.reference is not None:
-        reference_chosen, reference_rejected = _sums(inputs.reference)
+        reference_chosen, reference_rejected = inputs.reference.chosen.sums(), inputs.reference.rejected.sums()
         per_pair_metrics["kl"] = 0.5 * (policy_chosen - reference_chosen + policy_rejected - reference_rejected)
     metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
     metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
     return metrics
-
-
-def to_fp64(values: Tensor) -> Tensor:
-    """Detach and convert to fp64, or to fp32 on MPS, which has no fp64."""
-    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
-
-
-def _sums(logps: ChosenRejectedLogps) -> tuple[Tensor, Tensor]:
-    return to_fp64(logps.chosen.sums()), to_fp64(logps.rejected.sums())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, segment_sums
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, segment_sums, to_fp64
 from thresher.losses.parameters import FINITE
 
 DivergenceName = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -59,7 +59,7 @@ def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: floa
     reference still has margin 0. ld_alpha = 1 is plain DPO, 0 ignores the tokens beyond the shared length.
     """
     limits = torch.repeat_interleave(shared_lengths, side.lengths, output_size=side.values.numel())
-    ones = torch.ones_like(side.values)
+    ones = to_fp64(torch.ones_like(side.values))
     return torch.where(side.positions() < limits, ones, ld_alpha * ones)
 
 
@@ -92,5 +92,5 @@ def _mean_alignment(side: ResponseLogps) -> Tensor:
             "wpo needs log_sum_squared_probs with the policy's logps, but the pairs have none; "
             "score the policy with_squared_probs if Objective.needs_squared_probs, or set wpo: false"
         )
-    aligned = side.values - side.log_sum_squared_probs
+    aligned = to_fp64(side.values) - side.log_sum_squared_probs
     return segment_sums(aligned, side.lengths) / side.lengths.clamp(min=1)

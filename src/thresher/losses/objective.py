@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thresher.errors import UserError
 from thresher.losses.base import Loss, Modifier
-from thresher.losses.metrics import MetricSum, compute_metrics, to_fp64
+from thresher.losses.metrics import MetricSum, compute_metrics
 from thresher.losses.modifiers import FDivergence, wpo_weights
 from thresher.losses.pairs import ObjectiveInputs
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
@@ -22,7 +22,10 @@ from thresher.losses.scores import PairScores, score_pairs
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """per_pair: [num_pairs] with grad, weighted, not averaged; metrics: detached (sum, count)."""
+    """per_pair: [num_pairs] with grad in the dtype of the logps, weighted, not averaged.
+
+    metrics: detached (sum, count).
+    """
 
     per_pair: Tensor
     metrics: dict[str, MetricSum]
@@ -116,6 +119,8 @@ class Objective:
         if inputs.weight is not None:
             # The caller divides by the number of pairs, not by the sum of weights.
             per_pair = per_pair * inputs.weight.to(per_pair.dtype)
+        # A loss beyond the range of the logps' dtype must be non-finite: its gradient would not fit either.
+        per_pair = per_pair.to(inputs.policy.chosen.values.dtype)
         with torch.no_grad():
             # Units differ between losses, so report the rewards of the first loss that compares both sides.
             metrics = compute_metrics(inputs, per_pair, self._comparing[0].rewards(scores))
@@ -155,8 +160,8 @@ class Objective:
         for loss, _ in self.terms:
             if loss.state():
                 chosen, rejected = loss.rewards(scores)
-                metrics[f"{loss.name}/chosen_reward"] = MetricSum(to_fp64(chosen).sum(), scores.num_pairs)
-                metrics[f"{loss.name}/rejected_reward"] = MetricSum(to_fp64(rejected).sum(), scores.num_pairs)
+                metrics[f"{loss.name}/chosen_reward"] = MetricSum(chosen.sum(), scores.num_pairs)
+                metrics[f"{loss.name}/rejected_reward"] = MetricSum(rejected.sum(), scores.num_pairs)
         return metrics
 
     @property

@@ -31,7 +31,7 @@ class ResponseLogps:
         return self.lengths.numel()
 
     def sums(self, token_weights: Tensor | None = None) -> Tensor:
-        """Sum each pair's logps: [num_pairs]. Each sum is bitwise independent of the other pairs."""
+        """Sum each pair's logps: [num_pairs] fp64. Each sum is bitwise independent of the other pairs."""
         values = self.values if token_weights is None else self.values * token_weights
         return segment_sums(values, self.lengths)
 
@@ -85,8 +85,18 @@ class ObjectiveInputs:
         return self.policy.num_pairs
 
 
+def to_fp64(values: Tensor) -> Tensor:
+    """Convert to fp64, or to fp32 on MPS, which has no fp64."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+
+
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum consecutive runs of `lengths` values: [num_tokens] -> [num_segments]; an empty run sums to 0."""
+    """Sum consecutive runs of `lengths` values: [num_tokens] -> [num_segments] fp64; an empty run sums to 0.
+
+    fp64 because a log ratio is a small difference of two sums: at -1e5 nats, a response of 64k tokens, adjacent fp32
+    numbers are 0.008 apart. The gradient of `values` has their dtype.
+    """
+    values = to_fp64(values)
     if lengths.numel() == 0:
         return values[:0]  # segment_reduce fails without segments: it takes the minimum of lengths
     # segment_reduce adds up each segment separately and in order: deterministic on every device, unlike index_add.

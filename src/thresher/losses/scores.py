@@ -46,7 +46,7 @@ class ReferenceScores:
 
 @dataclass(frozen=True)
 class PairScores:
-    """Per-pair sums, each [num_pairs], in the dtype of the policy's logps.
+    """Per-pair sums, each [num_pairs], in fp64 for logps of any dtype.
 
     logps: the policy's summed logps, LD-weighted where ld_alpha is on.
     chosen_nll: minus the summed chosen logps, never LD-weighted: likelihood terms weigh every token equally.
