@@ -36,9 +36,8 @@ def train_from_config(
     policy_dir: Path, axes: dict[str, int], layout: str, loss: str = "sigmoid", **model_args: Any
 ) -> Outcome:
     """Three steps after the start-up check; the reference is the base of the adapter, or a copy of the policy."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    world = Group(dist.get_rank(), size, dist.group.WORLD) if size > 1 else Group()
-    config = config_of(policy_dir, size, axes, **model_args)
+    world = _world()
+    config = config_of(policy_dir, world.size, axes, **model_args)
     policy = build_policy(config, LAYOUTS[layout], device=torch.device("cpu"), world=world)
     policy.check_logps(PairBatch(np.arange(2), tuple(PAIRS[:2])))
     if "lora_rank" in model_args:
@@ -52,3 +51,28 @@ def train_from_config(
         norms.append(trainer.state.grad_norm)
     weights = {name: gather_full(weight) for name, weight in policy.weights().items()}
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps)
+
+
+def start_against_one_process(policy_dir: Path, axes: dict[str, int], dtype: str) -> tuple[float, dict[str, float]]:
+    """Compare the policy with a reference that is a full copy in this process.
+
+    Return the largest difference of a token's logps in nats, and the metrics of the first step.
+    """
+    world, device, layout = _world(), torch.device("cpu"), LAYOUTS["shared"]
+    config = config_of(policy_dir, world.size, axes, dtype=dtype)
+    policy = build_policy(config, layout, device=device, world=world)
+    reference = build_reference(config, layout, device=device)
+    batch = PairBatch(np.arange(4), tuple(PAIRS[4 * world.rank :][:4]))
+    ours, theirs = policy.score(batch), reference.score(batch)
+    distance = max(
+        (ours.chosen.values - theirs.chosen.values).abs().max().item(),
+        (ours.rejected.values - theirs.rejected.values).abs().max().item(),
+    )
+    trainer = make_trainer(policy, reference.score, Case(ParallelDims(dp_replicate=policy.dp_group.size)))
+    return distance, {name: metric.mean for name, metric in trainer.training_step().items()}
+
+
+def _world() -> Group:
+    if not dist.is_initialized():
+        return Group()
+    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)

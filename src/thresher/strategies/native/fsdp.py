@@ -21,20 +21,23 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dt
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     stored = next(model.parameters()).dtype
-    # layers all-gather their weights in the compute dtype, half the bytes in bf16; embeddings, the final norm, the head
-    # and the gradient reduction keep the stored dtype
-    layer_options = dict(options)
-    if compute_dtype != stored:
-        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False)
-        layer_options["mp_policy"] = precision
-    for layer in layers:
-        fully_shard(layer, **layer_options)
     if not model.config.get_text_config().tie_word_embeddings:
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             if isinstance(module, nn.Embedding):
                 fully_shard(module, **options)
+    # the root also gathers the norms and biases of the layers: FSDP2 casts all parameters of a group alike, and
+    # autocast in one process rounds the matrices of a layer but not its norms
+    matrices = {parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1}
     # FSDP2 keeps the root unsharded after a forward; after an evaluation its weights would be stale in the next step
-    fully_shard(model, **options, reshard_after_forward=True)
+    fully_shard(model, **options, reshard_after_forward=True, ignored_params=matrices)
+    # layers all-gather their matrices in the compute dtype, half the bytes in bf16; all other parameters and the
+    # gradient reduction keep the stored dtype
+    if compute_dtype != stored:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False
+        )
+    for layer in layers:
+        fully_shard(layer, **options, ignored_params={p for p in layer.parameters() if p.ndim < 2})
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # the loss is already divided by the pairs of the whole step: sum gradients over ranks, do not average
