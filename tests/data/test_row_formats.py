@@ -64,6 +64,26 @@ def test_every_format_gives_the_same_pair(name: str, row: dict[str, Any]) -> Non
     assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, BAD)
 
 
+SYSTEM = {"role": "system", "content": "Be kind."}
+HISTORY = [user("Hi"), assistant("Hello")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start", "expected"),
+    [
+        ([SYSTEM, *PROMPT], PROMPT, [SYSTEM, *PROMPT]),
+        ([*HISTORY, *PROMPT], PROMPT, [*HISTORY, *PROMPT]),
+        ([SYSTEM, *HISTORY, *PROMPT], [*HISTORY, *PROMPT], [SYSTEM, *HISTORY, *PROMPT]),
+        (PROMPT, [SYSTEM, *PROMPT], [SYSTEM, *PROMPT]),
+        ([SYSTEM], PROMPT, [SYSTEM, *PROMPT]),
+        (HISTORY, PROMPT, [*HISTORY, *PROMPT]),
+    ],
+)
+def test_turns_that_both_the_prompt_and_the_conversations_contain_occur_once(prompt, start, expected) -> None:
+    pair = read({"prompt": prompt, "chosen": start + GOOD, "rejected": start + BAD})
+    assert (pair.prompt, pair.chosen, pair.rejected) == (expected, GOOD, BAD)
+
+
 def test_input_is_appended_to_the_prompt() -> None:
     pair = read({"instruction": "Correct it.", "input": "freind", "output": "o", "chosen": "a", "rejected": "b"})
     assert pair.prompt == [user("Correct it.\n\nfreind")]

@@ -95,13 +95,21 @@ def _read_prompt(row: Row) -> PreferenceRow:
     prompt = to_messages(value, "user", column)
     sides = _side(row, "chosen"), _side(row, "rejected")
     if sides[0] and sides[0][0]["role"] != "assistant":
-        # full conversations next to a prompt: either they repeat the prompt, or they follow it
+        # full conversations next to a prompt: they repeat it, or its last turns, or they follow it
         shared = split_shared_prefix(*sides)
         prefix = sides[0][:shared]
         repeated = {message["content"] for message in prefix}
-        before = [] if all(message["content"] in repeated for message in prompt) else prompt
+        is_repeated = all(message["content"] in repeated for message in prompt)
+        before = [] if is_repeated else prompt[: len(prompt) - _overlap_length(prompt, prefix)]
         return _pair(row, before + prefix, sides[0][shared:], sides[1][shared:])
     return _pair(row, prompt, *sides)
+
+
+def _overlap_length(prompt: list[Message], prefix: list[Message]) -> int:
+    """Return the number of messages at the end of the prompt with which the conversation begins."""
+    ends, starts = ([(m["role"], m["content"]) for m in side] for side in (prompt[-MAX_MESSAGES:], prefix))
+    lengths = range(min(len(ends), len(starts)), 0, -1)
+    return next((length for length in lengths if ends[-length:] == starts[:length]), 0)
 
 
 def _read_texts(row: Row, prompt: str, chosen: str, rejected: str) -> PreferenceRow:
