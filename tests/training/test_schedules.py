@@ -92,7 +92,8 @@ def test_the_schedule_counts_optimizer_steps_for_any_micro_batch_size():
     ("given", "num_steps", "warmup"),
     [
         ({"warmup_ratio": 0.25}, 40, 10),
-        ({"warmup_ratio": 0.1}, 14, 1),  # 1.4
+        ({"warmup_ratio": 0.1}, 4, 1),  # 0.4
+        ({"warmup_ratio": 0.1}, 14, 2),  # 1.4
         ({"warmup_ratio": 0.1}, 16, 2),  # 1.6
         ({"warmup_ratio": 0.0}, 40, 0),
         ({"warmup_steps": 5}, 40, 5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -130,7 +131,7 @@ class TrainingArgs(Section):
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Number of warm-up steps; set this or warmup_ratio."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Fraction of all steps used for warm-up; set this or warmup_steps."""
+    """Fraction of all steps used for warm-up, rounded up; set this or warmup_steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Minimum of `cosine_with_min_lr`, as a fraction of learning_rate."""
     lr_power: Annotated[float, Field(gt=0)] = 1.0
@@ -165,7 +166,7 @@ class TrainingArgs(Section):
 
     def num_warmup_steps(self, num_steps: int) -> int:
         if self.warmup_ratio is not None:
-            return round(self.warmup_ratio * num_steps)
+            return math.ceil(self.warmup_ratio * num_steps)  # as transformers does: a warm-up never rounds to nothing
         return self.warmup_steps or 0
 
 
