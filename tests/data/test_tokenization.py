@@ -170,6 +170,23 @@ def test_a_think_block_only_in_the_generation_prompt_is_not_part_of_the_prompt(t
     assert rendered.prompt == "<|im_start|>user: Why?<|im_end|><|im_start|>assistant: "
 
 
+def test_an_answer_that_begins_like_the_think_block_keeps_its_characters(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: <think>{% endif %}"
+    )
+    template = load_template(tokenizer, str(file), {})
+    rendered = render(row_of(texts("Why?", "<table>", "<tr>")), template, tokenizer)
+    assert rendered.prompt == "<|im_start|>user: Why?<|im_end|><|im_start|>assistant: "
+    turns = [("assistant", "<td>"), ("user", "oh"), ("assistant", "<table>")]
+    chosen = [{"role": role, "content": content} for role, content in turns]
+    prompt = [{"role": "user", "content": "Why?"}]
+    side = render(row_of({"prompt": prompt, "chosen": chosen, "rejected": "<tr>"}), template, tokenizer).chosen
+    assert [side.text[begin:end] for begin, end in side.scored_spans or ()] == ["<td><|im_end|>", "<table><|im_end|>"]
+
+
 def test_a_template_that_rewrites_the_prompt_gives_a_bad_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CharSpan = tuple[int, int]
+# private use, so that no header contains it
+_PROBE = "\ue000"
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,7 @@ def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTo
     apply = partial(apply_template, tokenizer, template, tools=row.tools)
     header = apply(row.prompt, header=True)
     texts = [apply(row.prompt + side, header=False) for side in (row.chosen, row.rejected)]
-    # some templates open a <think> block in the generation prompt that a finished answer does not have
-    start = min(_common_prefix_length(header, text) for text in texts)
+    start = _header_end(header, row.prompt, texts, apply)
     if start < len(header) and start < len(apply(row.prompt, header=False).rstrip()):
         raise BadRowError("the chat template renders the prompt differently when an answer follows")
     chosen, rejected = (
@@ -133,6 +134,16 @@ def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTo
         for text, side in zip(texts, (row.chosen, row.rejected), strict=True)
     )
     return RenderedRow(texts[0][:start], chosen, rejected, header_shortened=start < len(header))
+
+
+def _header_end(header: str, before: list[Message], texts: Sequence[str], apply: Callable[..., str]) -> int:
+    """Return where the answers begin: the part of the generation prompt that a finished answer keeps."""
+    end = min(_common_prefix_length(header, text) for text in texts)
+    if end < len(header):
+        # some templates open a <think> block in the generation prompt only; answers may begin with the same characters
+        probe = apply([*before, {"role": "assistant", "content": _PROBE}], header=False)
+        end = min(end, _common_prefix_length(header, probe))
+    return end
 
 
 def _scored_spans(
@@ -145,7 +156,7 @@ def _scored_spans(
         if message["role"] != "assistant":
             continue
         before = prompt + messages[:index]
-        begin = _common_prefix_length(apply(before, header=True), text) if index else start
+        begin = _header_end(apply(before, header=True), before, [text], apply) if index else start
         through = apply([*before, message], header=False)
         if begin < len(apply(before, header=False).rstrip()) or not text.startswith(through):
             raise BadRowError("the chat template renders a turn differently when more turns follow")
