@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import re
 import shutil
 import subprocess
 import sys
@@ -402,3 +403,16 @@ def test_help_answers_in_a_second_and_imports_no_torch():
 def test_the_console_script_is_this_command_line():
     (script,) = entry_points(group="console_scripts", name="thresher")
     assert script.value == "thresher.cli:main"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("place", ["pairs.jsonl", "pairs.jsonl/out"])
+def test_an_output_dir_that_cannot_be_written_is_a_user_error(thresher, config, place, stories_dir):
+    file = config(output_dir=place)
+    for command in (
+        ("train", file),
+        ("prepare", "pairs.jsonl", "--model", str(stories_dir), "--template", "raw", "--output", "pairs.jsonl/out"),
+    ):
+        code, message = thresher(*command)
+        assert code == 2
+        assert re.fullmatch(r"cannot use .*pairs\.jsonl.*: .+; check the path and its permissions", message)

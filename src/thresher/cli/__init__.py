@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -19,6 +20,9 @@ from thresher.cli.prepare import prepare
 from thresher.cli.submit import submit
 from thresher.cli.train import train
 from thresher.errors import RunStopped, UserError
+
+# a path that cannot be used: no permission, a read-only disk, or a file in place of a directory
+_PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 class CommandGroup(TyperGroup):
@@ -76,14 +80,13 @@ def main() -> None:
     try:
         app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion
     except UserError as error:
-        from rich.console import Console
-
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
-        sys.exit(2)
+        _exit_with(error)
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(stopped.exit_code)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _PATH_ERRNOS and error.filename is not None:
+            _exit_with(UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions"))
         # a bug: show the traceback with secrets masked, since libraries quote URLs in full
         import traceback
 
@@ -91,6 +94,13 @@ def main() -> None:
 
         sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
         sys.exit(1)
+
+
+def _exit_with(error: UserError) -> NoReturn:
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
+    sys.exit(2)
 
 
 def _escaped(text: str) -> str:
