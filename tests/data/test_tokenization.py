@@ -132,6 +132,22 @@ def test_only_assistant_turns_of_a_long_response_are_scored(chat_tokenizer: PreT
         assert pair.rejected_mask is None
 
 
+def test_a_token_that_merges_the_end_of_a_header_with_a_turn_is_scored() -> None:
+    vocabulary = {text: number for number, text in enumerate(("q", ":", " ", "a", "b", "\n", " a", "</s>"))}
+    backend = Tokenizer(models.BPE(vocabulary, [(" ", "a")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ ': ' if m['role'] == 'assistant' else 'q' }}"
+        "{{ m['content'] }}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ': ' }}{% endif %}"
+    )
+    turns = [("assistant", "b"), ("user", "b"), ("assistant", "ab")]
+    chosen = [{"role": role, "content": content} for role, content in turns]
+    pair = tokenize({"prompt": [{"role": "user", "content": "q"}], "chosen": chosen, "rejected": "b"}, tokenizer).pair
+    scored = tokenizer.convert_ids_to_tokens(pair.chosen_ids[pair.chosen_mask])
+    assert scored == ["b", "\n", " a", "b", "\n", "</s>"]
+
+
 def test_only_assistant_turns_of_a_raw_transcript_are_scored(
     chat_tokenizer: PreTrainedTokenizerFast,
 ) -> None:

@@ -37,11 +37,11 @@ class PlaceholderTokenizer:
         if max(text, default="") >= chr(_FIRST_CHARACTER) and any(name in text for name in self.by_token.values()):
             raise BadRowError("the text spells a control token and contains private-use characters reserved for them")
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Tokenize texts; return for each its ids and the start offset of each token."""
+    def encode(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Tokenize texts; return for each its ids and the start and end offset of each token."""
         copy, original_ids = self._copy
         return [
-            ([original_ids.get(id_, id_) for id_ in encoding.ids], [start for start, _ in encoding.offsets])
+            ([original_ids.get(id_, id_) for id_ in encoding.ids], list(encoding.offsets))
             for encoding in copy.encode_batch(list(texts), add_special_tokens=False)
         ]
 

@@ -102,20 +102,22 @@ class PairTokenizer:
             raise UserError(
                 "the tokenizer is slow, but responses of several turns need token offsets; use a fast tokenizer"
             )
-        starts = np.asarray(self._starts(row, self._cut(row, side)), dtype=np.int64)
-        scored = np.zeros(len(starts), dtype=np.bool_)
+        offsets = self._offsets(row, self._cut(row, side))
+        starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+        scored = np.zeros(len(offsets), dtype=np.bool_)
         for begin, end in side.scored_spans:
-            scored |= (starts >= begin) & (starts < end)
+            # a token that merges the header's last space with the turn's first word is scored, as in a single turn
+            scored |= ((starts >= begin) | (ends > begin)) & (starts < end)
         # a prefix that was added, or a repeated BOS that was removed, precedes all scored tokens
         missing = len(ids) - len(scored)
         return scored[-missing:] if missing < 0 else np.concatenate([np.zeros(missing, dtype=np.bool_), scored])
 
-    def _starts(self, row: RenderedRow, text: str) -> list[int]:
+    def _offsets(self, row: RenderedRow, text: str) -> list[tuple[int, int]]:
         if row.has_placeholders:
-            ((_, starts),) = self._placeholders.encode([text])
-            return starts
+            ((_, offsets),) = self._placeholders.encode([text])
+            return offsets
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [start for start, _ in encoded["offset_mapping"]]
+        return list(encoded["offset_mapping"])
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
