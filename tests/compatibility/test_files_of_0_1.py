@@ -1,6 +1,7 @@
-"""Stores, reference caches and checkpoints written by 0.1 load, hit and resume within 1e-6.
+"""Reference caches and checkpoints written by 0.1 load, hit and resume within 1e-6; stores are prepared again.
 
 Not bitwise: 0.1 summed the logps of a response in fp32, later versions in fp64. What is stored loads unchanged.
+The tokens of some rows changed since, so a run does not reuse a store of 0.1 by itself; it can still be named.
 files_of_0_1.tar.gz contains three runs of 4 steps of a tiny Llama with version 0.1: full training with a loss that has
 state, LoRA with dropout, and two Ray workers that shard the model. Each has a checkpoint at step 2 and at step 4.
 """
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.compared_runs import metric_log
+from thresher.data.store.reader import PairStore
 
 ARCHIVE = Path(__file__).with_name("files_of_0_1.tar.gz")
 OF_SUMS = 1e-6
@@ -49,18 +51,19 @@ def train(directory: Path, run: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["full", "lora", pytest.param("sharded", marks=pytest.mark.distributed)])
-def test_a_run_of_0_1_resumes_with_its_store_and_its_cached_reference(old_files, run):
+def test_a_run_of_0_1_resumes_with_its_cached_reference(old_files, run):
     last = old_files / run / "checkpoints" / "step-00000004"
     expected_log = metric_log(old_files / run)
     expected = last.rename(old_files / "expected")
     caches = sorted(path.relative_to(old_files) for path in (old_files / "cache").rglob("*.arrow"))
-    stores = sorted((old_files / run / "data").iterdir())
+    stores = set((old_files / run / "data").iterdir())
 
     output = train(old_files, run)
 
     assert "resuming from" in output
     assert "24 pairs from the cache, 0 scored" in output
-    assert sorted((old_files / run / "data").iterdir()) == stores
+    prepared = set((old_files / run / "data").iterdir()) - stores
+    assert {PairStore.open(store).digest for store in prepared} == {PairStore.open(store).digest for store in stores}
     assert sorted(path.relative_to(old_files) for path in (old_files / "cache").rglob("*.arrow")) == caches
     for record, expected_record in zip(metric_log(old_files / run), expected_log, strict=True):
         assert record.keys() == expected_record.keys()

@@ -17,6 +17,8 @@ from thresher.data.tokenization.chat_template import Template, load_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# raise it when the same rows, tokenizer and settings give other tokens than before: stores are then prepared again
+TOKENIZATION_VERSION = 2
 # the spelling in stores and fingerprints is older than the one in the settings
 _STORED_SPECIAL_TOKENS_IN_TEXT = {"keep_as_text": "text", "reject": "refuse"}
 
@@ -54,6 +56,7 @@ def make_fingerprint(
     """Digest everything that determines the pairs of a store."""
     content = {
         "format_version": FORMAT_VERSION,
+        "tokenization_version": TOKENIZATION_VERSION,
         "sources": list(source_digests),
         "tokenizer": tokenizer_digest(tokenizer),
         "template": template.digest,
