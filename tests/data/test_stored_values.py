@@ -15,16 +15,16 @@ from thresher.data.settings import DataSettings
 @pytest.mark.parametrize(
     ("setting", "stored", "expected"),
     [
-        ({}, "text", "079de6aba63004a6e6790c622a9ace2852cd1944757f674c0770d2ff2dd7ebc0"),
+        ({}, "text", "45725033bfd10288cd7449118812208d4aaf2c31835ed9cad673de5a7070f3aa"),
         (
             {"special_tokens_in_text": "keep_as_text"},
             "text",
-            "079de6aba63004a6e6790c622a9ace2852cd1944757f674c0770d2ff2dd7ebc0",
+            "45725033bfd10288cd7449118812208d4aaf2c31835ed9cad673de5a7070f3aa",
         ),
         (
             {"special_tokens_in_text": "reject"},
             "refuse",
-            "0fb1ba77c9d3853e72ac120e4c8850b3aa5cda291755bceb92e0f2db0d319d9f",
+            "b5fc74b39387e1eab5168f4ed8740f19b31de7f6d5272255ce6b3a1a0ff89220",
         ),
     ],
     ids=["default", "keep_as_text", "reject"],
@@ -32,7 +32,7 @@ from thresher.data.settings import DataSettings
 def test_a_renamed_value_does_not_change_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], stored: str, expected: str
 ) -> None:
-    """The expected fingerprints were recorded when the values were named `text` and `refuse`."""
+    """Recorded with tokenization version 2. Another value means that every store is prepared again."""
     monkeypatch.setattr(fingerprint, "tokenizer_digest", lambda tokenizer: "t" * 64)
     settings = DataSettings("a.jsonl", **setting)
     template: Any = SimpleNamespace(digest="d" * 64)
