@@ -36,6 +36,10 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
         ("prompt", {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}),
         ("prompt", {"prompt": PROMPT, "chosen": "Because.", "rejected": "No."}),
         ("prompt", {"prompt": "Why?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
+        ("question", {"question": "Why?", "chosen": "Because.", "rejected": "No."}),
+        ("question", {"question": PROMPT, "chosen": "Because.", "rejected": "No."}),
+        ("prompt", {"question": "What?", "prompt": "Why?", "chosen": "Because.", "rejected": "No."}),
+        ("whole_conversations", {"question": "What?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
         ("messages", {"messages": PROMPT, "chosen": GOOD[0], "rejected": BAD[0]}),
         ("instruction", {"instruction": "Why?", "input": "", "output": "x", "chosen": "Because.", "rejected": "No."}),
         (

@@ -74,6 +74,29 @@ def test_every_format_yields_the_same_rows(tmp_path: Path, name: str) -> None:
     assert read(tmp_path / name) == ROWS
 
 
+@pytest.mark.parametrize("name", ["data", "rows", "train", "examples"])
+@pytest.mark.parametrize(
+    "others", [{}, {"version": 1, "tags": ["a"], "author": {"name": "x"}}], ids=["alone", "beside"]
+)
+def test_a_json_object_with_one_list_of_objects_is_read_as_that_list(tmp_path: Path, name: str, others: dict) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({**others, name: ROWS}))
+    assert read(tmp_path / "a.json") == ROWS
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]},
+        {"messages": [{"role": "user"}], "label": True},
+        {"data": [{"a": 1}], "train": [{"a": 1}]},
+        {"data": ["a"], "label": True},
+    ],
+)
+def test_any_other_json_object_is_one_row(tmp_path: Path, row: dict) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert read(tmp_path / "a.json") == [row]
+
+
 def test_a_saved_dataset_yields_the_same_rows(tmp_path: Path) -> None:
     import datasets
 

@@ -105,6 +105,10 @@ def _read_prompt(row: Row) -> PreferenceRow:
     return _pair(row, prompt, *sides)
 
 
+def _read_question(row: Row) -> PreferenceRow:
+    return _read_prompt({**row, "prompt": row["question"]})
+
+
 def _overlap_length(prompt: list[Message], prefix: list[Message]) -> int:
     """Return the number of messages at the end of the prompt with which the conversation begins."""
     ends, starts = ([(m["role"], m["content"]) for m in side] for side in (prompt[-MAX_MESSAGES:], prefix))
@@ -171,6 +175,8 @@ FORMATS = (
     RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
     RowFormat("transcripts", ("chosen", "rejected"), _read_transcripts),
     RowFormat("whole_conversations", ("chosen", "rejected"), _read_conversations),
+    # after the formats of whole conversations, which may have a column `question` that they do not read
+    RowFormat("question", ("question", "chosen", "rejected"), _read_question, ("input", *_OPTIONAL)),
     RowFormat("labelled_completions", ("prompt", "completion", "label"), _read_unpaired, is_unpaired=True),
     RowFormat("labelled_messages", ("messages", "label"), _read_unpaired, is_unpaired=True),
     RowFormat("labelled_conversations", ("conversations", "label"), _read_unpaired, is_unpaired=True),

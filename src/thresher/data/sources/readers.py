@@ -32,6 +32,8 @@ ROWS_PER_SPAN = 4096
 # bounds the memory of a block of long lines
 BYTES_PER_BLOCK = MAX_ROW_BYTES
 MAX_JSON_BYTES = 2 << 30
+# keys of a JSON file under which exports put their rows, beside other keys
+_WRAPPERS = ("data", "rows", "train", "examples")
 
 
 @dataclass(frozen=True)
@@ -186,13 +188,20 @@ def _read_json(span: SourceSpan) -> Iterator[Block]:
         hint = "; if it has one object per line, name it .jsonl" if "Extra data" in str(error) else ""
         raise UserError(f"{source.name!r} is not valid JSON: {error}{hint}") from error
     if isinstance(values, dict):
-        # either an export that wraps its rows, {"data": [...]}, or a single row
-        lists = [value for value in values.values() if isinstance(value, list)]
-        values = lists[0] if len(values) == 1 and lists else [values]
+        values = _unwrapped(values)
     if not isinstance(values, list):
         raise UserError(f"{source.name!r} contains a {type(values).__name__}; expected a list of objects")
     rows = (row if (reason := find_invalid(row)) is None else Unreadable.of(reason, row) for row in values)
     yield from _value_blocks(source, rows, lambda number: source.size * number // len(values))
+
+
+def _unwrapped(values: Row) -> list[Any]:
+    """Return the rows of an export that wraps them, such as {"version": 1, "data": [...]}, else the object as a row."""
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    if len(values) == len(lists) == 1:
+        return next(iter(lists.values()))
+    objects = [name for name, value in lists.items() if value and all(isinstance(item, dict) for item in value)]
+    return lists[objects[0]] if len(objects) == 1 and objects[0] in _WRAPPERS else [values]
 
 
 def _read_csv(span: SourceSpan) -> Iterator[Block]:
