@@ -17,7 +17,7 @@ from thresher.cli import main
 def config_file(directory: str, name: str) -> Path:
     places = (Path(directory), Path(__file__).parent / directory)
     found = next((place for place in places if place.is_dir()), places[0])
-    return found / f"{name.removesuffix('.yaml')}.yaml"
+    return found / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
 
 
 if __name__ == "__main__":

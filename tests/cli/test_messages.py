@@ -363,6 +363,23 @@ def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_pat
     assert (code, message.splitlines()[-1]) == (2, "  - bta: unknown key; did you mean `beta`?")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        (["--beta", "0.2"], "--beta; settings are written KEY=VALUE, here beta=0.2"),
+        (["--beta=0.2"], "--beta; settings are written KEY=VALUE, here beta=0.2"),
+        (
+            ["--learning-rate", "1e-6"],
+            "--learning-rate; settings are written KEY=VALUE, here actor_train.training_args.learning_rate=1e-6",
+        ),
+        (["--seed"], "--seed; settings are written KEY=VALUE, here seed=VALUE"),
+    ],
+)
+@pytest.mark.parametrize("command", [("train",), ("config", "show")], ids=" ".join)
+def test_a_setting_written_as_an_option_is_answered_with_its_spelling(thresher, command, arguments, setting):
+    assert thresher(*command, "dpo.yaml", *arguments) == (2, f"no such option: {setting}")
+
+
 def test_a_message_is_not_read_as_markup(thresher):
     """Square brackets in a message are printed verbatim."""
     assert thresher("train", "[bold]nowhere[/].yaml")[1].startswith("config file [bold]nowhere[/].yaml does not exist")

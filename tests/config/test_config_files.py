@@ -186,8 +186,9 @@ def test_an_invalid_override_is_rejected(write, override, message):
         ("beta: \x07\n", "special characters are not allowed"),
     ],
 )
-def test_an_invalid_config_file_is_rejected_with_its_name_and_the_cause(write, text, message):
-    path = write(text)
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml"])
+def test_an_invalid_config_file_is_rejected_with_its_name_and_the_cause(write, text, message, name):
+    path = write(text, name)
     assert refusal(path).startswith(f"config {path} cannot be read: ")
     assert message in refusal(path)
 
@@ -199,7 +200,19 @@ def test_a_binary_file_is_rejected(tmp_path):
 
 def test_a_missing_file_or_another_extension_is_rejected(write, tmp_path):
     assert refusal(tmp_path / "none.yaml").endswith("none.yaml does not exist; give the path of a YAML file")
-    assert refusal(write("seed: 1\n", "run.yml")).endswith("Hydra reads `.yaml` files only, so rename it")
+    assert refusal(write("seed: 1\n", "run.json")).endswith("run.json does not end in `.yaml` or `.yml`; rename it")
+
+
+def test_a_yml_file_is_read_like_a_yaml_file(write, tmp_path):
+    (tmp_path / "reference").mkdir()
+    write("mode: concurrent\n", "reference/live.yaml")
+    write("seed: 1\n", "run.yaml")  # not read: another file
+    for seed in (7, 8):  # a second file of the same name replaces the first
+        path = write(f"defaults:\n  - reference: live\n  - _self_\nseed: {seed}\nbeta: 0.5\n", "run.yml")
+        config = load_config(path, ["beta=0.3", "output_dir=run-${seed}"])
+        assert (config.seed, config.beta, config.output_dir) == (seed, 0.3, f"run-{seed}")
+        assert config.reference.mode == "concurrent"
+    assert load_config(write("", "empty.yml")) == DPOConfig()
 
 
 def test_an_empty_file_is_a_config_of_defaults(write):

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from thresher import __version__
+from thresher.cli.arguments import ConfigCommand
 from thresher.cli.cache import cache_app
 from thresher.cli.config import config_app
 from thresher.cli.export import export
@@ -44,10 +45,10 @@ app = typer.Typer(
 )
 app.command()(prepare)
 app.command()(inspect)
-app.command("precompute-reference")(precompute_reference)
-app.command("score", hidden=True)(precompute_reference)  # its name in earlier versions
-app.command()(train)
-app.command()(submit)
+app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
+app.command("score", hidden=True, cls=ConfigCommand)(precompute_reference)  # its name in earlier versions
+app.command(cls=ConfigCommand)(train)
+app.command(cls=ConfigCommand)(submit)
 app.command()(export)
 app.command()(losses)
 app.add_typer(cache_app, name="cache")

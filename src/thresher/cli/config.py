@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.arguments import ConfigCommand, ConfigFile, Overrides
 
 config_app = typer.Typer(help="Print a resolved config, or the schema of all keys.", no_args_is_help=True)
 
 
-@config_app.command()
+@config_app.command(cls=ConfigCommand)
 def show(path: ConfigFile, overrides: Overrides = None) -> None:
     """Print the config with all defaults filled in and secrets masked."""
     import yaml

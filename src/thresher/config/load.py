@@ -33,6 +33,7 @@ def parse_config(values: Mapping[str, Any]) -> DPOConfig:
 def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of a YAML file after Hydra resolved defaults lists, interpolations and overrides."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -41,10 +42,12 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     if not path.is_file():
         raise UserError(f"config file {path} does not exist; give the path of a YAML file")
-    if path.suffix != ".yaml":
-        raise UserError(f"config file {path} does not end in `.yaml`; Hydra reads `.yaml` files only, so rename it")
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"config file {path} does not end in `.yaml` or `.yml`; rename it")
     GlobalHydra.instance().clear()
     try:
+        if path.suffix == ".yml":  # Hydra opens .yaml files only, and finds a stored config under any name
+            ConfigStore.instance().store(path.name, OmegaConf.load(path))
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
