@@ -180,6 +180,13 @@ def test_a_missing_directory_is_named() -> None:
         resolve_sources(["nowhere/a.jsonl"])
 
 
+def test_a_missing_name_of_a_hub_data_set_suggests_its_url() -> None:
+    with pytest.raises(UserError, match=r"'trl-lib/x' does not exist; .*; a data set of .* is named hf://trl-lib/x$"):
+        resolve_sources(["trl-lib/x"])
+    with pytest.raises(UserError, match=r"does not exist either$"):
+        resolve_sources(["nowhere/a.jsonl"])
+
+
 def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text("[]")
     with pytest.raises(UserError, match=r"no file matches .*; did you mean .*rows.json\?"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import BloomConfig, GptOssConfig, JambaConfig, LlamaConfig, MambaConfig, PhimoeConfig, Qwen2MoeConfig
 
-from tests.support.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES, batch_of, pair_of
 from thresher.errors import UserError
 from thresher.models.layouts.choose import choose_layout
 
@@ -59,3 +59,22 @@ def test_a_configured_attention_implementation_selects_padded():
     layout, note = choose_layout("auto", [LlamaConfig()], "eager", 0)
     assert layout.name == "padded"
     assert "attn_implementation is set to eager" in note
+
+
+@pytest.mark.parametrize("name", ["shared", "packed", "padded"])
+def test_a_token_id_beyond_the_smallest_vocabulary_is_a_user_error(name):
+    layout, _ = choose_layout(name, [LlamaConfig(vocab_size=96), LlamaConfig(vocab_size=50)], None, 0)
+    for side in range(3):
+        for outside in (50, -1):
+            pairs = [pair_of(3, 4, 5), pair_of(3, 4, 5)]
+            for pair in pairs:
+                for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+                    ids %= 50
+            layout.collate(batch_of(*pairs))
+            (pairs[1].prompt_ids, pairs[1].chosen_ids, pairs[1].rejected_ids)[side][-1] = outside
+            with pytest.raises(UserError) as raised:
+                layout.collate(batch_of(*pairs))
+            assert str(raised.value) == (
+                f"pair 1 contains the token id {outside}, but the model's vocabulary has 50 tokens; use the tokenizer "
+                "that belongs to the model, and prepare the pairs again"
+            )

@@ -19,6 +19,7 @@ from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta
+from thresher.models.loading.location import named_model
 from thresher.models.loading.lora import attach_lora, init_adapters
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.logps import base_model
@@ -83,9 +84,7 @@ class ModelSource:
 
     @property
     def named_path(self) -> str:
-        if self.path is None:
-            raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
-        return self.path
+        return named_model(self.path)
 
     @property
     def _settings(self) -> dict[str, Any]:

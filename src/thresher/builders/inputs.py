@@ -13,11 +13,11 @@ from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.store.reader import PairStore
-from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
+from thresher.models.loading.location import named_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,9 @@ def open_inputs(config: DPOConfig, objective: Objective, build_store: StoreBuild
 
 def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
     """Load the tokenizer and choose how pairs are arranged in a batch."""
-    if config.policy_path is None:
-        raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
-    args = config.actor_train.model_args
-    tokenizer = load_tokenizer(config.policy_path, trust_remote_code=args.trust_remote_code)
-    pad_id = set_pad_token(tokenizer, args.pad_token, config.policy_path)
+    path, args = named_model(config.policy_path), config.actor_train.model_args
+    tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    pad_id = set_pad_token(tokenizer, args.pad_token, path)
     attention = args.attn_implementation or config.reference.model_args.attn_implementation
     layout, note = choose_layout(config.layout, _model_configs(config), attention, pad_id)
     if note is not None:

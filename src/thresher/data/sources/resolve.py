@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ FORMAT_OF_SUFFIX: dict[str, Format] = {
 }
 COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _HUB = "hf://"
+_HUB_DATASET = re.compile(r"\w[\w-]*/\w[\w.-]*(:[\w./-]+)*")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def _find_files(name: str) -> list[SourceFile]:
         return _resolve_directory(filesystem, path, name)
     if not filesystem.exists(path):
         _reject_broken_link(filesystem, path, name)
-        raise UserError(f"{name!r} does not exist; {_suggestion(filesystem, path)}")
+        is_hub_name = _HUB_DATASET.fullmatch(name) and _suffixes(name)[0] not in FORMAT_OF_SUFFIX
+        hub = f"; a data set of the Hugging Face Hub is named {_HUB}{name}" if is_hub_name else ""
+        raise UserError(f"{name!r} does not exist; {_suggestion(filesystem, path)}{hub}")
     return [_file(filesystem, path, name)]
 
 

@@ -27,11 +27,18 @@ def choose_layout(
     configs: the transformers config of every model that scores with the layout.
     """
     reason = next(filter(None, (_why_not_packable(config, attn_implementation) for config in configs)), None)
+    vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)
     if requested == "padded" or (requested == "auto" and reason is not None):
-        return PaddedLayout(pad_id), None if reason is None else f"using layout padded: {reason}"
+        return PaddedLayout(pad_id, vocab_size), None if reason is None else f"using layout padded: {reason}"
     if reason is not None:
         raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
-    return PackedLayout(shares_prompt=requested != "packed"), None
+    return PackedLayout(requested != "packed", vocab_size), None
+
+
+def vocab_size_of(config: PreTrainedConfig) -> int | None:
+    """Return the number of tokens that a model has embeddings for; None if its config does not say."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:

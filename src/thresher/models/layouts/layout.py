@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from thresher.data.pair import PairBatch
+from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, Segment
 
 
@@ -53,3 +54,17 @@ class Layout(Protocol):
         ...
 
     def collate(self, batch: PairBatch) -> ModelInputs: ...
+
+
+def check_token_ids(batch: PairBatch, vocab_size: int | None) -> None:
+    """Reject ids that the models have no embedding for, before one indexes out of range; None: not known."""
+    if vocab_size is None:
+        return
+    for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+                outside = next(int(each) for each in ids if not 0 <= each < vocab_size)
+                raise UserError(
+                    f"pair {pair_id} contains the token id {outside}, but the model's vocabulary has {vocab_size} "
+                    "tokens; use the tokenizer that belongs to the model, and prepare the pairs again"
+                )

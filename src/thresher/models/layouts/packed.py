@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
-from thresher.models.layouts.layout import ModelInputs
+from thresher.models.layouts.layout import ModelInputs, check_token_ids
 
 Rows = npt.NDArray[np.int64]
 
@@ -41,9 +41,10 @@ class _PackedRow:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """One row per micro-batch; shares_prompt: `shared`, else `packed`."""
+    """One row per micro-batch; shares_prompt: `shared`, else `packed`. vocab_size: of the smallest vocabulary."""
 
     shares_prompt: bool
+    vocab_size: int | None = None
 
     @property
     def name(self) -> str:
@@ -55,6 +56,7 @@ class PackedLayout:
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
+        check_token_ids(batch, self.vocab_size)
         row = _PackedRow([], [], [])
         sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
         for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):

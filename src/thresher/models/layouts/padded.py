@@ -9,20 +9,22 @@ import torch
 
 from thresher.data.pair import PairBatch, TokenIds, scored_positions
 from thresher.errors import UserError
-from thresher.models.layouts.layout import ModelInputs
+from thresher.models.layouts.layout import ModelInputs, check_token_ids
 
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """All chosen rows, then all rejected rows."""
+    """All chosen rows, then all rejected rows. vocab_size: of the smallest vocabulary."""
 
     pad_id: int
+    vocab_size: int | None = None
     name: str = "padded"
     shares_prompt: bool = False
     needs_pair_attention: bool = False
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Pad and stack both sides; list the positions that predict scored response tokens."""
+        check_token_ids(batch, self.vocab_size)
         sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
         sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
         width = max(len(prompt) + len(response) for prompt, response, _ in sides)

@@ -5,11 +5,8 @@ Code in model repositories runs only if trusted, pickled weights are rejected, a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +20,9 @@ from transformers import (
 )
 
 from thresher.errors import UserError
-from thresher.models.loading.weight_files import find_weight_files, read_index
+from thresher.models.loading.location import locate_model
+from thresher.models.loading.weight_files import find_weight_files
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -40,7 +37,7 @@ def translate_load_errors(what: str, path: str) -> Iterator[None]:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model."""
-    directory, gguf = _location(path)
+    directory, gguf = locate_model(path)
     with translate_load_errors("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, **gguf
@@ -50,7 +47,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the transformers config of a model; reject one that names a kernel to download."""
-    directory, gguf = _location(path)
+    directory, gguf = locate_model(path)
     with translate_load_errors("model config", path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
     _reject_hub_kernels(config, path)
@@ -71,7 +68,7 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with dropout disabled."""
-    directory, gguf = _location(path)
+    directory, gguf = locate_model(path)
     if not gguf:
         load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
@@ -126,31 +123,6 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, pat
             f"`actor_train.model_args.pad_token={example}`"
         )
     return int(tokenizer.pad_token_id)
-
-
-def _location(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the directory or hub id to load from, and the `gguf_file` argument for a GGUF file."""
-    location = Path(path)
-    if location.suffix == ".gguf":
-        if not location.is_file():
-            raise UserError(
-                f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
-            )
-        return str(location.parent), {"gguf_file": location.name}
-    if location.is_dir():
-        if not (location / "config.json").is_file():
-            raise UserError(
-                f"model directory {path} has no config.json; give a Hugging Face model directory, or the path of a "
-                "`.gguf` file"
-            )
-        for index in location.glob("*.index.json"):
-            read_index(index, in_use=False)  # rejects an index that points outside of the directory
-        return str(location), {}
-    if not _HUB_ID.fullmatch(path):
-        raise UserError(
-            f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
-        )
-    return path, {}
 
 
 def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:

@@ -6,7 +6,6 @@ Files that transformers would read in another way than by tensor name from safet
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.utils.hub import cached_file
 
 from thresher.errors import UserError
 from thresher.file_names import is_safe_relative_path
+from thresher.models.loading.location import read_index
 
 # transformers prefers such files to all others
 _DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -74,19 +74,6 @@ def find_file(path: str, name: str) -> Path | None:
     except OSError as error:
         raise UserError(f"{name} of {path} can neither be found nor downloaded: {error}") from error
     return None if found is None else Path(found)
-
-
-def read_index(index: Path, *, in_use: bool) -> set[str]:
-    """Read the file names of a weight index; reject names outside of its directory, also if it is not in use."""
-    try:
-        values = json.loads(index.read_text(encoding="utf-8"))
-        names = set(values["weight_map"].values())
-        _ = values["metadata"] if in_use else None  # transformers requires it
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} is not a weight index ({error}); copy or download the model again") from error
-    if outside := [name for name in names if not is_safe_relative_path(name)]:
-        raise UserError(f"{index} names {outside[0]!r}, which is outside of the model directory; do not use this model")
-    return names
 
 
 def open_safetensors(file: Path) -> Any:

@@ -1,0 +1,95 @@
+"""Find where a model is: a directory, a GGUF file, or a name on the Hugging Face Hub. Imports no model library."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from thresher.errors import UserError
+from thresher.file_names import is_safe_relative_path
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_SECONDS_TO_REACH_HUB = 10
+
+
+def named_model(path: str | None) -> str:
+    """Return the path or name of a model, or raise if the config has none."""
+    if path is None:
+        raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
+    return path
+
+
+def find_model(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the directory or Hub name to load from, and the `gguf_file` argument for a GGUF file."""
+    location = Path(path)
+    if location.suffix == ".gguf":
+        if not location.is_file():
+            raise UserError(
+                f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
+            )
+        return str(location.parent), {"gguf_file": location.name}
+    if location.is_dir():
+        if not (location / "config.json").is_file():
+            raise UserError(
+                f"model directory {path} has no config.json; give a Hugging Face model directory, or the path of a "
+                "`.gguf` file"
+            )
+        for index in location.glob("*.index.json"):
+            read_index(index, in_use=False)  # rejects an index that points outside of the directory
+        return str(location), {}
+    if not _HUB_NAME.fullmatch(path):
+        raise UserError(
+            f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
+        )
+    return path, {}
+
+
+def locate_model(path: str) -> tuple[str, dict[str, Any]]:
+    """Find a model like `find_model`; a Hub name that cannot be loaded is rejected within seconds."""
+    location, gguf = find_model(path)
+    if not Path(location).is_dir():
+        _check_hub_name(location)
+    return location, gguf
+
+
+@cache
+def _check_hub_name(name: str) -> None:
+    """Ask the Hub once: without a network, transformers would retry for a minute per file."""
+    from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if is_offline_mode():
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise UserError(
+                f"{name} is neither a model directory nor in the Hugging Face cache, and HF_HUB_OFFLINE is set; give "
+                f"the path of a model directory, or run `hf download {name}` with a network"
+            )
+        return
+    try:
+        HfApi().model_info(name, timeout=_SECONDS_TO_REACH_HUB)
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name} is neither a model directory nor a model on the Hugging Face Hub; check the name, or log in with "
+            "`hf auth login` if the model is private"
+        ) from error
+    except Exception as error:  # the exceptions of its HTTP library
+        raise UserError(
+            f"{name} is not a model directory, and the Hugging Face Hub cannot be reached ({error}); give the path of "
+            "a model directory, or set HF_HUB_OFFLINE=1 if the model is in the cache"
+        ) from error
+
+
+def read_index(index: Path, *, in_use: bool) -> set[str]:
+    """Read the file names of a weight index; reject names outside of its directory, also if it is not in use."""
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+        names = set(values["weight_map"].values())
+        _ = values["metadata"] if in_use else None  # transformers requires it
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is not a weight index ({error}); copy or download the model again") from error
+    if outside := [name for name in names if not is_safe_relative_path(name)]:
+        raise UserError(f"{index} names {outside[0]!r}, which is outside of the model directory; do not use this model")
+    return names
