@@ -22,6 +22,11 @@ class UserError(Exception):
         super().__init__(redact_text(message))
 
 
+def unusable_path(path: object, reason: str | None) -> UserError:
+    """Return the error for a path that cannot be read or written."""
+    return UserError(f"cannot use {path}: {reason}; check the path and its permissions")
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, corrupt or from another run."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
-from thresher.builders.engines import check_engines
 from thresher.builders.inputs import open_inputs
 from thresher.builders.objective import build_objective
+from thresher.builders.preflight import check_run
 from thresher.builders.run import (
     build_supervisor,
     build_tracking,
@@ -58,9 +58,11 @@ class DPOPipeline:
         """Prepare, train, evaluate, save; return the last evaluation."""
         config = self.config
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
-        check_engines(config)
+        checked = check_run(config)
         objective = build_objective(config)
         with run_log(logging_dir(config)):
+            for text in checked.warnings:
+                logger.warning("%s", text)
             stop_file(config).unlink(missing_ok=True)  # left by an earlier run
             checkpoint = find_checkpoint(config)
             return build_supervisor(config).run(partial(self._attempt, objective), checkpoint)

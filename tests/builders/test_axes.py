@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from thresher.builders.axes import axis_sizes
-from thresher.builders.engines import check_engines
+from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
@@ -31,6 +31,11 @@ def config(tmp_path):
         )
 
     return make
+
+
+def check_engines(config) -> None:
+    for section in ("actor_train", "reference"):
+        check_engine(config, section)
 
 
 def error_message(config) -> str:

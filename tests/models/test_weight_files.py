@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.support.tiny_llama import save_tiny_llama
-from thresher.builders.engines import check_engines
+from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model
@@ -302,7 +302,10 @@ def test_a_model_that_is_not_a_directory_cannot_be_sharded(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (str(tmp_path / "model.gguf"), "org/name"):
         config = parse_config({"pretrain": path, "actor_train": {"num_workers": 2}})
-        messages = {message(read_sharded, path), message(lambda _, config=config: check_engines(config), path)}
+        messages = {
+            message(read_sharded, path),
+            message(lambda _, config=config: check_engine(config, "actor_train"), path),
+        }
         assert messages == {
             f"{path} cannot be sharded: it is not a directory with safetensors weights; download or convert it, or set "
             "strategy_args.strategy_config.dp_replicate to the number of workers for a full copy per worker"
@@ -313,7 +316,7 @@ def test_a_quantized_model_cannot_be_sharded(models_in):
     path = models_in("right")
     update_json(path / "config.json", quantization_config={"quant_method": "fp8"})
     config = parse_config({"pretrain": str(path), "actor_train": {"num_workers": 2}})
-    messages = {message(read_sharded, path), message(lambda _: check_engines(config), path)}
+    messages = {message(read_sharded, path), message(lambda _: check_engine(config, "actor_train"), path)}
     assert len(messages) == 1
     assert "cannot be sharded: its weights are quantized; " in messages.pop()
 
@@ -322,4 +325,4 @@ def test_unreadable_weights_are_rejected_before_any_worker_starts(models_in):
     path = models_in("right")
     pickles_only(path)
     config = parse_config({"pretrain": str(path), "actor_train": {"num_workers": 2}})
-    assert message(lambda _: check_engines(config), path) == message(weights_digest, path)
+    assert message(lambda _: check_engine(config, "actor_train"), path) == message(weights_digest, path)

@@ -16,6 +16,8 @@ from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders import inputs
 from thresher.builders.checkpoints import config_changes
 from thresher.builders.inputs import build_layout
+from thresher.builders.objective import build_objective
+from thresher.builders.reference_mode import reference_mode, unused_settings
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.step_zero_check import check_step_zero
@@ -153,13 +155,31 @@ def test_a_synced_reference_needs_the_shape_of_the_policy(base, tmp_path):
         build_run(merge(base, wider), noise_pairs(12))
 
 
+def unused_settings_of(values: dict) -> list[str]:
+    config = parse_config(values)
+    return unused_settings(config, reference_mode(config, build_objective(config)))
+
+
 def test_settings_of_an_unused_reference_are_reported(base):
     changes = {"pref_loss": "simpo", "reference": {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}}}
-    assert build_run(merge(base, changes), noise_pairs(12)).reference.notes == (
+    assert unused_settings_of(merge(base, changes)) == [
         "reference.model_args.dtype has no effect: the reference mode is none",
         "reference.infer_batch_size has no effect: the reference mode is none",
-    )
-    assert build_run(base, noise_pairs(12)).reference.notes == ()
+    ]
+    assert unused_settings_of(base) == []
+
+
+def test_settings_of_reference_workers_that_a_run_does_not_start_are_reported(base):
+    ahead = {"reference": {"mode": "concurrent", "prefetch_steps": 4, "num_workers": 2}}
+    assert unused_settings_of(merge(base, ahead)) == []
+    in_one_process = {"reference": {"mode": "concurrent", "prefetch_steps": 4}}
+    assert unused_settings_of(merge(base, in_one_process)) == [
+        "reference.prefetch_steps has no effect: the reference mode is concurrent",
+    ]
+    synced = {"reference": {"sync_steps": 2, "num_workers": 2}}
+    assert unused_settings_of(merge(base, synced)) == [
+        "reference.num_workers has no effect: a synced reference runs in the policy workers",
+    ]
 
 
 def test_a_resumed_run_reports_changed_settings(base, tmp_path):

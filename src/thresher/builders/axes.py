@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from thresher.config.roles import PolicyConfig, RoleConfig
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
-from thresher.models.layouts import Layout
+
+if TYPE_CHECKING:  # `submit` checks the axes without importing transformers
+    from transformers import PreTrainedConfig
+
+    from thresher.models.layouts import Layout
+
+_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
 def axis_sizes(role: RoleConfig) -> ParallelDims:
@@ -32,8 +37,14 @@ def is_sharded(role: RoleConfig) -> bool:
     return isinstance(role, PolicyConfig) or role.strategy_args.strategy_name == "fsdp2_infer"
 
 
-def check_num_processes(role: RoleConfig, section: str) -> None:
-    """Reject axes whose product does not divide the number of workers."""
+def check_strategy(role: RoleConfig, section: str) -> None:
+    """Reject a strategy that does not exist, and axes whose product does not divide the number of workers."""
+    name, available = role.strategy_args.strategy_name, _STRATEGIES[section]
+    if name is not None and name not in available:
+        raise UserError(
+            f"{section}.strategy_args.strategy_name {name} is not available in this version; use "
+            f"{' or '.join(available)}"
+        )
     settings, workers = role.strategy_args.axes, role.num_processes
     if not is_sharded(role) and role.strategy_args.strategy_config:
         raise UserError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import CheckpointManager
@@ -41,13 +42,21 @@ def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
 
 def find_checkpoint(config: DPOConfig) -> Path | None:
     """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
-    checkpoints = build_checkpoint_manager(config)
+    return _find(config, build_checkpoint_manager(config).find_to_resume)
+
+
+def check_resume(config: DPOConfig) -> None:
+    """Raise like `find_checkpoint`, but read no weights and leave the files of interrupted saves."""
+    _find(config, partial(build_checkpoint_manager(config).look_up, digests=False))
+
+
+def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]) -> Path | None:
     if config.resume_from_checkpoint is not None:
-        return checkpoints.find_to_resume(config.resume_from_checkpoint)
-    found = checkpoints.find_to_resume("auto")
+        return find(config.resume_from_checkpoint)
+    found = find("auto")
     if found is not None and (changes := config_changes(found, config)):
         raise CheckpointError(
-            f"{checkpoints.root} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "
+            f"{found.parent} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "
             "another output_dir, or resume_from_checkpoint=auto to resume with the change"
         )
     return found

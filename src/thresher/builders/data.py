@@ -84,18 +84,23 @@ def probe_pairs(store: PairStore) -> PairBatch:
     return store.read(np.unique([0, int(totals.argmax())]))
 
 
+def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PairStore:
+    """Open a store that the config names; reject one of another tokenizer."""
+    store = PairStore.open(path)
+    if store.tokenizer_digest != tokenizer_digest(tokenizer):
+        raise UserError(
+            f"the store {path} was not prepared with the policy's tokenizer; prepare it again with "
+            f"--model {config.policy_path}"
+        )
+    return store
+
+
 def _open_store(
     config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> PairStore:
     """Open the store of this data, tokenizer and settings, preparing it first if it does not exist."""
     if args.store:
-        store = PairStore.open(args.store)
-        if store.tokenizer_digest != tokenizer_digest(tokenizer):
-            raise UserError(
-                f"the store {args.store} was not prepared with the policy's tokenizer; prepare it again with "
-                f"--model {config.policy_path}"
-            )
-        return store
+        return open_given_store(config, args.store, tokenizer)
     settings = data_settings(config, args)
     fingerprint = store_fingerprint(settings, tokenizer)
     path = Path(config.output_dir) / "data" / fingerprint[:16]

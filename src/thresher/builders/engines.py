@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, set_seed
 
-from thresher.builders.axes import axis_sizes, check_axes, check_num_processes
+from thresher.builders.axes import axis_sizes, check_axes, check_strategy
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import SINGLE_PROCESS, DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
-from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
@@ -26,8 +25,6 @@ from thresher.models.logps import base_model
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-
-_STRATEGIES = {"actor_train": ("fsdp2_train",), "reference": ("hf_infer", "fsdp2_infer")}
 
 
 def build_policy(
@@ -163,26 +160,16 @@ def build_reference(
 
 def device_of(role: RoleConfig) -> torch.device:
     """The device of a single process: the mapped GPU, the first one, or the CPU."""
-    if not torch.cuda.is_available():
+    if not role.device_mapping and not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", role.device_mapping[0] if role.device_mapping else 0)
 
 
-def check_engines(config: DPOConfig) -> None:
-    """Reject strategies that do not exist and axes that a model does not support, before any worker starts."""
-    for role, section in ((config.actor_train, "actor_train"), (config.reference, "reference")):
-        name, available = role.strategy_args.strategy_name, _STRATEGIES[section]
-        if name is not None and name not in available:
-            raise UserError(
-                f"{section}.strategy_args.strategy_name {name} is not available in this version; use "
-                f"{' or '.join(available)}"
-            )
-        check_num_processes(role, section)
-    _check_sharding(config.actor_train, "actor_train", config.policy_path, config)
-    _check_sharding(config.reference, "reference", config.reference_path, config)
-
-
-def _check_sharding(role: RoleConfig, section: str, path: str | None, config: DPOConfig) -> None:
+def check_engine(config: DPOConfig, section: Literal["actor_train", "reference"]) -> None:
+    """Reject a strategy that does not exist and axes that the model does not support, before any worker starts."""
+    role: RoleConfig = getattr(config, section)
+    check_strategy(role, section)
+    path = config.policy_path if section == "actor_train" else config.reference_path
     if axis_sizes(role).is_replicated or path is None:
         return
     find_files_to_shard(path)

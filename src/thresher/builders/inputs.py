@@ -44,15 +44,20 @@ def open_inputs(config: DPOConfig, objective: Objective, build_store: StoreBuild
 
 
 def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
-    """Load the tokenizer and choose how pairs are arranged in a batch."""
+    """Load the tokenizer and choose how pairs are arranged in a batch; log the reason if it is not the fastest way."""
+    tokenizer, layout, note = find_layout(config)
+    if note is not None:
+        logger.info("%s", note)
+    return tokenizer, layout
+
+
+def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str | None]:
+    """Load the tokenizer and choose the layout, with the reason if rows cannot be packed."""
     path, args = named_model(config.policy_path), config.actor_train.model_args
     tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     pad_id = set_pad_token(tokenizer, args.pad_token, path)
     attention = args.attn_implementation or config.reference.model_args.attn_implementation
-    layout, note = choose_layout(config.layout, _model_configs(config), attention, pad_id)
-    if note is not None:
-        logger.info("%s", note)
-    return tokenizer, layout
+    return tokenizer, *choose_layout(config.layout, _model_configs(config), attention, pad_id)
 
 
 def _model_configs(config: DPOConfig) -> list[PreTrainedConfig]:

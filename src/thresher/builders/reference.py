@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from thresher.builders.data import StoreBuilder, check_pairs, probe_pairs
-from thresher.builders.engines import build_reference, check_engines, device_of
+from thresher.builders.engines import build_reference, device_of
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.precompute import PrecomputeJob, ProgressCallback
+from thresher.builders.reference_mode import reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.errors import UserError
-from thresher.losses.objective import Objective
 from thresher.models.loading.load import load_model_config, max_positions
 from thresher.reference.fingerprint import frozen_digest, weights_digest
-from thresher.reference.modes import ReferenceMode, resolve_mode
+from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import LiveReference
 from thresher.reference.synced import SyncedReference
 from thresher.strategies.native.infer import NativeInfer
@@ -41,7 +40,6 @@ class ReferenceBundle:
     equals_policy: bool
     synced: SyncedReference | None = None
     score_in_advance: Callable[[], None] = lambda: None
-    notes: tuple[str, ...] = ()
 
 
 def build_reference_bundle(
@@ -60,19 +58,16 @@ def build_reference_bundle(
     """
     mode = reference_mode(config, inputs.objective)
     same_weights = same_initial_weights(config)
-    notes = unused_settings(config, mode, works_ahead=False)
     weights = weights or frozen_weights_digest(config, mode)
     digest = reference_digest(config, mode, weights)
     if mode == "none":
-        return ReferenceBundle(mode, None, None, digest, False, notes=notes)
+        return ReferenceBundle(mode, None, None, digest, False)
     if mode == "precompute":
         job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
-        return ReferenceBundle(
-            mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run, notes=notes
-        )
+        return ReferenceBundle(mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run)
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceBundle(mode, live, live, digest, True, notes=notes)
+        return ReferenceBundle(mode, live, live, digest, True)
     # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
     world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
@@ -83,14 +78,13 @@ def build_reference_bundle(
     if config.reference.sync_steps is not None:
         _check_sync(reference, policy)
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return ReferenceBundle(mode, live, live, digest, same_weights, synced, notes=notes)
+    return ReferenceBundle(mode, live, live, digest, same_weights, synced)
 
 
 def precompute_reference(
     config: DPOConfig, *, all_pairs: bool, progress: ProgressCallback, build_store: StoreBuilder
 ) -> None:
     """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs."""
-    check_engines(config)
     objective = build_objective(config)
     if (mode := reference_mode(config, objective)) != "precompute":
         raise UserError(
@@ -105,23 +99,6 @@ def precompute_reference(
     PrecomputeJob(config, inputs, weights_digest(path), device, progress, all_pairs=all_pairs).run()
 
 
-def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
-    """Resolve `auto`, and reject impossible modes."""
-    return resolve_mode(
-        config.reference.mode,
-        loss_needs_reference=objective.needs_reference,
-        policy_has_adapter=config.uses_lora,
-        same_weights=same_initial_weights(config),
-        is_synced=config.reference.sync_steps is not None,
-    )
-
-
-def same_initial_weights(config: DPOConfig) -> bool:
-    """Whether policy and reference start from the same model."""
-    one, other = config.reference_path, config.policy_path
-    return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
-
-
 def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
     """Digest the files of the weights that are not trained; None if all weights are trained."""
     if mode != "none":
@@ -134,25 +111,6 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
     """Identify the frozen weights in their precision in memory, given the digest of their files."""
     policy_dtype = config.actor_train.model_args.master_dtype
     return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
-
-
-def unused_settings(config: DPOConfig, mode: ReferenceMode, *, works_ahead: bool) -> tuple[str, ...]:
-    """Name the reference settings that this mode ignores: a warning, not an error, so that a loss can be swapped.
-
-    works_ahead: dedicated reference workers score coming steps.
-    """
-    reference = config.reference
-    unused: list[str] = []
-    if mode in ("adapter", "none"):
-        args = reference.model_args
-        unused += [f"model_args.{name}" for name in args.non_default(*type(args).model_fields)]
-    if mode != "precompute":
-        unused += reference.non_default("infer_batch_size", "cache_dir")
-    if not works_ahead:
-        unused += reference.non_default("prefetch_steps")
-    if mode in ("adapter", "none"):
-        unused += reference.non_default("device_mapping", "num_workers")
-    return tuple(f"reference.{name} has no effect: the reference mode is {mode}" for name in unused)
 
 
 def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:

@@ -78,7 +78,7 @@ def describe_run(
     """Summarize the run in one line."""
     epochs = f"{plan.num_epochs:.3g}"
     line = (
-        f"loss: {_describe_losses(objective)}; {plan.num_steps:,} steps of {plan.pairs_per_step} pairs "
+        f"loss: {describe_losses(objective)}; {plan.num_steps:,} steps of {plan.pairs_per_step} pairs "
         f"({epochs} epoch{'' if epochs == '1' else 's'} of {plan.num_pairs:,} pairs); reference: {mode}; "
         f"layout: {layout}; device: {devices}"
     )
@@ -89,7 +89,7 @@ def describe_run(
     return f"{line}; resuming from {checkpoint}"
 
 
-def _describe_losses(objective: Objective) -> str:
+def describe_losses(objective: Objective) -> str:
     """Name the losses with their parameters, and with their weights unless the only one is 1."""
     names = []
     for loss, weight in objective.terms:

@@ -85,9 +85,9 @@ def build_trainer(
         config=redact(to_stored(config)),
         extra=reference.synced,
     )
-    notes = list(reference.notes)
+    notes: list[str] = []
     if checkpoint is not None:
-        notes += [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
+        notes = [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
     return TrainerBundle(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
 
 

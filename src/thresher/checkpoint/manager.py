@@ -48,7 +48,11 @@ class CheckpointManager:
         """Remove the files of interrupted saves and find the checkpoint to resume from."""
         for line in recover(self.root):
             logger.info("%s", line)
-        found = resolve_resume(setting, self.root)
+        return self.look_up(setting)
+
+    def look_up(self, setting: Literal[False] | str, *, digests: bool = True) -> Path | None:
+        """Find the checkpoint to resume from; without digests, its files are not read."""
+        found = resolve_resume(setting, self.root, digests=digests)
         if setting != "auto":
             self._reject_newer(found)
         return found

@@ -23,30 +23,30 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(root: Path) -> Path | None:
+def latest(root: Path, *, digests: bool = True) -> Path | None:
     """Find the newest valid checkpoint; warn about each newer one that is not."""
     for path in reversed(list_checkpoints(root)):
-        reason = _invalid_reason(path)
+        reason = _invalid_reason(path, digests=digests)
         if reason is None:
             return path
         logger.warning("skipped an invalid checkpoint: %s", reason)
     return None
 
 
-def resolve_resume(value: Literal[False] | str, root: Path) -> Path | None:
+def resolve_resume(value: Literal[False] | str, root: Path, *, digests: bool = True) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
-    False: none. `auto`: the newest valid one, or none. A path: that one.
+    False: none. `auto`: the newest valid one, or none. A path: that one. Without digests, only names and sizes count.
     """
     if value is False:
         return None
     if value == "auto":
-        return latest(root)
+        return latest(root, digests=digests)
     path = Path(value)
     inner = list_checkpoints(path)
     if inner:
         raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
-    verify(path)
+    verify(path, digests=digests)
     return path
 
 
@@ -89,9 +89,9 @@ def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path
     return to_delete
 
 
-def _invalid_reason(path: Path) -> str | None:
+def _invalid_reason(path: Path, *, digests: bool = True) -> str | None:
     try:
-        step = verify(path).step
+        step = verify(path, digests=digests).step
     except CheckpointError as error:
         return str(error)
     return None if step == step_of(path) else f"{path} contains step {step}, which is not the step in its name"

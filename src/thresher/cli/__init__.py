@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from thresher import __version__
 from thresher.cli.arguments import ConfigCommand
 from thresher.cli.cache import cache_app
+from thresher.cli.check import check
 from thresher.cli.config import config_app
 from thresher.cli.export import export
 from thresher.cli.inspect import inspect
@@ -20,7 +21,7 @@ from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
 from thresher.cli.submit import submit
 from thresher.cli.train import train
-from thresher.errors import RunStopped, UserError
+from thresher.errors import RunStopped, UserError, unusable_path
 
 # a path that cannot be used: no permission, a read-only disk, or a file in place of a directory
 _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
@@ -43,6 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(check)
 app.command()(prepare)
 app.command()(inspect)
 app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
@@ -87,7 +89,7 @@ def main() -> None:
         sys.exit(stopped.exit_code)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _PATH_ERRNOS and error.filename is not None:
-            _exit_with(UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions"))
+            _exit_with(unusable_path(error.filename, error.strerror))
         # a bug: show the traceback with secrets masked, since libraries quote URLs in full
         import traceback
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+
+logger = logging.getLogger(__name__)
 
 
 def precompute_reference(
@@ -20,7 +23,12 @@ def precompute_reference(
     """Compute the reference log-probs of a run and cache them for this and later runs."""
     from thresher.config import load_config
 
-    config = load_config(path, overrides or [])  # its errors are reported before torch is imported
+    config = load_config(path, overrides or [])
+
+    from thresher.builders.preflight import check_run
+
+    for text in check_run(config, trains=False).warnings:
+        logger.warning("%s", text)
 
     from thresher.builders.reference import precompute_reference
     from thresher.cli.prepare import build_and_report

@@ -34,7 +34,14 @@ def submit(
     from thresher.config.load import compose_yaml, parse_config
 
     values = compose_yaml(path, overrides or [])
-    check_job(parse_config(values), address, working_dir)  # errors are reported before anything is sent
+    config = parse_config(values)
+    check_job(config, address, working_dir)  # errors are reported before anything is sent
+
+    from thresher.builders.preflight import check_submission
+
+    for text in check_submission(config):
+        logger.warning("%s", text)
+    logger.info("checked the settings; the job checks files, models, devices and disk space on the cluster")
 
     from thresher.runtime.ray.environment import set_environment
 

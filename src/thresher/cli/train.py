@@ -16,7 +16,11 @@ def train(
     """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
     from thresher.config import load_config
 
-    config = load_config(path, overrides or [])  # its errors are reported before torch is imported
+    config = load_config(path, overrides or [])
+
+    from thresher.builders.preflight import check_files
+
+    check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
 
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import metric_table, progress_console, progress_lines, quiet_libraries

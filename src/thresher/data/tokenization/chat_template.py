@@ -72,14 +72,19 @@ def load_template(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapp
             )
         source, text = None, tokenizer.chat_template
     else:
-        path = Path(os.path.expandvars(name)).expanduser()
-        if not path.is_file():
-            raise UserError(f"data_args.template={name!r}: no such file; use auto, raw or the path of a Jinja file")
-        source = text = path.read_text(encoding="utf-8")
+        source = text = find_template_file(name).read_text(encoding="utf-8")
     content = json.dumps([text, dict(arguments)], sort_keys=True)
     template = Template(False, source, hashlib.sha256(content.encode()).hexdigest(), arguments)
     _check_syntax(tokenizer, template, name)
     return template
+
+
+def find_template_file(name: str) -> Path:
+    """Return the Jinja file of a `data_args.template` other than auto and raw."""
+    path = Path(os.path.expandvars(name)).expanduser()
+    if not path.is_file():
+        raise UserError(f"data_args.template={name!r}: no such file; use auto, raw or the path of a Jinja file")
+    return path
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, name: str) -> None:

@@ -22,8 +22,17 @@ from thresher.models.loading.weight_files import find_files_to_shard, open_safet
 def build_on_meta(
     path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Build a model whose parameters are on the meta device; buffers are real."""
+    """Build a model on the meta device to read its shards; reject one that cannot be sharded."""
     find_files_to_shard(path)
+    return build_without_weights(
+        path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    )
+
+
+def build_without_weights(
+    path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build a model whose parameters are on the meta device; buffers are real."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     with translate_load_errors("model", path), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -39,11 +39,16 @@ def make_trackers(
 ) -> Trackers:
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
-        if name not in _FACTORIES:
-            nearest = difflib.get_close_matches(name, _FACTORIES, n=1)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
-            raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")
+        check_name(name)
     settings = settings or TrackerSettings()
     console = console or ConsoleTracker()
     optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
     return Trackers([JsonlTracker()], optional)
+
+
+def check_name(name: str) -> None:
+    """Reject a tracker that does not exist."""
+    if name not in _FACTORIES:
+        nearest = difflib.get_close_matches(name, _FACTORIES, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")

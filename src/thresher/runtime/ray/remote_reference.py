@@ -13,13 +13,8 @@ from ray.exceptions import RayActorError
 
 from thresher.builders.inputs import RunInputs, build_micro_batching
 from thresher.builders.precompute import look_up_splits, open_cache
-from thresher.builders.reference import (
-    ReferenceBundle,
-    build_reference_bundle,
-    reference_digest,
-    same_initial_weights,
-    unused_settings,
-)
+from thresher.builders.reference import ReferenceBundle, build_reference_bundle, reference_digest
+from thresher.builders.reference_mode import same_initial_weights
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
@@ -123,8 +118,7 @@ def build_worker_reference(
     else:
         return build_reference_bundle(config, inputs, policy, device=policy.device, weights=handle.weights)
     digest = reference_digest(config, handle.mode, handle.weights)
-    notes = unused_settings(config, handle.mode, works_ahead=handle.mode == "concurrent")
-    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), notes=notes)
+    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config))
 
 
 def cached_splits(

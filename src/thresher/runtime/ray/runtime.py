@@ -15,10 +15,11 @@ import torch
 from thresher.builders.axes import axis_sizes
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
-from thresher.builders.reference import frozen_weights_digest, reference_mode
+from thresher.builders.reference import frozen_weights_digest
+from thresher.builders.reference_mode import reference_has_workers, reference_mode
 from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
-from thresher.errors import RescaleRequested, UserError
+from thresher.errors import RescaleRequested
 from thresher.losses.objective import Objective
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode
@@ -125,7 +126,7 @@ class RayRuntime:
 
         num_nodes = len({each.node_id for each in reports})
         devices = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
-        notes = (*report.notes, *self._scaler.notes, *self._unused_settings())
+        notes = (*report.notes, *self._scaler.notes)
         trainers = RayTrainerGroup(policy, self._scaler.can_scale_up)
         return RunHandle(trainers, report.progress, report.reference_mode, devices, notes, begin)
 
@@ -134,14 +135,6 @@ class RayRuntime:
         for cluster in (self.policy, self.reference):
             if cluster is not None:
                 cluster.close()
-
-    def _unused_settings(self) -> list[str]:
-        if self._mode != "concurrent" or reference_has_workers(self._config, self._mode):
-            return []
-        return [
-            f"reference.{name} has no effect here: a synced reference runs in the policy workers"
-            for name in self._config.reference.non_default("device_mapping", "num_workers")
-        ]
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
         return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._monitor)
@@ -179,20 +172,10 @@ def _with_absolute_cache_dir(config: DPOConfig) -> DPOConfig:
     return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": cache_dir})})
 
 
-def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
-    """Return whether the reference has workers; a synced one copies the policy's weights and runs in its workers."""
-    return mode == "precompute" or (mode == "concurrent" and config.reference.sync_steps is None)
-
-
 @contextlib.contextmanager
 def open_ray_runtime(config: DPOConfig, objective: Objective) -> Iterator[RayRuntime]:
     """Connect to Ray, reserve the resources of all roles, and release them at the end."""
     mode = reference_mode(config, objective)
-    if mode == "concurrent" and reference_has_workers(config, mode) and not axis_sizes(config.reference).is_replicated:
-        raise UserError(
-            "a concurrent reference cannot be sharded; set reference.strategy_args.strategy_name to hf_infer, or "
-            "reference.mode to precompute"
-        )
     with ray_session(config.ray_address):
         names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
         scaler = ElasticScaler(config, alive_nodes, ray.available_resources, names)

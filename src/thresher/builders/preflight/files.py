@@ -1,0 +1,105 @@
+"""Checks of settings and paths that import neither torch nor transformers."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from thresher.builders.preflight.findings import Finding, problems_of, warning
+from thresher.checkpoint.retention import resolve_resume
+from thresher.config import DataArgs, DPOConfig
+from thresher.data.settings import DataSettings
+from thresher.data.sources.resolve import resolve_sources
+from thresher.errors import unusable_path
+from thresher.models.loading.location import find_model, named_model
+from thresher.observability.trackers.factory import check_name
+
+
+def check_tracker_names(config: DPOConfig) -> Iterator[Finding]:
+    for name in config.track_with:
+        yield from problems_of(check_name, name)
+
+
+def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
+    """Warn about checkpoints that are never evaluated, and so never the best one."""
+    save, evaluate = config.save_steps, config.eval_steps
+    if config.validation is None or save == 0 or (config.max_steps or math.inf) <= save:
+        return
+    if evaluate and save % evaluate:
+        both = math.lcm(save, evaluate)
+        yield warning(
+            f"save_steps {save} is not a multiple of eval_steps {evaluate}: only the checkpoints of every {both} steps "
+            "and of the last step are evaluated, so only they can be the best one"
+        )
+    elif not evaluate and "metric_for_best_model" in config.model_fields_set:
+        yield warning("eval_steps is 0: only the last checkpoint is evaluated, so no other can be the best one")
+
+
+def check_models(config: DPOConfig) -> Iterator[Finding]:
+    for path in dict.fromkeys((config.policy_path, config.reference_path)):
+        yield from problems_of(lambda path=path: find_model(named_model(path)))
+
+
+def check_data(config: DPOConfig) -> Iterator[Finding]:
+    for args in data_sections(config):
+        if args.store:
+            yield from problems_of(_open_store, args.store)
+            continue
+        if not args.file_name:
+            yield from problems_of(DataSettings, args.file_name)
+        for name in args.file_name:
+            yield from problems_of(resolve_sources, [name])
+        if args.template not in ("auto", "raw"):
+            yield from problems_of(_find_template, args.template)
+
+
+def check_directories(config: DPOConfig) -> Iterator[Finding]:
+    for path in (config.output_dir, config.logging_dir, config.reference.cache_dir):
+        if path is not None:
+            yield from problems_of(_check_writable, Path(path).expanduser())
+
+
+def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
+    setting = config.resume_from_checkpoint
+    if setting and setting != "auto":
+        # sizes only: digests are verified when the checkpoint is loaded
+        yield from problems_of(lambda: resolve_resume(setting, Path(), digests=False))
+
+
+SETTINGS = (check_tracker_names, check_evaluation_steps)
+PATHS = (check_models, check_data, check_directories, check_checkpoint_path)
+
+
+def data_sections(config: DPOConfig) -> list[DataArgs]:
+    """The data of the run: training, and validation if there is any."""
+    validation = [] if config.validation is None else [config.validation.data_args]
+    return [config.actor_train.data_args, *validation]
+
+
+def existing_parent(directory: Path) -> Path:
+    """Return a directory, or the nearest directory above it that exists."""
+    return next(each for each in (directory, *directory.absolute().parents) if os.access(each, os.F_OK))
+
+
+# imported on use: numpy and pyarrow, which most wrong paths need not wait for
+def _open_store(path: str) -> None:
+    from thresher.data.store.reader import PairStore
+
+    PairStore.open(path)
+
+
+def _find_template(name: str) -> None:
+    from thresher.data.tokenization.chat_template import find_template_file
+
+    find_template_file(name)
+
+
+def _check_writable(directory: Path) -> None:
+    existing = existing_parent(directory)
+    if not existing.is_dir():
+        raise unusable_path(directory, os.strerror(errno.ENOTDIR))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise unusable_path(directory, os.strerror(errno.EACCES))

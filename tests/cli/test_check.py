@@ -1,0 +1,324 @@
+"""`thresher check`: everything that can be known without a device, with all problems in one list, before any work."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.support.compared_runs import merge
+from tests.support.small_runs import save_small_model, write_rows
+from thresher.builders.preflight import resources
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A directory with `policy`, `reference`, and changed copies of them."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("policy", "reference")):
+        save_small_model(root / name, seed)
+    shutil.copytree(root / "reference", root / "without-tokenizer")
+    for file in (root / "without-tokenizer").glob("*token*"):
+        file.unlink()
+    for name, edit in {"other-words": swap_words, "long-eos": move_eos}.items():
+        shutil.copytree(root / "reference", root / name)
+        file = root / name / "tokenizer.json"
+        file.write_text(json.dumps(edit(json.loads(file.read_text()))))
+    return root
+
+
+def swap_words(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    words = tokenizer["model"]["vocab"]
+    words["w10"], words["w20"] = words["w20"], words["w10"]
+    return tokenizer
+
+
+def move_eos(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    tokenizer["model"]["vocab"]["</s>"] = 70
+    for token in tokenizer["added_tokens"]:
+        token["id"] = 70 if token["content"] == "</s>" else token["id"]
+    return tokenizer
+
+
+@pytest.fixture
+def config(tmp_path, models):
+    """Write a valid config, merged with changes; return its name."""
+    write_rows(tmp_path / "pairs.jsonl", 8, seed=0)
+
+    def write(changes: dict[str, Any] | None = None) -> str:
+        values = {
+            "pretrain": str(models / "policy"),
+            "output_dir": "out",
+            "max_steps": 1,
+            "sequence_length": 64,
+            "track_with": [],
+            "actor_train": {
+                "model_args": {"dtype": "fp32"},
+                "data_args": {"file_name": "pairs.jsonl", "template": "raw"},
+                "training_args": {"per_device_train_batch_size": 4},
+            },
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(merge(values, changes or {})))
+        return "run.yaml"
+
+    return write
+
+
+def error_of(result) -> str:
+    assert result.code == 2, result
+    return result.err.rpartition("error: ")[2].strip()
+
+
+def test_a_config_without_problems_is_described_and_nothing_is_written(command_line, config, models, tmp_path):
+    result = command_line("check", config())
+    assert result.code == 0
+    assert result.err.splitlines() == [
+        f"policy: {models / 'policy'}, 6,480 parameters, 6,480 of them trained",
+        "loss: sigmoid(beta=0.1, label_smoothing=0); reference: precompute; layout: shared",
+        "checkpoints: about 77.8 kB each, in out",
+        "no problems found; not checked: the rows of the data, and the memory that a step needs",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "run.yaml"]
+
+
+def test_all_wrong_paths_are_in_one_list(command_line, config):
+    data = {"file_name": ["pears.jsonl", "trl-lib/x"], "template": "none.jinja"}
+    path = config(
+        {
+            "pretrain": "./policy",
+            "output_dir": "pairs.jsonl/out",
+            "track_with": ["wnadb"],
+            "resume_from_checkpoint": "nowhere",
+            "actor_train": {"data_args": data},
+            "reference": {"model_args": {"model_name_or_path": "./reference.gguf"}},
+            "validation": {"data_args": {"store": "stores/none"}},
+        }
+    )
+    expected = [
+        "unknown tracker 'wnadb'; did you mean wandb? the trackers are console, jsonl, tensorboard, wandb, mlflow",
+        "model directory ./policy does not exist; give the path of a model directory or of a `.gguf` file",
+        "model file ./reference.gguf does not exist; give the path of a `.gguf` file or of a model directory",
+        "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",
+        "'trl-lib/x' does not exist; its directory 'trl-lib' does not exist either; a data set of the Hugging Face Hub "
+        "is named hf://trl-lib/x",
+        "data_args.template='none.jinja': no such file; use auto, raw or the path of a Jinja file",
+        "stores/none is not a pair store: it has no manifest.json; create one with `thresher prepare`",
+        "cannot use pairs.jsonl/out: Not a directory; check the path and its permissions",
+        "there is no checkpoint at nowhere; check the path, or resume with `auto`",
+    ]
+    for command in ("check", "train", "precompute-reference"):
+        lines = error_of(command_line(command, path)).splitlines()
+        assert lines == ["9 problems:", *(f"  - {each}" for each in expected)], command
+
+
+@pytest.mark.parametrize("command", ["check", "train", "precompute-reference"])
+def test_a_wrong_path_is_reported_within_a_second_and_without_torch(config, tmp_path, command):
+    path = config({"actor_train": {"data_args": {"file_name": "pears.jsonl"}}})
+    script = (
+        f"import sys; sys.argv = ['thresher', {command!r}, {path!r}]\n"
+        "from thresher.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 2\n"
+        "heavy = {'torch', 'transformers', 'pyarrow', 'datasets', 'peft', 'ray'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    seconds = []
+    for _ in range(3 if command == "check" else 1):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # CPU time: nothing waits for the network, and other processes may use the machine
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.strip() == "error: 'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"
+    assert command != "check" or min(seconds) < 1.0, seconds
+
+
+class Mistake(NamedTuple):
+    """A change of the config and the message for it; MODELS stands for the directory of the models."""
+
+    changes: dict[str, Any]
+    message: str
+
+
+def reference(**args: Any) -> dict[str, Any]:
+    return {"reference": {"model_args": args}}
+
+
+def policy(**args: Any) -> dict[str, Any]:
+    return {"actor_train": {"model_args": args}}
+
+
+MISTAKES = {
+    "an unknown loss": Mistake({"pref_loss": "sigmod"}, "unknown loss 'sigmod', did you mean 'sigmoid'?; the losses "),
+    "a reference mode without effect": Mistake(
+        {"pref_loss": "simpo", "reference": {"mode": "precompute"}}, "this loss needs no reference, so the reference "
+    ),
+    "a misspelled LoRA target": Mistake(
+        policy(lora_rank=2, lora_target=["q_prj", "v_proj"]),
+        "lora_target ['q_prj'] matches nothing in this model; its linear modules are down_proj, gate_proj, k_proj, "
+        "lm_head, o_proj, q_proj, up_proj, v_proj",
+    ),
+    "a sequence_length beyond the context": Mistake(
+        {"sequence_length": 65},
+        "sequence_length is 65, but the context of MODELS/policy is 64; set sequence_length=64",
+    ),
+    "no chat template": Mistake(
+        {"actor_train": {"data_args": {"template": "auto"}}}, "the tokenizer has no chat template; use "
+    ),
+    "an EOS token beyond the vocabulary": Mistake(
+        {"pretrain": "MODELS/long-eos"},
+        "the tokenizer of MODELS/long-eos has the EOS token '</s>' with id 70, but the vocabulary of the model "
+        "MODELS/long-eos has 64 tokens; use the tokenizer that belongs to the model",
+    ),
+    "a reference with another tokenizer": Mistake(
+        reference(model_name_or_path="MODELS/other-words"),
+        "the reference MODELS/other-words has another tokenizer than the policy MODELS/policy: id 10 is 'w20' for it "
+        "and 'w10' for the policy; use a reference with the policy's tokenizer",
+    ),
+    "a reference in a lower precision than the policy": Mistake(
+        reference(dtype="bf16"),
+        "reference.model_args.dtype is bf16 and actor_train.model_args.dtype is fp32, but both start from the same "
+        "weights, so margins would not start at 0; remove reference.model_args.dtype",
+    ),
+    "a device without CUDA": Mistake(
+        {"actor_train": {"device_mapping": [0]}},
+        "actor_train.device_mapping requests device 0, but this machine has no CUDA device; use available devices, or "
+        "remove device_mapping and set num_workers to run on CPUs",
+    ),
+    "axes that do not divide the workers": Mistake(
+        {
+            "reference": {
+                "num_workers": 3,
+                "strategy_args": {"strategy_name": "fsdp2_infer", "strategy_config": {"tp_size": 2}},
+            }
+        },
+        "reference has 3 workers, which is not a multiple of tp_size 2; use 2 or 4 workers ",
+    ),
+    "axes that do not divide the heads": Mistake(
+        {"actor_train": {"num_workers": 4, "strategy_args": {"strategy_config": {"tp_size": 4}}}},
+        "actor_train: tp_size is 4, but the model has 2 attention heads and 2 key/value heads; valid sizes are 1, 2",
+    ),
+    "a concurrent reference that is sharded": Mistake(
+        {"reference": {"mode": "concurrent", "num_workers": 2, "strategy_args": {"strategy_name": "fsdp2_infer"}}},
+        "a concurrent reference cannot be sharded; set reference.strategy_args.strategy_name to hf_infer, or ",
+    ),
+    "a Hub name in offline mode": Mistake(
+        {"pretrain": "some-org/no-such-model"},
+        "some-org/no-such-model is neither a model directory nor in the Hugging Face cache, and HF_HUB_OFFLINE is set",
+    ),
+    "a layout that the attention does not support": Mistake(
+        {"layout": "shared", **policy(attn_implementation="eager")}, "layout shared is not possible: "
+    ),
+}
+
+
+def with_models(value: Any, models: Path) -> Any:
+    return json.loads(json.dumps(value).replace("MODELS", str(models)))
+
+
+@pytest.fixture
+def offline(monkeypatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message(command_line, config, models, offline, mistake):
+    message = error_of(command_line("check", config(with_models(mistake.changes, models))))
+    assert message.startswith(with_models(mistake.message, models))
+    assert "\n" not in message
+
+
+def test_problems_of_models_loss_and_devices_are_in_one_list(command_line, config, tmp_path):
+    changes = {
+        "pref_loss": "sigmod",
+        "sequence_length": 100,
+        "actor_train": {"device_mapping": [0], "model_args": {"lora_rank": 2, "lora_target": ["x"]}},
+    }
+    for command in ("check", "train"):
+        lines = error_of(command_line(command, config(changes))).splitlines()
+        assert lines[0] == "4 problems:"
+        starts = ["unknown loss 'sigmod'", "lora_target ['x']", "sequence_length is 100", "actor_train.device_mapping"]
+        assert [line.startswith(f"  - {start}") for line, start in zip(lines[1:], starts, strict=True)] == [True] * 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["without-tokenizer", "reference"])
+def test_a_reference_with_the_policys_tokenizer_or_none_is_accepted(command_line, config, models, name):
+    assert command_line("check", config(reference(model_name_or_path=str(models / name)))).code == 0
+
+
+def test_checkpoints_that_are_never_evaluated_are_announced(command_line, config):
+    steps = {"save_steps": 70, "eval_steps": 50, "max_steps": 400}
+    path = config({**steps, "validation": {"data_args": {"file_name": "pairs.jsonl", "template": "raw"}}})
+    warning = (
+        "warning: save_steps 70 is not a multiple of eval_steps 50: only the checkpoints of every 350 steps and of the "
+        "last step are evaluated, so only they can be the best one"
+    )
+    result = command_line("check", path)
+    assert (result.code, result.err.splitlines()[0]) == (0, warning)
+    for fine in ("save_steps=100", "save_steps=0", "max_steps=70"):
+        assert "warning" not in command_line("check", path, fine).err
+
+
+def test_a_default_sequence_length_beyond_the_context_is_a_warning(command_line, config, models):
+    result = command_line("check", config(), "~sequence_length")
+    assert result.code == 0
+    assert result.err.splitlines()[0] == (
+        f"warning: sequence_length is 1024 by default, but the context of {models / 'policy'} is 64: a longer pair "
+        "stops the run after preparation; set sequence_length=64"
+    )
+
+
+@pytest.mark.parametrize(("free", "code"), [(50_000, 2), (100_000, 0), (10**9, 0)])
+def test_the_disk_must_have_space_for_a_checkpoint(command_line, config, monkeypatch, free, code):
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))
+    result = command_line("check", config(), "max_steps=1000")
+    assert result.code == code
+    if free == 50_000:
+        assert error_of(result) == (
+            "out is on a disk with 50.0 kB free, but a checkpoint takes about 77.8 kB; free space, or set output_dir "
+            "to another disk"
+        )
+    assert ("warning: out is on a disk with 100.0 kB free, but the checkpoints to keep" in result.err) == (
+        free == 10**5
+    )
+
+
+def test_a_tracker_whose_package_is_missing(command_line, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = error_of(command_line("check", config(), "track_with=[wandb]"))
+    assert message.startswith("tracker wandb needs a package that is not installed (")
+
+
+def test_a_run_directory_with_other_settings(command_line, config, tmp_path):
+    """The first run also shows that a config without problems trains, and with which checks."""
+    assert command_line("train", config()).code == 0
+    assert command_line("check", config()).code == 0
+    message = error_of(command_line("check", config(), "seed=7"))
+    assert message.startswith("out/checkpoints contains checkpoints of a run with other settings (")
+    assert command_line("precompute-reference", config(), "seed=7").code == 0  # it writes no checkpoint
+
+
+def test_a_job_is_checked_before_anything_is_sent(command_line, config, tmp_path):
+    """Its files may be on the cluster only."""
+    path = config({"pretrain": "/on/the/cluster", "output_dir": "/shared/out", "actor_train": {"num_workers": 2}})
+    arguments = ("submit", path, "--address=http://127.0.0.1:1")
+    tp_size = {"actor_train.strategy_args.strategy_config.tp_size=4"}
+    lines = error_of(command_line(*arguments, "pref_loss=sigmod", *tp_size)).splitlines()
+    assert lines[0] == "2 problems:"
+    assert lines[1].startswith("  - unknown loss 'sigmod'")
+    assert lines[2].startswith("  - actor_train has 2 workers, which is not a multiple of tp_size 4")
+    result = command_line(*arguments)
+    assert result.err.startswith(
+        "checked the settings; the job checks files, models, devices and disk space on the cluster\n"
+    )
