@@ -1,4 +1,4 @@
-"""Crash-safe file writes: durable when the call returns, and never visible half-written.
+"""Crash-safe file writes: durable when the call returns, and never visible half-written. Also the locks on files.
 
 An atomic write goes to a temporary file first: write, fsync, rename, fsync of the directory.
 """
@@ -6,6 +6,7 @@ An atomic write goes to a temporary file first: write, fsync, rename, fsync of t
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -82,6 +83,26 @@ def refuse_link(path: Path) -> None:
     """Raise if a directory that is about to be cleared is a symlink: its target does not belong to the run."""
     if path.is_symlink():
         raise UserError(f"{path} is a symlink, and thresher does not write through symlinks; remove it")
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file or directory; return False if another process holds the lock and `wait` is not set.
+
+    The kernel releases the lock when the descriptor is closed or the process ends, however it ends.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_open_file(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names an open file: the owner of a lock may have removed it before it was locked."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime import open_runtime
 from thresher.training.loop import fit
 from thresher.training.preemption import stop_on_signals
+from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class DPOPipeline:
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
         checked = check_run(config)
         objective = build_objective(config)
-        with run_log(logging_dir(config)):
+        with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
             for text in checked.warnings:
                 logger.warning("%s", text)
             stop_file(config).unlink(missing_ok=True)  # left by an earlier run

@@ -10,7 +10,6 @@ between.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -70,9 +69,9 @@ def create_staging(root: Path, step: int) -> Staging:
         while True:
             path = root / f"{_STAGING}{step_name(step)}-{secrets.token_hex(6)}"
             lock = _lock_path(path).open("wb")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            durable.lock(lock.fileno(), wait=True)
             # another process's `recover` may have removed the lock file before the lock was taken; then create another
-            if os.fstat(lock.fileno()).st_nlink:
+            if durable.is_open_file(_lock_path(path), lock.fileno()):
                 break
             lock.close()
         try:
@@ -208,11 +207,7 @@ def _is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not durable.lock(lock.fileno())
 
 
 def _staging_in_use(root: Path, name: str) -> bool:

@@ -6,7 +6,6 @@ state; work with another fingerprint is deleted.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -84,15 +83,10 @@ class Staging:
                 lock = os.open(self.directory, os.O_RDONLY)
             except FileNotFoundError:
                 continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not durable.lock(lock):
                 os.close(lock)
-                raise UserError(
-                    f"another process is writing {self.output}; wait for it, or choose another directory"
-                ) from None
-            # the previous owner may have removed the directory between open and flock
-            if self.directory.exists() and os.fstat(lock).st_ino == self.directory.stat().st_ino:
+                raise UserError(f"another process is writing {self.output}; wait for it, or choose another directory")
+            if durable.is_open_file(self.directory, lock):
                 return lock
             os.close(lock)
 
