@@ -28,7 +28,7 @@ def python_path_of_children() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_cache_of_the_user(tmp_path_factory) -> Iterator[None]:
-    """Keep the reference cache out of the home directory, for fixtures of any scope and for child processes."""
+    """Keep the caches out of the home directory, for fixtures of any scope and for child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THRESHER_CACHE_DIR", str(tmp_path_factory.mktemp("reference_cache")))
         yield
@@ -48,7 +48,7 @@ def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def reference_cache(no_cache_of_the_user, monkeypatch) -> Path:
-    """An empty reference cache for every test."""
+    """An empty cache of reference logps and prepared stores for every test."""
     path = Path(os.environ["THRESHER_CACHE_DIR"]) / secrets.token_hex(8)
     monkeypatch.setenv("THRESHER_CACHE_DIR", str(path))
     return path

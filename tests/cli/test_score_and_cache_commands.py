@@ -66,6 +66,10 @@ def counts(printed: str) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
+def references_in(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.name != "stores")
+
+
 def test_a_training_run_finds_precomputed_logps(thresher, config):
     assert counts(thresher("precompute-reference", config)[1]) == (0, 8 + NUM_VALIDATION)  # two steps of four pairs
     code, printed = thresher("train", config, "beta=0.3", "actor_train.training_args.learning_rate=1e-4")
@@ -137,7 +141,7 @@ def test_ls_lists_the_cached_references(thresher, config, stories_dir, reference
     rows = [line.split("│") for line in printed.splitlines() if str(stories_dir) in line]
     assert sorted(row[3].strip() for row in rows) == ["bf16", "fp32"]
     assert [(row[4].strip(), row[-2].strip()) for row in rows] == [("25", "just now")] * 2
-    assert {row[1].strip() for row in rows} == {path.name[:12] for path in reference_cache.iterdir()}
+    assert {row[1].strip() for row in rows} == {path.name[:12] for path in references_in(reference_cache)}
 
 
 def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_cache):
@@ -160,7 +164,7 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
 def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, reference_cache):
     thresher("precompute-reference", config)
     thresher("precompute-reference", config, "reference.model_args.dtype=bf16")
-    old, new = sorted(reference_cache.iterdir())
+    old, new = references_in(reference_cache)
     for path in (old / "identity.json", *old.glob("*.arrow")):
         os.utime(path, (0, 0))
     for shard in old.glob("*.arrow"):
@@ -172,19 +176,19 @@ def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, r
     assert "nothing was removed; pass --yes" in printed
     assert old.exists()
     assert thresher("cache", "prune", "--older-than", "3", "--yes")[1].endswith("removed\n")
-    assert list(reference_cache.iterdir()) == [new]
+    assert references_in(reference_cache) == [new]
 
     code, printed = thresher("cache", "prune", "--identity", "zzz")
     assert code == 2
     assert "has a fingerprint that starts with zzz; see `thresher cache ls`" in printed
     assert "nothing to remove" in thresher("cache", "prune", "--identity", new.name[:6], "--older-than", "3")[1]
     thresher("cache", "prune", "--identity", new.name[:6], "--yes")
-    assert list(reference_cache.iterdir()) == []
+    assert references_in(reference_cache) == []
 
 
 def test_prune_removes_leftovers_of_killed_writers_and_damaged_shards(thresher, config, reference_cache):
     thresher("precompute-reference", config)
-    (directory,) = reference_cache.iterdir()
+    (directory,) = references_in(reference_cache)
     abandoned, fresh, damaged = (directory / name for name in (".partial-0", ".partial-1", "x.arrow.damaged"))
     for path in (abandoned, fresh, damaged):
         path.write_bytes(b"half a shard")
@@ -198,5 +202,46 @@ def test_prune_removes_leftovers_of_killed_writers_and_damaged_shards(thresher, 
 
 def test_cache_dir_sets_the_location_of_the_cache(thresher, config, tmp_path, reference_cache):
     thresher("precompute-reference", config, "reference.cache_dir=shared_cache")
-    assert not reference_cache.exists()
+    assert references_in(reference_cache) == []
     assert "13" in thresher("cache", "ls", "--cache-dir", "shared_cache")[1]
+
+
+def stores_in(cache: Path) -> list[Path]:
+    return sorted((cache / "stores").iterdir())
+
+
+def test_ls_and_verify_cover_prepared_stores(thresher, config, reference_cache):
+    thresher("precompute-reference", config)
+    listed = thresher("cache", "ls")[1]
+    (shown,) = (line for line in listed.splitlines() if "train.jsonl" in line)
+    assert re.search(r"^│ [0-9a-f]{12} │ \S*train\.jsonl +│ +20 │ +\S+ kB │ +just now │$", shown)
+    assert "2 valid stores, 0 damaged" in thresher("cache", "verify")[1]
+    victim = stores_in(reference_cache)[0] / "lengths.bin"
+    victim.write_bytes(b"\xff" * victim.stat().st_size)
+    code, printed = thresher("cache", "verify")
+    assert (code, "1 valid stores, 1 damaged" in printed) == (1, True)
+    assert f"damaged: the store {victim.parent} is damaged: lengths.bin has a wrong digest" in printed
+
+
+def test_prune_covers_prepared_stores_and_runs_prepare_them_again(thresher, config, reference_cache):
+    thresher("precompute-reference", config)
+    old, new = stores_in(reference_cache)
+    (directory,) = references_in(reference_cache)
+    os.utime(old, (0, 0))
+    abandoned, damaged = reference_cache / "stores" / ".partial-0", reference_cache / "stores" / ".damaged-0"
+    for path in (abandoned, damaged):
+        path.mkdir()
+    os.utime(abandoned, (0, 0))
+    code, printed = thresher("cache", "prune", "--older-than", "3", "--yes")
+    assert (code, printed.count("leftover: ")) == (0, 2)
+    assert re.search(rf"^{old.name[:12]}: (20|5) pairs of \S+jsonl, \S+ kB, last used \d+ days ago$", printed, re.M)
+    assert stores_in(reference_cache) == [new]
+    assert references_in(reference_cache) == [directory]
+    thresher("cache", "prune", "--identity", new.name[:8], "--yes")
+    assert stores_in(reference_cache) == []
+
+    code, printed = thresher("precompute-reference", config, "output_dir=other")
+    assert (code, counts(printed)) == (0, (8 + NUM_VALIDATION, 0))
+    assert printed.count("wrote ") == 2
+    code, printed = thresher("precompute-reference", config, "output_dir=third")
+    assert (code, printed.count("wrote "), printed.count("using prepared pairs from the cache")) == (0, 0, 2)

@@ -19,6 +19,7 @@ INVALID = {
     ),
     "a relative output_dir": (["output_dir=here"], f"output_dir is here, {TEMPORARY}"),
     "a relative logging_dir": (["output_dir=/out", "logging_dir=logs"], f"logging_dir is logs, {TEMPORARY}"),
+    "a relative cache of all kinds": (["output_dir=/o", "cache_dir=c"], f"cache_dir is c, {TEMPORARY}"),
     "a relative cache": (["output_dir=/o", "reference.cache_dir=c"], f"reference.cache_dir is c, {TEMPORARY}"),
     "a missing working directory": (
         ["--working-dir=nowhere"],

@@ -114,7 +114,16 @@ NO_NUMBERS = {
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
     ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir"},
     DPOConfig: {
-        *("exp_name", "output_dir", "logging_dir", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
+        *(
+            "exp_name",
+            "output_dir",
+            "logging_dir",
+            "cache_dir",
+            "save_steps",
+            "eval_steps",
+            "eval_on_start",
+            "logging_steps",
+        ),
         "async_save",
         *(
             "resume_from_checkpoint",

@@ -14,7 +14,7 @@ from thresher.config.stored import from_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 
-_LOCATION_KEYS = {"output_dir", "logging_dir", "exp_name", "reference.cache_dir", "ray_address"}
+_LOCATION_KEYS = {"output_dir", "logging_dir", "cache_dir", "exp_name", "reference.cache_dir", "ray_address"}
 _FREE_TO_CHANGE = {
     *_LOCATION_KEYS,
     "async_save",

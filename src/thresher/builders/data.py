@@ -14,6 +14,7 @@ from thresher.data.pair import PairBatch
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.settings import DataSettings
+from thresher.data.store.cache import StoreCache
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -98,7 +99,7 @@ def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenize
 def _open_store(
     config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> PairStore:
-    """Open the store of this data, tokenizer and settings, preparing it first if it does not exist."""
+    """Open the store of this data, tokenizer and settings; if the run has none, from the cache or newly prepared."""
     if args.store:
         return open_given_store(config, args.store, tokenizer)
     settings = data_settings(config, args)
@@ -106,6 +107,13 @@ def _open_store(
     path = Path(config.output_dir) / "data" / fingerprint[:16]
     if path.exists():
         logger.info("using prepared pairs in %s", path)
-    else:
-        build(settings, tokenizer, path)
-    return PairStore.open(path, expected_fingerprint=fingerprint)
+        return PairStore.open(path, expected_fingerprint=fingerprint)
+    cache = StoreCache(config.cache_dir)
+    with cache.reserve(fingerprint):
+        is_new = not path.exists() and not cache.fetch(fingerprint, path)
+        if is_new:
+            build(settings, tokenizer, path)
+        store = PairStore.open(path, expected_fingerprint=fingerprint)
+        if is_new:
+            cache.add(store)
+    return store

@@ -100,4 +100,4 @@ def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
         dtype=config.reference_dtype,
         master_dtype=config.reference_master_dtype,
     )
-    return ReferenceCache(cache_root(config.reference.cache_dir), identity, model)
+    return ReferenceCache(cache_root(config.reference_cache_dir), identity, model)

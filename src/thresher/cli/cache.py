@@ -1,16 +1,20 @@
-"""`thresher cache`: lists, verifies and prunes the reference cache."""
+"""`thresher cache`: lists, verifies and prunes the caches of reference log-probs and of prepared stores."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from thresher.data.store.cache import CachedStore
     from thresher.reference.cache_admin import CachedReference
 
-cache_app = typer.Typer(help="List, verify or prune the cache of reference log-probs.", no_args_is_help=True)
+cache_app = typer.Typer(
+    help="List, verify or prune the caches of reference log-probs and prepared pairs.", no_args_is_help=True
+)
 CacheDir = Annotated[
     str | None, typer.Option("--cache-dir", metavar="DIR", help="Default: $THRESHER_CACHE_DIR, else the user's cache.")
 ]
@@ -19,46 +23,42 @@ _SECONDS_PER_DAY = 24 * 3600.0
 
 @cache_app.command("ls")
 def list_cache(cache_dir: CacheDir = None) -> None:
-    """List the reference models in the cache, the most recently used first."""
+    """List the reference models and the prepared stores in the cache, the most recently used first."""
     from rich import filesize
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from thresher.cli.terminal import print_line
-    from thresher.redact import escape_control_chars
+    from thresher.data.store.cache import StoreCache, list_stores
     from thresher.reference.cache_admin import cache_root, list_references
 
-    root = cache_root(cache_dir)
-    references = list_references(root)
-    if not references:
+    root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
+    references, stores = list_references(root), list_stores(stores_root)
+    if references:
+        rows: list[tuple[str, ...]] = []
+        for each in references:
+            numbers = f"{each.num_pairs:,}", f"{each.num_shards:,}", filesize.decimal(each.num_bytes)
+            rows.append((each.identity[:12], each.model, each.dtype, *numbers, _age(each)))
+        texts = ["fingerprint", "model", "dtype"]
+        _print_table(f"Reference cache in {root}", texts, ["pairs", "shards", "size"], rows)
+    else:
         print_line(f"{root} is empty; `thresher precompute-reference` and runs with reference.mode=precompute fill it")
-        return
-    table = Table(title=f"Reference cache in {root}", title_justify="left")
-    table.add_column("fingerprint", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("dtype")
-    for heading in ("pairs", "shards", "size", "last used"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for each in references:
-        size = filesize.decimal(each.num_bytes)
-        table.add_row(
-            *(Text(escape_control_chars(text)) for text in (each.identity[:12], each.model, each.dtype)),
-            f"{each.num_pairs:,}",
-            f"{each.num_shards:,}",
-            size,
-            _age(each),
-        )
-    Console().print(table)
+    if stores:
+        rows = []
+        for store in stores:
+            size = filesize.decimal(store.num_bytes)
+            rows.append((store.identity[:12], _name_sources(store), f"{store.num_pairs:,}", size, _age(store)))
+        _print_table(f"Prepared stores in {stores_root}", ["fingerprint", "files"], ["pairs", "size"], rows)
+    else:
+        print_line(f"{stores_root} is empty; runs that prepare pairs fill it")
 
 
 @cache_app.command()
 def verify(cache_dir: CacheDir = None) -> None:
-    """Verify the checksums of all shards; exit with code 1 if any are damaged."""
+    """Verify the checksums of all shards and stores; exit with code 1 if any are damaged."""
     from thresher.cli.terminal import print_line
+    from thresher.data.store.cache import StoreCache, verify_stores
     from thresher.reference.cache_admin import cache_root, verify_cache
 
-    root = cache_root(cache_dir)
+    root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     num_valid, num_damaged, num_pairs = 0, 0, 0
     for shard, problem in verify_cache(root):
         if problem is None:
@@ -67,10 +67,16 @@ def verify(cache_dir: CacheDir = None) -> None:
         else:
             num_damaged += 1
             print_line(f"damaged: {shard.path} {problem}")
+    problems = [problem for _, problem in verify_stores(stores_root)]
+    damaged_stores = [problem for problem in problems if problem is not None]
+    for problem in damaged_stores:
+        print_line(f"damaged: {problem}")
     print_line(f"{root}: {num_valid:,} valid shards with {num_pairs:,} pairs, {num_damaged:,} damaged")
-    if num_damaged:
+    num_valid_stores = len(problems) - len(damaged_stores)
+    print_line(f"{stores_root}: {num_valid_stores:,} valid stores, {len(damaged_stores):,} damaged")
+    if num_damaged or damaged_stores:
         print_line(
-            "a run that needs their pairs sets damaged shards aside and scores the pairs again; deleting them is safe"
+            "a run that needs them sets damaged shards and stores aside and computes them again; deleting them is safe"
         )
         raise typer.Exit(1)
 
@@ -78,39 +84,42 @@ def verify(cache_dir: CacheDir = None) -> None:
 @cache_app.command()
 def prune(
     older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="Only references not used for this many days.")
+        float | None, typer.Option("--older-than", metavar="DAYS", help="Only entries not used for this many days.")
     ] = None,
     identity: Annotated[
         str | None,
-        typer.Option("--identity", metavar="PREFIX", help="Only references whose fingerprint starts with this."),
+        typer.Option("--identity", metavar="PREFIX", help="Only entries whose fingerprint starts with this."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without this, only list what would be removed.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove references and leftovers of killed runs from the cache; a dry run without --yes."""
+    """Remove references, stores and leftovers of killed runs from the cache; a dry run without --yes."""
     from rich import filesize
 
     from thresher.cli.terminal import print_line
+    from thresher.data.store.cache import StoreCache, list_stores
     from thresher.errors import UserError
-    from thresher.reference.cache_admin import cache_root, list_references, remove, stale_files
+    from thresher.reference.cache_admin import CachedReference, cache_root, list_references, remove, stale_files
 
-    root = cache_root(cache_dir)
-    references = list_references(root)
+    root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
+    entries: list[CachedReference | CachedStore] = [*list_references(root), *list_stores(stores_root)]
     if identity is not None:
-        references = [each for each in references if each.identity.startswith(identity)]
-        if not references:
+        entries = [each for each in entries if each.identity.startswith(identity)]
+        if not entries:
+            places = f"{root} or {stores_root}"
             raise UserError(
-                f"no reference in {root} has a fingerprint that starts with {identity}; see `thresher cache ls`"
+                f"nothing in {places} has a fingerprint that starts with {identity}; see `thresher cache ls`"
             )
     if older_than is not None:
-        references = [each for each in references if each.last_used < time.time() - older_than * _SECONDS_PER_DAY]
-    for each in references:
+        entries = [each for each in entries if each.last_used < time.time() - older_than * _SECONDS_PER_DAY]
+    for each in entries:
+        what = each.model if isinstance(each, CachedReference) else _name_sources(each)
         size = filesize.decimal(each.num_bytes)
-        print_line(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {each.model}, {size}, last used {_age(each)}")
-    paths = [each.directory for each in references]
+        print_line(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {what}, {size}, last used {_age(each)}")
+    paths = [each.directory for each in entries]
     # files in a directory that is removed anyway are not listed again
-    paths += [path for path in stale_files(root) if path.parent not in paths]
-    for path in paths[len(references) :]:
+    paths += [path for path in stale_files(root, stores_root) if path.parent not in paths]
+    for path in paths[len(entries) :]:
         print_line(f"leftover: {path}")
     if not paths:
         print_line(f"nothing to remove in {root}")
@@ -121,8 +130,32 @@ def prune(
         print_line("nothing was removed; pass --yes to remove these")
 
 
-def _age(reference: CachedReference) -> str:
-    seconds = max(0.0, time.time() - reference.last_used)
+def _print_table(title: str, texts: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns of text, columns of numbers, and the time of last use."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from thresher.redact import escape_control_chars
+
+    table = Table(title=title, title_justify="left")
+    table.add_column(texts[0], no_wrap=True)
+    for heading in texts[1:]:
+        table.add_column(heading, overflow="fold")
+    for heading in (*numbers, "last used"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(escape_control_chars(text)) for text in row))
+    Console().print(table)
+
+
+def _name_sources(store: CachedStore) -> str:
+    more = len(store.sources) - 1
+    return "".join(store.sources[:1]) + (f" and {more} more" if more > 0 else "")
+
+
+def _age(entry: CachedReference | CachedStore) -> str:
+    seconds = max(0.0, time.time() - entry.last_used)
     for unit, length in (("days", _SECONDS_PER_DAY), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

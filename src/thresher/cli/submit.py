@@ -88,6 +88,7 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
     written = {
         "output_dir": config.output_dir,
         "logging_dir": config.logging_dir,
+        "cache_dir": config.cache_dir,
         "reference.cache_dir": config.reference.cache_dir,
     }
     for key, value in written.items():

@@ -122,6 +122,9 @@ class DPOConfig(LossConfig):
     """Run directory: checkpoints, prepared pairs and, unless logging_dir is set, logs."""
     logging_dir: str | None = None
     """Directory of the metric logs; `output_dir`/logs when absent."""
+    cache_dir: str | None = None
+    """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
+    reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
     max_steps: PositiveInt | None = None
     """Maximum number of optimizer steps; no limit when absent or -1."""
     num_train_epochs: Positive | None = None
@@ -264,6 +267,10 @@ class DPOConfig(LossConfig):
     @property
     def reference_master_dtype(self) -> DType:
         return self.reference.model_args.master_dtype or self.actor_train.model_args.master_dtype
+
+    @property
+    def reference_cache_dir(self) -> str | None:
+        return self.reference.cache_dir or self.cache_dir
 
     @property
     def trusts_reference_code(self) -> bool:

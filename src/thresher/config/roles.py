@@ -328,7 +328,7 @@ class ReferenceConfig(RoleConfig):
     infer_batch_size: PositiveInt = 8
     """Pairs per forward pass in mode precompute."""
     cache_dir: str | None = None
-    """Directory of precomputed log-probabilities; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
+    """Directory of precomputed log-probabilities; the run's cache_dir when absent."""
     prefetch_steps: PositiveInt = 2
     """Maximum number of steps that workers of a concurrent reference run ahead of the policy."""
     sync_steps: PositiveInt | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.staging import delete
+from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
 from thresher.errors import CheckpointError
 from thresher.reference.shards import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard
 
@@ -37,9 +37,7 @@ class CachedReference:
 
 def cache_root(cache_dir: str | None) -> Path:
     """Return the cache directory: from the config, else `$THRESHER_CACHE_DIR`, else the user's cache directory."""
-    if chosen := cache_dir or os.environ.get("THRESHER_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thresher" / "reference"
+    return chosen_cache_dir(cache_dir) or user_cache_dir() / "reference"
 
 
 def list_references(root: Path) -> list[CachedReference]:
@@ -55,10 +53,12 @@ def verify_cache(root: Path) -> Iterator[tuple[ShardFile, str | None]]:
             yield shard, verify_shard(shard) or _content_problem(shard)
 
 
-def stale_files(root: Path) -> list[Path]:
-    """List partially written or deleted files of killed processes, and damaged shards that runs have renamed."""
+def stale_files(root: Path, stores: Path) -> list[Path]:
+    """List partially written or deleted files of killed processes, and damaged shards and stores that runs renamed."""
     old = time.time() - _MAX_WRITE_SECONDS
-    found = [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
+    found, partial = partial_stores(stores)
+    found += [path for path in partial if _last_written(path) < old]
+    found += [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
     for directory in _directories(root):
         if directory.is_symlink():
             continue  # its target does not belong to the cache
@@ -86,7 +86,8 @@ def remove(paths: Iterable[Path]) -> None:
 def _directories(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    paths = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path for path in paths if path.name != DIRECTORY_NAME)
 
 
 def _describe(directory: Path) -> CachedReference:

@@ -98,7 +98,10 @@ def lock_run(
 def _acquire(path: Path, stale_seconds: float) -> int:
     # locked and written before it gets its name, so that no process sees a file without a holder
     temporary = path.with_name(f"{FILE_NAME}-{secrets.token_hex(6)}")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error
     try:
         with suppress(OSError):  # a file system without locks: the heartbeat decides
             durable.lock(descriptor)

@@ -26,7 +26,7 @@ from thresher.data.prepare.tasks import TaskReader
 from thresher.data.settings import DataSettings, OnBadRow
 from thresher.data.sources.readers import BYTES_PER_SPAN, ROWS_PER_BLOCK, ROWS_PER_SPAN
 from thresher.data.sources.resolve import SourceFile, resolve_sources
-from thresher.data.store.staging import check_output, open_at
+from thresher.data.store.staging import check_output, open_at, quarantine_file
 from thresher.data.store.writer import StoreWriter
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import UserError
@@ -186,7 +186,7 @@ class _Quarantine:
     def publish(self, output: Path) -> None:
         """Copy the file beside the store if it has rows; otherwise remove the one of an earlier preparation."""
         if self._on_bad_row == "quarantine":
-            target = output.with_name(f"{output.name}.quarantine.jsonl")
+            target = quarantine_file(output)
             if self.sync():
                 # renamed, not written in place, so that a symlink at the target is not followed
                 shutil.copyfile(self._path, copied := self._path.with_suffix(".copy"))

@@ -199,6 +199,11 @@ class PairStore:
         for number in range(len(self._shard_starts) - 1):
             yield self._shard(number).hashes(column)
 
+    @property
+    def file_names(self) -> list[str]:
+        """The files of the store, relative to its directory."""
+        return ["manifest.json", *(file.name for file in _files(self.manifest))]
+
     def verify(self) -> None:
         """Compare the digest of every file with the manifest."""
         for file in _files(self.manifest):

@@ -111,6 +111,11 @@ def open_at(path: Path, size: int) -> BinaryIO:
     return stream
 
 
+def quarantine_file(store: Path) -> Path:
+    """Return the file beside a store with the rows that were rejected."""
+    return store.with_name(f"{store.name}.quarantine.jsonl")
+
+
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Raise if the output directory exists, unless it is empty or a store that may be overwritten."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):

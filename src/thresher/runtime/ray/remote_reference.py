@@ -136,7 +136,7 @@ def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pa
             if split.num_missing:
                 raise UserError(
                     f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
-                    f"{cache_root(config.reference.cache_dir)}; set reference.cache_dir to a directory that all "
+                    f"{cache_root(config.reference_cache_dir)}; set reference.cache_dir to a directory that all "
                     "nodes share"
                 )
             split.seconds_per_pair = seconds_per_pair

@@ -168,7 +168,7 @@ def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None) -> 
 
 def _with_absolute_cache_dir(config: DPOConfig) -> DPOConfig:
     """Resolve the cache directory in the driver, because a worker's environment may differ."""
-    cache_dir = str(cache_root(config.reference.cache_dir).resolve())
+    cache_dir = str(cache_root(config.reference_cache_dir).resolve())
     return config.model_copy(update={"reference": config.reference.model_copy(update={"cache_dir": cache_dir})})
 
 
