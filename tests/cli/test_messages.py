@@ -264,7 +264,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},
-            "invalid configuration:\n  - config: runtime: local is one process, but "
+            "invalid configuration:\n  - runtime: local is one process, but "
             "actor_train.device_mapping needs 8; use runtime: ray",
         ),
     ],

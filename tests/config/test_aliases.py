@@ -69,6 +69,9 @@ KEYS = [
 ]
 
 
+TWO_STAGES = {"actor_train": {"strategy_args": {"strategy_config": {"pp_size": 2}}}}
+
+
 def write(path: Path, values: dict) -> Path:
     path.write_text(yaml.safe_dump(values))
     return path
@@ -100,20 +103,20 @@ def test_an_alias_leads_to_a_key_and_hides_none():
 
 @pytest.mark.parametrize(("old", "new", "value"), KEYS)
 def test_an_override_may_use_either_name(tmp_path, old, new, value):
-    path = write(tmp_path / "run.yaml", {"actor_train": {"strategy_args": {"strategy_config": {"pp_size": 2}}}})
+    path = write(tmp_path / "run.yaml", {"runtime": "ray", **TWO_STAGES})
     assert load_config(path, [f"{old}={value}"]) == load_config(path, [f"{new}={value}"])
     assert load_config(path, [f"{old}={value}"]) != load_config(path)
 
 
 @pytest.mark.parametrize(("old", "new", "value"), KEYS)
 def test_a_key_under_both_names_is_rejected(tmp_path, old, new, value):
-    path = write(tmp_path / "run.yaml", {"actor_train": {"strategy_args": {"strategy_config": {"pp_size": 2}}}})
+    path = write(tmp_path / "run.yaml", {"runtime": "ray", **TWO_STAGES})
     section, _, name = new.rpartition(".")
     earlier = old.rpartition(".")[2]
     with pytest.raises(UserError) as caught:
         load_config(path, [f"{old}={value}", f"{new}={value}"])
     assert str(caught.value) == (
-        f"invalid configuration:\n  - {section or 'config'}: {earlier} and {name} are both set; {earlier} is the "
+        f"invalid configuration:\n  - {section and f'{section}: '}{earlier} and {name} are both set; {earlier} is the "
         f"earlier name of {name}, keep {name}"
     )
 

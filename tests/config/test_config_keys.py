@@ -242,7 +242,7 @@ def test_contradicting_losses_are_rejected(values, message):
         (
             "actor_train.model_args",
             {"lora_dropout": 0.1, "lora_target": "q_proj"},
-            "lora_dropout, lora_target has no effect without lora_rank; set lora_rank",
+            "lora_dropout, lora_target have no effect without lora_rank; set lora_rank",
         ),
         (
             "actor_train.training_args",

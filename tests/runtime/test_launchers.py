@@ -166,7 +166,7 @@ def test_a_submitted_job_on_two_workers_equals_the_launcher(tiny, base, dashboar
     uploaded = tmp_path / "uploaded"
     shutil.copytree(Path(base["pretrain"]).parent, uploaded)
     relative = [each.replace(str(Path(base["pretrain"]).parent) + "/", "") for each in tiny]
-    secret = "tracker_kwargs.mlflow_tracking_uri=http://me:0pensesame@127.0.0.1:1"
+    secret = "exp_name=http://me:0pensesame@127.0.0.1:1"
     done = submit(
         *relative,
         f"output_dir={tmp_path / 'out'}",

@@ -161,10 +161,11 @@ def unused_settings_of(values: dict) -> list[str]:
 
 
 def test_settings_of_an_unused_reference_are_reported(base):
-    changes = {"pref_loss": "simpo", "reference": {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}}}
-    assert unused_settings_of(merge(base, changes)) == [
+    unused = {"infer_batch_size": 3, "model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "fsdp2_infer"}}
+    assert unused_settings_of(merge(base, {"pref_loss": "simpo", "reference": unused})) == [
         "reference.model_args.dtype has no effect: the reference mode is none",
         "reference.infer_batch_size has no effect: the reference mode is none",
+        "reference.strategy_args has no effect: the reference mode is none",
     ]
     assert unused_settings_of(base) == []
 

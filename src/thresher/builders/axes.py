@@ -51,6 +51,11 @@ def check_strategy(role: RoleConfig, section: str) -> None:
             f"{section}.strategy_args.strategy_config has no effect with hf_infer, which keeps a full copy per worker; "
             "remove it, or set strategy_name to fsdp2_infer"
         )
+    if settings.cpu_offload and axis_sizes(role).fsdp_size == 1:
+        raise UserError(
+            f"{section}.strategy_args.strategy_config.cpu_offload has no effect: no two workers shard the model; use "
+            "more workers or remove it"
+        )
     sizes = {name: getattr(settings, name) for name in ("pp_size", "dp_replicate", "cp_size", "tp_size")}
     product = settings.workers_per_data_rank * settings.dp_replicate
     if workers % product == 0:

@@ -43,7 +43,7 @@ def unused_settings(config: DPOConfig, mode: ReferenceMode) -> list[str]:
     if not (mode == "concurrent" and config.uses_ray and reference_has_workers(config, mode)):
         unused += reference.non_default("prefetch_steps")
     if mode in ("adapter", "none"):
-        unused += reference.non_default("device_mapping", "num_workers")
+        unused += reference.non_default("strategy_args", "device_mapping", "num_workers")
     notes = [f"reference.{name} has no effect: the reference mode is {mode}" for name in unused]
     if mode == "concurrent" and config.uses_ray and not reference_has_workers(config, mode):
         notes += [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, ValidationInfo, field_validator, model_validator
 
 from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
-from thresher.config.section import Section
+from thresher.config.section import Section, no_effect
 
 # Parameters of the losses; None leaves the default of the loss.
 LOSS_PARAMETERS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
@@ -214,19 +215,6 @@ class DPOConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _validate_evaluation(self) -> DPOConfig:
-        unused = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model")
-        if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
-            unused.append("greater_is_better")
-        unused += [
-            f"actor_train.training_args.{name}"
-            for name in self.actor_train.training_args.non_default("per_device_eval_batch_size")
-        ]
-        if self.validation is None and unused:
-            raise ValueError(f"{', '.join(unused)} has no effect without validation.data_args; set that or remove this")
-        return self
-
-    @model_validator(mode="after")
     def _validate_runtime(self) -> DPOConfig:
         for name, role in (("actor_train", self.actor_train), ("reference", self.reference)):
             if self.runtime == "local" and role.num_processes > 1:
@@ -234,13 +222,42 @@ class DPOConfig(LossConfig):
                 raise ValueError(
                     f"runtime: local is one process, but {name}.{what} needs {role.num_processes}; use runtime: ray"
                 )
-        if self.runtime == "local" and self.ray_address is not None:
-            raise ValueError("ray_address has no effect with runtime: local; use runtime: ray")
-        if self.num_gpus_per_node is not None and not (
-            self.actor_train.device_mapping or self.reference.device_mapping
-        ):
-            raise ValueError("num_gpus_per_node has no effect without a device_mapping; remove it")
         return self
+
+    @model_validator(mode="after")
+    def _reject_unused_settings(self) -> DPOConfig:
+        if problems := [no_effect(names, why) for names, why in self._unused_settings() if names]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _unused_settings(self) -> Iterator[tuple[list[str], str]]:
+        """Yield settings that the run would ignore because of other settings, with the reason and a fix."""
+        if self.runtime == "local":
+            yield self.non_default("ray_address"), "with runtime: local; use runtime: ray"
+        if not (self.actor_train.device_mapping or self.reference.device_mapping):
+            yield self.non_default("num_gpus_per_node"), "without a device_mapping; remove {it}"
+        elif not self.uses_ray:
+            yield self.non_default("num_gpus_per_node"), "in one process; set runtime: ray or remove {it}"
+        if not self.uses_ray:
+            on_ray = self.non_default("max_restarts", "heartbeat_timeout", "elastic")
+            yield on_ray, "in one process; set runtime: ray or remove {it}"
+        if self.validation is None:
+            evaluation = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model")
+            if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
+                evaluation.append("greater_is_better")
+            if self.actor_train.training_args.non_default("per_device_eval_batch_size"):
+                evaluation.append("actor_train.training_args.per_device_eval_batch_size")
+            yield evaluation, "without validation.data_args; set that or remove {it}"
+        if self.actor_train.data_args.store and (self.validation is None or self.validation.data_args.store):
+            columns = self.non_default("chosen_key", "rejected_key", "prompt_key")
+            yield columns, "on a store, which is already prepared; remove {it}"
+        for tracker in ("wandb", "mlflow"):
+            if tracker not in self.track_with:
+                names = [name for name in TrackerArgs.model_fields if name.startswith(tracker)]
+                unused = [f"tracker_kwargs.{name}" for name in self.tracker_kwargs.non_default(*names)]
+                yield unused, f"without {tracker} in track_with; add {tracker} there or remove {{it}}"
+        if self.pretrain not in (None, self.policy_path, self.reference_path):
+            yield ["pretrain"], "if actor_train and reference name their models; remove {it} or one of those"
 
     @property
     def uses_ray(self) -> bool:

@@ -17,7 +17,7 @@ from pydantic import (
 
 from thresher.config.aliases import resolve_aliases
 from thresher.config.devices import parse_device_mapping
-from thresher.config.section import Section
+from thresher.config.section import Section, no_effect
 
 NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16"]
@@ -67,7 +67,7 @@ class ModelArgs(Section):
     def _validate_lora(self) -> ModelArgs:
         unused = self.non_default("lora_alpha", "lora_dropout", "lora_target")
         if self.lora_rank is None and unused:
-            raise ValueError(f"{', '.join(unused)} has no effect without lora_rank; set lora_rank")
+            raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
 
 
@@ -196,7 +196,7 @@ class DataArgs(Section):
             raise ValueError("file_name and store are both set; keep one")
         for_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
         if self.store and (unused := self.non_default(*for_files)):
-            raise ValueError(f"{', '.join(unused)} has no effect on a store, which is already prepared; remove it")
+            raise ValueError(no_effect(unused, "on a store, which is already prepared; remove {it}"))
         return self
 
 

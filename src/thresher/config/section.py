@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -34,25 +34,32 @@ class Section(BaseModel):
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
+def no_effect(names: Sequence[str], why: str) -> str:
+    """Say that settings would be ignored; `{it}` in `why` stands for them."""
+    verb, them = ("have", "them") if len(names) > 1 else ("has", "it")
+    return f"{', '.join(names)} {verb} no effect {why.format(it=them)}"
+
+
 def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
-    """Turn pydantic's report into one message with one line per problem, each with a fix."""
+    """Turn pydantic's report into one message with one line per problem, each with a fix.
+
+    A problem of the whole config may have several lines, one per setting.
+    """
     spellings = dict(_spellings(root))
-    unknown: list[str] = []
+    lines: list[str] = []
     invalid: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            unknown.append(f"{path}: unknown key; {_suggest(path, spellings)}")
+            lines.append(f"{path}: unknown key; {_suggest(path, spellings)}")
             continue
         # a union reports one problem per member, at a path that continues below the key with the member's type
         key = next((key for key in _prefixes(problem["loc"]) if key in spellings), path)
         invalid.setdefault(key, []).append(problem["msg"].removeprefix("Value error, "))
         got.setdefault(key, problem["input"])
-    lines = [
-        *unknown,
-        *(f"{key or 'config'}: {', or '.join(messages)}{_shown(got[key])}" for key, messages in invalid.items()),
-    ]
+    for key, messages in invalid.items():
+        lines += [f"{key}: {', or '.join(messages)}{_shown(got[key])}"] if key else messages[0].splitlines()
     return UserError("invalid configuration:\n" + "\n".join(f"  - {line}" for line in lines))
 
 

@@ -179,7 +179,7 @@ CONFIG: dict[str, Any] = {
     },
     "reference": {"mode": "auto", "sync_steps": 2, "num_workers": 2},
     "validation": {"data_args": {"file_name": "b.jsonl"}},
-    "track_with": "console",
+    "track_with": ["console", "wandb"],
     "tracker_kwargs": {"wandb_project": "p"},
 }
 CONFIG_WORDS = (
