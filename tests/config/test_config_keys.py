@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from thresher.config import DPOConfig, parse_config
+from thresher.config.aliases import KEYS_OF_OTHER_TRAINERS, LOSS_NAMES
 from thresher.config.section import known_keys
 from thresher.config.stored import to_stored
 from thresher.errors import UserError
+from thresher.losses import loss_names
 
 
 def nested(path: str, value: object) -> dict:
@@ -62,6 +64,35 @@ def test_an_unknown_key_suggests_the_nearest_known_one(typed, meant):
 )
 def test_a_key_in_the_wrong_section_names_the_right_section(typed, home):
     assert f"  - {typed}: unknown key; it belongs at `{home}`" in refusal(nested(typed, 1)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("loss_type", "pref_loss"),
+        ("max_length", "sequence_length"),
+        ("dataset_name", "actor_train.data_args.file_name"),
+        ("use_peft", "actor_train.model_args.lora_rank"),
+        ("report_to", "track_with"),
+        ("bf16", "actor_train.model_args.dtype"),
+        ("actor_train.training_args.num_epochs", "num_train_epochs"),
+    ],
+)
+def test_a_key_of_another_trainer_names_ours(typed, ours):
+    assert f"  - {typed}: unknown key; did you mean `{ours}`?" in refusal(nested(typed, 1)).splitlines()
+
+
+def test_keys_of_other_trainers_are_not_keys_here_and_lead_to_one():
+    keys = {key for key, _ in known_keys(DPOConfig)}
+    assert set(KEYS_OF_OTHER_TRAINERS.values()) <= keys
+    assert not KEYS_OF_OTHER_TRAINERS.keys() & {key.rpartition(".")[2] for key in keys}
+
+
+def test_another_name_of_a_loss_is_never_stored():
+    for name in LOSS_NAMES:
+        assert to_stored(parse_config({"pref_loss": name})) == to_stored(parse_config({"pref_loss": LOSS_NAMES[name]}))
+        assert LOSS_NAMES[name] in loss_names()
+        assert name not in loss_names()
 
 
 def test_an_unknown_key_without_a_near_match_lists_all_keys_of_its_section():
@@ -194,6 +225,11 @@ def test_a_seed_out_of_range_is_rejected():
         ({"pref_loss": "hinge"}, {"hinge": 1.0}),
         ({"pref_loss": ["sigmoid", "sft"]}, {"sigmoid": 1.0, "sft": 1.0}),
         ({"pref_loss": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1}}, {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}),
+        ({"pref_loss": "dpo"}, {"sigmoid": 1.0}),
+        ({"pref_loss": "dpo_norm"}, {"sigmoid_norm": 1.0}),
+        ({"pref_loss": "simpo_loss", "simpo_loss": True}, {"simpo": 1.0}),
+        ({"pref_loss": ["dpo", "sft"]}, {"sigmoid": 1.0, "sft": 1.0}),
+        ({"pref_loss": {"dpo": 0.8, "sft": 1}, "length_normalization": True}, {"sigmoid_norm": 0.8, "sft": 1.0}),
         ({"ipo": True}, {"ipo": 1.0}),
         ({"ipo": True, "pref_loss": "ipo"}, {"ipo": 1.0}),
         ({"ipo": False, "pref_loss": "sigmoid"}, {"sigmoid": 1.0}),
@@ -225,6 +261,7 @@ def test_every_spelling_of_the_losses_resolves_to_names_and_weights(values, weig
             "repeats a loss: ipo_sum + ipo_sum; name",
         ),
         ({"pref_loss": {"sigmoid": 0.0}}, "greater than 0"),
+        ({"pref_loss": {"sigmoid": 1, "dpo": 2}}, "pref_loss names a loss twice: sigmoid + dpo; name each loss once"),
         (
             {"f_alpha_divergence_coef": 0.3},
             "f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence",

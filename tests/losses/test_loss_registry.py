@@ -26,6 +26,37 @@ def test_unknown_loss_names_the_nearest_and_all():
         make_loss("sigmod", {})
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("kto", "it needs single responses with labels, not pairs; use bco_pair or apo_zero"),
+        ("kto_pair", "it needs single responses with labels, not pairs; use bco_pair or apo_zero"),
+        ("grpo", "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"),
+        ("online_dpo", "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"),
+        ("cdpo", "use sigmoid with label_smoothing"),
+        ("R-DPO", "use sigmoid with length_penalty"),
+    ],
+)
+def test_a_method_that_is_not_a_loss_on_pairs_says_what_to_use(name, advice):
+    with pytest.raises(UserError) as caught:
+        loss_class(name)
+    assert str(caught.value) == f"pref_loss {name} is not a loss of thresher: {advice} (see `thresher losses`)"
+
+
+@pytest.mark.parametrize("name", ["dpo", "zpo", "drpo", "vdpo", "loss", "", "ddpo", "xxx"])
+def test_a_name_unlike_any_loss_suggests_none(name):
+    with pytest.raises(UserError, match=f"unknown loss '{name}'; the losses are aot, "):
+        loss_class(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("simop", "simpo"), ("SimPO", "simpo"), ("apo-zero", "apo_zero"), ("orp", "orpo")]
+)
+def test_a_misspelled_loss_suggests_the_right_one(name, meant):
+    with pytest.raises(UserError, match=f"unknown loss '{name}', did you mean '{meant}'"):
+        loss_class(name)
+
+
 def test_parameter_of_other_losses_names_the_losses_that_use_it():
     with pytest.raises(
         UserError, match=r"sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo$"
@@ -93,7 +124,7 @@ def test_losses_import_nothing_above_them():
     code = (
         "import sys, thresher.losses; "
         "above = [m for m in sys.modules if m.startswith('thresher.') and not m.startswith('thresher.losses')]; "
-        "assert set(above) == {'thresher.errors', 'thresher.redact'}, above; "
+        "assert set(above) == {'thresher.errors', 'thresher.redact', 'thresher.spelling'}, above; "
         "assert not {'transformers', 'ray', 'pydantic'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, ValidationInfo, field_validator, model_validator
 
+from thresher.config.aliases import resolve_loss_names
 from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section, no_effect
 
@@ -25,7 +26,7 @@ class LossConfig(Section):
     """The objective. A parameter left out takes the default of the chosen loss (`thresher losses` lists them)."""
 
     pref_loss: str | list[str] | dict[str, Positive] = "sigmoid"
-    """Name of a loss, a list of names, or a mapping from name to weight (MPO)."""
+    """Name of a loss, a list of names, or a mapping from name to weight (MPO). `dpo` is another name of sigmoid."""
     ipo: StrictBool | None = None
     """`true` is the same as pref_loss=ipo."""
     simpo_loss: StrictBool | None = None
@@ -59,8 +60,10 @@ class LossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_loss_aliases(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "pref_loss" in values:
+        if not isinstance(values, dict):
             return values
+        if "pref_loss" in values:
+            return {**values, "pref_loss": resolve_loss_names(values["pref_loss"])}
         named = [name for switch, name in _SWITCHES.items() if values.get(switch) is True]
         return {**values, "pref_loss": named[0]} if named else values
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
+from thresher.config.aliases import ALIASES, KEYS_OF_OTHER_TRAINERS, Aliases, resolve_aliases
 from thresher.errors import UserError
+from thresher.spelling import nearest
 
 
 class Section(BaseModel):
@@ -87,11 +87,11 @@ def _suggest(path: str, spellings: dict[str, str]) -> str:
     if elsewhere:
         inside = [name for name in elsewhere if name.startswith(f"{parent}.")]
         return f"it belongs at `{(inside or elsewhere)[0]}`"
-    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
-        return f"did you mean `{siblings[near[0]]}`?"
-    all_leaves = {_leaf(name): meant for name, meant in spellings.items()}
-    if near := difflib.get_close_matches(key, all_leaves, n=1, cutoff=0.75):
-        return f"did you mean `{all_leaves[near[0]]}`?"
+    if meant := nearest(key, siblings):
+        return f"did you mean `{siblings[meant]}`?"
+    all_leaves = KEYS_OF_OTHER_TRAINERS | {_leaf(name): meant for name, meant in spellings.items()}
+    if meant := nearest(key, all_leaves):
+        return f"did you mean `{all_leaves[meant]}`?"
     return f"known keys here: {', '.join(sorted(set(siblings.values())))}"
 
 

@@ -1,14 +1,35 @@
 """The registry of losses: names, parameters, and errors that suggest the right spelling."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeVar
 
 from thresher.errors import UserError
 from thresher.losses.base import Loss
+from thresher.spelling import nearest
 
 _LOSSES: dict[str, type[Loss]] = {}
+
+_UNPAIRED = "it needs single responses with labels, not pairs; use bco_pair or apo_zero"
+_ONLINE = "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"
+# methods that other trainers name like a loss
+_OTHER_METHODS = {
+    **dict.fromkeys(("kto", "kto_pair", "bco"), _UNPAIRED),
+    **dict.fromkeys(("ppo", "grpo", "dapo", "gspo", "rloo", "reinforce", "online_dpo", "xpo", "nash_md"), _ONLINE),
+    "apo": "use apo_zero or apo_down",
+    "exo": "use exo_pair",
+    "nca": "use nca_pair",
+    "sppo": "use sppo_hard",
+    **dict.fromkeys(("slic", "rso"), "use hinge"),
+    "cdpo": "use sigmoid with label_smoothing",
+    **dict.fromkeys(("rdpo", "r_dpo"), "use sigmoid with length_penalty"),
+    "rpo": "use sigmoid with rpo_alpha",
+    "wpo": "use sigmoid with use_wpo: true",
+    "ld_dpo": "use sigmoid with ld_alpha",
+    "odpo": "use sigmoid with a margin column in the data",
+    "tr_dpo": "use sigmoid with reference.sync_steps",
+    "mpo": "name several losses with their weights, such as {sigmoid: 0.8, bco_pair: 0.2, sft: 1}",
+}
 
 LossClass = TypeVar("LossClass", bound=type[Loss])
 
@@ -42,7 +63,9 @@ def loss_names() -> list[str]:
 def loss_class(name: str) -> type[Loss]:
     """Find a loss by name."""
     if name not in _LOSSES:
-        raise UserError(f"unknown loss {name!r}{suggestion(name, _LOSSES)}; the losses are {', '.join(loss_names())}")
+        if other := _OTHER_METHODS.get(name.lower().replace("-", "_")):
+            raise UserError(f"pref_loss {name} is not a loss of thresher: {other} (see `thresher losses`)")
+        raise UserError(f"unknown loss {name!r}{_suggestion(name, _LOSSES)}; the losses are {', '.join(loss_names())}")
     return _LOSSES[name]
 
 
@@ -80,10 +103,9 @@ def describe() -> list[LossRow]:
     ]
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Suggest the closest known word for a misspelled one, as the end of a sentence."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    meant = nearest(word, known)
+    return f", did you mean {meant!r}?" if meant else ""
 
 
 def _unknown_parameter(parameter: str, names: Sequence[str]) -> str:
@@ -94,4 +116,4 @@ def _unknown_parameter(parameter: str, names: Sequence[str]) -> str:
         has = f"has no parameter {parameter}, only {', '.join(known)}" if known else "has no parameters"
         return f"{losses} {has}; {parameter} is a parameter of {', '.join(owners)}"
     has = f"has {', '.join(known)}" if known else "has no parameters"
-    return f"unknown parameter {parameter!r}{suggestion(parameter, known)}; {losses} {has}"
+    return f"unknown parameter {parameter!r}{_suggestion(parameter, known)}; {losses} {has}"

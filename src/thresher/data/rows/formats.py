@@ -24,6 +24,7 @@ from thresher.data.rows.messages import (
 )
 from thresher.data.rows.parsing import BadRowError, Row, quoted
 from thresher.errors import UserError
+from thresher.spelling import nearest
 
 # rendering is quadratic: each assistant message is rendered with all messages before it
 MAX_MESSAGES = 1000
@@ -188,8 +189,8 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
     """Detect the format of a file from its first row; `where` is its file and line."""
     for name, column in column_names.items():
         if column not in row:
-            nearest = difflib.get_close_matches(column, list(row)[:_MAX_NAMES], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            meant = nearest(column, map(str, list(row)[:_MAX_NAMES]))
+            hint = f"; did you mean {meant!r}?" if meant else ""
             raise UserError(f"{where}: {name}_key={column!r} names no column; the columns are {_names(row)}{hint}")
     row = rename(row, column_names)
     present = {name for name, value in row.items() if value is not None}
@@ -215,8 +216,8 @@ def _unrecognized(row: Row, where: str) -> str:
         missing = ["prompt"]
     hints = []
     for name in missing:
-        nearest = difflib.get_close_matches(name, [str(column) for column in row][:_MAX_NAMES], n=1, cutoff=0.5)
-        hints.append(f"{name}_key={nearest[0] if nearest else 'COLUMN'}")
+        similar = difflib.get_close_matches(name, [str(column) for column in row][:_MAX_NAMES], n=1, cutoff=0.5)
+        hints.append(f"{name}_key={similar[0] if similar else 'COLUMN'}")
     known = "\n".join(f"  {row_format.name}: {', '.join(row_format.required)}" for row_format in FORMATS)
     return (
         f"{where}: unrecognized row format with columns {_names(row)}: no {' or '.join(missing)} column. "

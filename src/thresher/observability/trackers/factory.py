@@ -1,6 +1,5 @@
 """Create trackers by name."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from thresher.observability.trackers.mlflow import MlflowTracker
 from thresher.observability.trackers.tensorboard import TensorBoardTracker
 from thresher.observability.trackers.tracker import Tracker, Trackers
 from thresher.observability.trackers.wandb import WandbMode, WandbTracker
+from thresher.spelling import nearest
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ def make_trackers(
 def check_name(name: str) -> None:
     """Reject a tracker that does not exist."""
     if name not in _FACTORIES:
-        nearest = difflib.get_close_matches(name, _FACTORIES, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        meant = nearest(name, _FACTORIES)
+        hint = f"did you mean {meant}? " if meant else ""
         raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")
