@@ -110,7 +110,7 @@ def test_prepare_prints_the_report_even_if_no_pair_is_left(
 
 
 def test_prepare_names_missing_arguments(tmp_path: Path, write_rows: Any) -> None:
-    with pytest.raises(UserError, match="names no file"):
+    with pytest.raises(UserError, match="no file is named; pass FILE"):
         run("prepare", "--model", "m", "--output", tmp_path)
     with pytest.raises(UserError, match="pass --model DIR"):
         run("prepare", write_rows(*ROWS), "--output", tmp_path)
@@ -157,6 +157,61 @@ def test_prepare_refuses_an_option_that_the_config_would_override(
             f"{option} has no effect with --config; leave it out and pass "
             f"{instead.replace('actor_train', role)} instead"
         )
+
+
+LONG = {"prompt": "Why?", "chosen": "yes and no " * 20, "rejected": "no"}
+NO_CHOSEN = {"prompt": "a", "chosn": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (ROWS[0], ("--truncation", "middle"), "--truncation is 'middle'; use one of drop, prompt_start, response_end"),
+        (ROWS[0], ("--on-bad-row", "ignore"), "--on-bad-row is 'ignore'; use one of fail, skip, quarantine"),
+        (ROWS[0], ("--sequence-length", "1"), "--sequence-length must be at least 2, got 1"),
+        (ROWS[0], ("--num-processes", "0"), "--num-processes must be at least 1, got 0"),
+        (
+            ROWS[0],
+            ("--template", "no.jinja"),
+            "--template 'no.jinja': no such file; use auto, raw or the path of a Jinja file",
+        ),
+        (
+            ROWS[0],
+            ("--chosen-key", "chosn"),
+            "--chosen-key 'chosn' names no column; the columns are prompt, chosen, rejected, score; did you mean 'chosen'?",
+        ),
+        (NO_CHOSEN, (), "Name your columns with --chosen-key chosn, or use one of these formats:"),
+        (
+            {"prompt": 5},
+            ("--prompt-key", "prompt"),
+            "Name your columns with --chosen-key COLUMN --rejected-key COLUMN, or",
+        ),
+        (LONG, ("--sequence-length", "16"), "1 too_long (raise --sequence-length or set --truncation)"),
+        (
+            {**ROWS[0], "chosen": "<|im_end|>"},
+            ("--special-tokens-in-text", "reject"),
+            "set --special-tokens-in-text keep_as_text to tokenize it as text. Fix the row, or set --on-bad-row to skip, "
+            "which drops such rows, or to quarantine, which collects them in a file",
+        ),
+        ({}, (), "rows.jsonl' is empty; remove it from the files or write it again"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_an_error_of_prepare_names_its_options(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any, row: Any, options: Any, message: str
+) -> None:
+    name = write_rows(*([row] if row else []))
+    with pytest.raises(UserError) as caught:
+        run("prepare", name, "--model", model_dir, "--output", tmp_path / "s", *options)
+    assert message in str(caught.value)
+    assert "data_args" not in str(caught.value)
+
+
+def test_an_error_of_prepare_with_a_config_names_its_keys(tmp_path: Path, model_dir: str, write_rows: Any) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(NO_CHOSEN)}\n")
+    with pytest.raises(UserError, match="Name your columns with chosen_key=chosn, or"):
+        run("prepare", "--config", config, "--output", tmp_path / "s")
 
 
 def test_prepare_refuses_an_unknown_runtime(tmp_path: Path, write_rows: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from thresher.cli.prepare_options import name_options_in_errors, reject_config_options
 from thresher.cli.prepare_report import format_examples, log_report, show_progress
 
 if TYPE_CHECKING:
@@ -19,19 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# the config keys that these options correspond to; {role} is actor_train or validation
-CONFIG_KEYS = {
-    "template": "{role}.data_args.template",
-    "sequence_length": "sequence_length",
-    "truncation": "{role}.data_args.truncation",
-    "on_bad_row": "{role}.data_args.on_bad_row",
-    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
-    "chosen_key": "chosen_key",
-    "rejected_key": "rejected_key",
-    "prompt_key": "prompt_key",
-    "runtime": "runtime",
-    "ray_address": "ray_address",
-}
 ROWS, WORKERS = "Rows and tokens", "Workers"
 
 
@@ -101,34 +90,41 @@ def prepare(
     from thresher.errors import UserError
 
     trust_remote_code = False
-    if config is not None:
-        _reject_config_options(context, validation=validation)
-        settings, config_model, trusts_config_model, ray = _from_config(config, files or [], validation=validation)
-        model = model or config_model
-        # the config trusts its own model, not one that --model names
-        trust_remote_code = trusts_config_model and model == config_model
-    elif validation:
-        raise UserError("--validation has no effect without --config; pass --config FILE, or name the files instead")
-    else:
-        settings = DataSettings(
-            file_name=files or [],
-            template=template,
-            sequence_length=sequence_length,
-            truncation=cast("Truncation", truncation),  # DataSettings rejects other values
-            on_bad_row=cast("OnBadRow", on_bad_row),
-            special_tokens_in_text=_as_special_tokens_in_text(special_tokens_in_text),
-            chosen_key=chosen_key,
-            rejected_key=rejected_key,
-            prompt_key=prompt_key,
+    with name_options_in_errors() if config is None else nullcontext():
+        if config is not None:
+            reject_config_options(context, validation=validation)
+            settings, config_model, trusts_config_model, ray = _from_config(config, files or [], validation=validation)
+            model = model or config_model
+            # the config trusts its own model, not one that --model names
+            trust_remote_code = trusts_config_model and model == config_model
+        elif validation:
+            raise UserError(
+                "--validation has no effect without --config; pass --config FILE, or name the files instead"
+            )
+        elif not files:
+            raise UserError("no file is named; pass FILE: paths, globs or URLs")
+        else:
+            settings = DataSettings(
+                file_name=files,
+                template=template,
+                sequence_length=sequence_length,
+                truncation=cast("Truncation", truncation),  # DataSettings rejects other values
+                on_bad_row=cast("OnBadRow", on_bad_row),
+                special_tokens_in_text=_as_special_tokens_in_text(special_tokens_in_text),
+                chosen_key=chosen_key,
+                rejected_key=rejected_key,
+                prompt_key=prompt_key,
+            )
+            ray = _read_runtime(runtime, ray_address)
+        if model is None:
+            raise UserError("no tokenizer is named; pass --model DIR")
+        if output is None:
+            raise UserError("no store is named; pass --output DIR")
+        if num_processes is not None:
+            settings = replace(settings, num_processes=num_processes)
+        report = _prepare_store(
+            settings, model, output, trust_remote_code=trust_remote_code, overwrite=overwrite, ray=ray
         )
-        ray = _read_runtime(runtime, ray_address)
-    if model is None:
-        raise UserError("no tokenizer is named; pass --model DIR")
-    if output is None:
-        raise UserError("no store is named; pass --output DIR")
-    if num_processes is not None:
-        settings = replace(settings, num_processes=num_processes)
-    report = _prepare_store(settings, model, output, trust_remote_code=trust_remote_code, overwrite=overwrite, ray=ray)
     if against is not None:
         _log_leaks(output, against, report.pairs_kept)
 
@@ -141,19 +137,6 @@ def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
     if runtime == "local" and ray_address is not None:
         raise UserError("--ray-address has no effect with --runtime local; pass --runtime ray")
     return RayCluster(ray_address) if runtime == "ray" else None
-
-
-def _reject_config_options(context: typer.Context, *, validation: bool) -> None:
-    """Reject options that the config would silently override, and name the key to set instead."""
-    from thresher.errors import UserError
-
-    for name, key in CONFIG_KEYS.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            option, key = f"--{name.replace('_', '-')}", key.format(role="validation" if validation else "actor_train")
-            raise UserError(
-                f"{option} has no effect with --config; leave it out and pass {key}={context.params[name]} instead"
-            )
 
 
 def _from_config(

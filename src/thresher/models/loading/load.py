@@ -152,6 +152,6 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             "it includes Python code, which is not run by default; review the code and, if you trust it, set "
-            "model_args.trust_remote_code: true under actor_train (under reference, for a separate reference model)"
+            "actor_train.model_args.trust_remote_code=true (under reference, for a separate reference model)"
         )
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
