@@ -72,6 +72,32 @@ def test_ties_count_half():
     assert float(metrics["rewards/accuracies"].sum) == 0.5 + 1 + 0 + 0.5
 
 
+@pytest.mark.parametrize("name", REFERENCE_LOSSES)
+@pytest.mark.parametrize("num_tokens", [1, 100, 10_000])
+def test_a_policy_that_equals_its_reference_within_rounding_ties_every_pair(name, num_tokens):
+    """In fp32, another order of sums changes a logp by a few units in the last place."""
+    draw = torch.Generator().manual_seed(0)
+
+    def logps() -> tuple[ResponseLogps, ResponseLogps]:
+        policy = -torch.empty(20 * num_tokens).exponential_(0.2, generator=draw)
+        ulps = torch.randint(-4, 5, policy.shape, generator=draw)
+        lengths = torch.full((20,), num_tokens)
+        return ResponseLogps(policy, lengths), ResponseLogps(policy * (1 + ulps * 2.0**-24), lengths)
+
+    (chosen, reference_chosen), (rejected, reference_rejected) = logps(), logps()
+    inputs = ObjectiveInputs(
+        ChosenRejectedLogps(chosen, rejected), ChosenRejectedLogps(reference_chosen, reference_rejected)
+    )
+    assert objective_of(name)(inputs).metrics["rewards/accuracies"].mean == 0.5
+
+
+def test_a_margin_above_rounding_is_not_a_tie():
+    logps = ResponseLogps(torch.full((1000,), -2.0), torch.tensor([1000]))
+    better = ResponseLogps(logps.values + 1e-6, logps.lengths)
+    inputs = ObjectiveInputs(ChosenRejectedLogps(better, logps), ChosenRejectedLogps(logps, logps))
+    assert objective_of("sigmoid")(inputs).metrics["rewards/accuracies"].mean == 1.0
+
+
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_metrics_do_not_depend_on_micro_batches(name):
     pairs = random_pairs(dtype=torch.float32)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thresher.losses.pairs import ObjectiveInputs, to_fp64
+from thresher.losses.pairs import ObjectiveInputs, ResponseLogps, segment_sums, to_fp64
 from thresher.losses.scores import ChosenRejected
+
+# units in the last place of a logp by which two forwards of the same weights may differ
+_ROUNDING_ULPS = 8.0
 
 
 @dataclass(frozen=True)
@@ -49,21 +52,33 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
     chosen, rejected = rewards
     policy_chosen, policy_rejected = inputs.policy.chosen.sums(), inputs.policy.rejected.sums()
     tokens = inputs.policy.chosen.values
-    wins = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)  # a tie counts half
+    is_tie, kl = chosen == rejected, None
+    if inputs.reference is not None:
+        chosen_ratio = policy_chosen - inputs.reference.chosen.sums()
+        rejected_ratio = policy_rejected - inputs.reference.rejected.sums()
+        kl = 0.5 * (chosen_ratio + rejected_ratio)
+        # the policy equals its reference, as in the first step: rounding must not decide which side wins
+        is_tie |= (chosen_ratio.abs() <= _rounding(inputs.policy.chosen)) & (
+            rejected_ratio.abs() <= _rounding(inputs.policy.rejected)
+        )
     per_pair_metrics = {
         "loss": to_fp64(per_pair),
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
-        "rewards/accuracies": wins,
+        "rewards/accuracies": torch.where(is_tie, 0.5, (chosen > rejected).to(chosen.dtype)),
         "rewards/margins": chosen - rejected,
         "logps/chosen": policy_chosen,
         "logps/rejected": policy_rejected,
         "lengths/chosen": to_fp64(inputs.policy.chosen.lengths),
         "lengths/rejected": to_fp64(inputs.policy.rejected.lengths),
+        **({} if kl is None else {"kl": kl}),
     }
-    if inputs.reference is not None:
-        reference_chosen, reference_rejected = inputs.reference.chosen.sums(), inputs.reference.rejected.sums()
-        per_pair_metrics["kl"] = 0.5 * (policy_chosen - reference_chosen + policy_rejected - reference_rejected)
     metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
     metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
     return metrics
+
+
+def _rounding(side: ResponseLogps) -> Tensor:
+    """Rounding error of each response's sum, in nats: [num_pairs]; errors of tokens add up like random numbers."""
+    squares = segment_sums(to_fp64(side.values).square(), side.lengths)
+    return _ROUNDING_ULPS * torch.finfo(side.values.dtype).eps * squares.sqrt()
