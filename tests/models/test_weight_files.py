@@ -139,6 +139,18 @@ def symlinks_into_a_hub_cache(models_in):
     return path
 
 
+def symlinked_directory(models_in):
+    path = models_in("right-shards")
+    link = path.parent / "link"
+    link.symlink_to(path, target_is_directory=True)
+    return link
+
+
+def snapshot_of_a_hub_cache(models_in):
+    path = models_in("right-shards")
+    return hub_cache(path.parent / "hub", path)
+
+
 def dangling_link_beside_shards(models_in):
     path = models_in("right-shards")
     (path / SINGLE).symlink_to("absent")
@@ -169,6 +181,8 @@ def tensor_in_two_shards(models_in):
         unused_index_without_metadata,
         null_as_the_named_file,
         symlinks_into_a_hub_cache,
+        symlinked_directory,
+        snapshot_of_a_hub_cache,
         dangling_link_beside_shards,
         tensor_in_two_shards,
     ],
@@ -274,20 +288,26 @@ def test_all_readers_reject_unreadable_weights_with_one_message(spoil, expected,
     assert set(messages.values()) == {messages["digest"]}
 
 
-@pytest.fixture
-def hub_model(models, tmp_path, monkeypatch) -> str:
-    """A sharded model in the Hugging Face cache, without network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def hub_cache(root: Path, model: Path) -> Path:
+    """Write a model to a Hugging Face cache as org/name: a snapshot of links into blobs; return the snapshot."""
     commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub" / "models--org--name"
-    shutil.copytree(models["right-shards"], repository / "blobs")
+    repository = root / "models--org--name"
+    shutil.copytree(model, repository / "blobs")
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
     for blob in (repository / "blobs").iterdir():
         (snapshot / blob.name).symlink_to(Path("..", "..", "blobs", blob.name))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+@pytest.fixture
+def hub_model(models, tmp_path, monkeypatch) -> str:
+    """A sharded model in the Hugging Face cache, without network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub_cache(tmp_path / "hub", models["right-shards"])
     return "org/name"
 
 
@@ -326,3 +346,126 @@ def test_unreadable_weights_are_rejected_before_any_worker_starts(models_in):
     pickles_only(path)
     config = parse_config({"pretrain": str(path), "actor_train": {"num_workers": 2}})
     assert message(lambda _: check_engine(config, "actor_train"), path) == message(weights_digest, path)
+
+
+def test_a_gguf_file_is_read_in_one_process_and_by_the_digest_and_is_never_sharded(models, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", models["right"])
+    right = load_file(models["right"] / SINGLE)
+    weights = read_in_one_process(str(path))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in right.items())
+    before = weights_digest(str(path))
+    assert before == weights_digest(str(shutil.copy(path, tmp_path / "copy.gguf")))
+    path = write_gguf(path, models["wrong"])
+    assert weights_digest(str(path)) != before
+    assert "cannot be sharded" in message(read_sharded, path)
+
+
+def write_gguf(file: Path, model: Path) -> Path:
+    """Write a tiny Llama to a GGUF file, with the names and the head permutation of llama.cpp."""
+    from gguf import GGUFWriter
+
+    config = json.loads((model / "config.json").read_text())
+    heads, size = config["num_attention_heads"], config["hidden_size"]
+    writer = GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(size)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_dimension_count(size // heads)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "model.layers": "blk",
+    }
+    for name, tensor in load_file(model / SINGLE).items():
+        if "q_proj" in name or "k_proj" in name:
+            tensor = tensor.reshape(heads, 2, -1, size).transpose(1, 2).reshape(size, size)
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+LOADERS = (read_in_one_process, read_sharded)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(path / SINGLE)
+    change(weights)
+    save_file(weights, path / SINGLE, metadata=PT)
+
+
+def check_rejected_alike(path: Path, expected: str) -> None:
+    messages = {message(read, path) for read in LOADERS}
+    assert len(messages) == 1
+    assert expected in messages.pop()
+
+
+def test_tied_weights_stored_with_different_values_are_rejected(models_in):
+    """transformers unties them with a warning, which sharded loading cannot know."""
+    path = models_in("right")
+    update_json(path / "config.json", tie_word_embeddings=True)
+    check_rejected_alike(path, "ties lm_head.weight to model.embed_tokens.weight, but the weight files have different")
+
+
+@pytest.mark.parametrize("stored", [("lm_head.weight",), ("model.embed_tokens.weight",), None], ids=str)
+def test_tied_weights_are_read_alike_from_either_name_or_both(models_in, stored):
+    path = models_in("right")
+    update_json(path / "config.json", tie_word_embeddings=True)
+    both = ("lm_head.weight", "model.embed_tokens.weight")
+    matrix = load_file(path / SINGLE)["lm_head.weight"]
+
+    def tie(weights: dict[str, Tensor]) -> None:
+        for name in both:
+            weights.pop(name)
+        weights.update({name: matrix.clone() for name in stored or both})
+
+    rewrite(path, tie)
+    for read in LOADERS:
+        weights = read(str(path))
+        assert all(torch.equal(weights[name], matrix) for name in both)
+
+
+def test_an_absent_tensor_is_rejected(models_in):
+    path = models_in("right")
+    rewrite(path, lambda weights: weights.pop("lm_head.weight"))
+    check_rejected_alike(path, "have no tensor lm_head.weight; download the model again")
+
+
+def test_a_tensor_of_another_shape_is_rejected(models_in):
+    path = models_in("right")
+    rewrite(path, lambda weights: weights.update({"lm_head.weight": torch.ones(60, 16)}))
+    check_rejected_alike(path, "lm_head.weight has shape [60, 16] in ")
+
+
+def test_sharded_loading_reads_persistent_buffers(models_in):
+    path = models_in("right")
+    stored = torch.tensor([1.0, 2.0, 3.0])
+    rewrite(path, lambda weights: weights.update({"model.scale": stored}))
+    model = build_on_meta(str(path), dtype=torch.float32)
+    model.model.register_buffer("scale", torch.zeros(3))
+    model.model.register_buffer("computed", torch.ones(3), persistent=False)
+    load_local_shards(model, str(path), CPU)
+    assert torch.equal(model.model.scale, stored)
+    assert torch.equal(model.model.computed, torch.ones(3))
+    model.model.register_buffer("absent", torch.zeros(3))
+    with pytest.raises(UserError, match=r"have no tensor model\.absent"):
+        load_local_shards(model, str(path), CPU)

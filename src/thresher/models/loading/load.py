@@ -5,8 +5,9 @@ Code in model repositories runs only if trusted, pickled weights are rejected, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from transformers import (
 
 from thresher.errors import UserError
 from thresher.models.loading.location import locate_model
-from thresher.models.loading.weight_files import find_weight_files
+from thresher.models.loading.weight_files import differently_tied, find_weight_files, missing_tensor, wrong_shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -73,17 +74,35 @@ def load_model(
         load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel
+        model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             use_safetensors=None if gguf else True,
+            ignore_mismatched_sizes=True,  # reported below
+            output_loading_info=True,
             **gguf,
         )
+    _check_loaded(model, path, report)
     if gguf:
         model = _without_quantization(model, dtype)
     return without_dropout(model)
+
+
+def _check_loaded(model: PreTrainedModel, path: str, report: Mapping[str, Any]) -> None:
+    """Reject weights that transformers would initialize at random, or untie against the config.
+
+    report: the loading info of transformers.
+    """
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise wrong_shape(path, name, stored, expected)
+    for name in sorted(report["missing_keys"]):
+        raise missing_tensor(path, name)
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(other):
+            raise differently_tied(path, name, other)
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,18 +5,28 @@ The model is built on the meta device, its parameters are sharded, and each proc
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.distributed.sharded_tensor import local_slices, to_local
-from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config, translate_load_errors, without_dropout
-from thresher.models.loading.weight_files import find_files_to_shard, open_safetensors
+from thresher.models.loading.weight_files import (
+    differently_tied,
+    find_files_to_shard,
+    missing_tensor,
+    open_safetensors,
+    wrong_shape,
+)
+
+# rows of tied matrices to compare: a few hundred MB at most
+_ROWS_AT_ONCE = 4096
 
 
 def build_on_meta(
@@ -46,35 +56,62 @@ def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -
     """Allocate every parameter on a device and read its local shard; `init_adapters` sets those of adapters."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # allocating a tied parameter made two of it
-    reader = SafetensorsReader(Path(path))
+    reader = SafetensorsReader(path, model.all_tied_weights_keys)
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             reader.read(name.replace(".base_layer.", "."), parameter)
+    optional = model._keys_to_ignore_on_load_missing or ()
+    for name, buffer in _persistent_buffers(model):
+        if reader.has(name) or not any(re.search(pattern, name) for pattern in optional):
+            reader.read(name, buffer)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that belong to the weights of a model; the others are computed."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 class SafetensorsReader:
-    """Reads tensor shards from the safetensors files of a model directory."""
+    """Reads tensor shards from the safetensors files of a model directory; `tied` maps names to the ones they equal."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None):
+        self._directory = str(directory)
         self._file_of: dict[str, Any] = {}
-        for file in map(open_safetensors, find_files_to_shard(str(directory))):
+        self._stored_as: dict[str, str] = {}
+        for file in map(open_safetensors, find_files_to_shard(self._directory)):
             self._file_of |= dict.fromkeys(file.keys(), file)
+        for name, other in (tied or {}).items():
+            if self.has(name) and self.has(other):
+                self._check_equal(name, other)
+            elif self.has(name):  # as transformers, which stores one of them
+                self._file_of[other] = self._file_of[name]
+                self._stored_as[other] = name
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
 
     @torch.no_grad()
     def read(self, name: str, into: Tensor) -> None:
         """Copy this process's shard of a tensor from its file."""
-        if name not in self._file_of:
-            raise UserError(
-                f"the weight files of {self._directory} have no tensor {name}; load the model with transformers and "
-                "save it to a new directory, or use one worker"
-            )
-        source = self._file_of[name].get_slice(name)
+        if not self.has(name):
+            raise missing_tensor(self._directory, name)
+        source = self._slices(name)
         if tuple(source.get_shape()) != tuple(into.shape):
-            raise UserError(
-                f"{name} has shape {source.get_shape()} in {self._directory} and {list(into.shape)} in the model; use "
-                "the config.json that belongs to the weight files"
-            )
+            raise wrong_shape(self._directory, name, source.get_shape(), into.shape)
         local = to_local(into)
         if local.numel():
             local.copy_(source[local_slices(into)])
+
+    def _check_equal(self, name: str, other: str) -> None:
+        one, two = self._slices(name), self._slices(other)
+        rows = range(0, one.get_shape()[0], _ROWS_AT_ONCE)
+        if one.get_shape() != two.get_shape() or not all(
+            torch.equal(one[row : row + _ROWS_AT_ONCE], two[row : row + _ROWS_AT_ONCE]) for row in rows
+        ):
+            raise differently_tied(self._directory, name, other)
+
+    def _slices(self, name: str) -> Any:
+        return self._file_of[name].get_slice(self._stored_as.get(name, name))

@@ -7,6 +7,7 @@ Files that transformers would read in another way than by tensor name from safet
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a readable safetensors file ({error}); copy the model again") from error
+
+
+def missing_tensor(path: str, name: str) -> UserError:
+    return UserError(
+        f"the weight files of {path} have no tensor {name}; download the model again, or convert it with "
+        "save_pretrained of transformers"
+    )
+
+
+def wrong_shape(path: str, name: str, stored: Sequence[int], expected: Sequence[int]) -> UserError:
+    return UserError(
+        f"{name} has shape {list(stored)} in {path} and {list(expected)} in the model; use the config.json that "
+        "belongs to the weight files"
+    )
+
+
+def differently_tied(path: str, name: str, other: str) -> UserError:
+    return UserError(
+        f"the config.json of {path} ties {name} to {other}, but the weight files have different values for them; set "
+        "tie_word_embeddings to false in config.json, or remove one of them from the files"
+    )
 
 
 def _named_file(path: str) -> Path | None:
