@@ -86,6 +86,28 @@ def test_reference_workers_are_released_after_precomputing(on_two):
     assert on_two[2].max_free == 6  # of 8; each of the two policy workers reserves one
 
 
+@pytest.mark.parametrize("mode", ["precompute", "concurrent"])
+def test_by_default_the_reference_runs_in_the_policys_workers_on_their_axes(base, ray_here, tmp_path, mode):
+    """With tp, another number of workers would round differently: margins would not start at 0."""
+    tp = {
+        "num_workers": 2,
+        "model_args": {"dtype": "bf16"},
+        "strategy_args": {"strategy_config": {"tp_size": 2}},
+    }
+    reference = {"mode": mode, "model_args": {"model_name_or_path": base["pretrain"]}}
+    values = merge(base, {"max_steps": 1, "runtime": "ray", "actor_train": tp, "reference": reference})
+    values["reference"].pop("infer_batch_size")
+    values |= {"validation": None, "eval_steps": 0}
+    lines = run(
+        merge(values, {"reference": {"cache_dir": str(tmp_path / "cache")}} if mode == "precompute" else {}), tmp_path
+    )
+    if mode == "precompute":
+        assert lines[-1] == "reference: 0 pairs from the cache, 6 scored by the policy's workers"
+    first = metric_log(tmp_path)[0]
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert first["rewards/accuracies"] == 0.5
+
+
 def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
     """With dropout, each rank must restore its random state."""
     lora = {"model_args": {"lora_rank": 4, "lora_dropout": 0.3}, "training_args": {"learning_rate": 0.05}}

@@ -155,7 +155,10 @@ def build_reference(
     dtype = DTYPES[config.reference_dtype]
     model, parallel = _load_and_parallelize(source, role, device, dtype, world)
     model.requires_grad_(False)
-    return NativeInfer(model.eval(), layout, dtype, parallel)
+    reference = NativeInfer(model.eval(), layout, dtype, parallel)
+    if config.actor_train.training_args.torch_compile:
+        reference.compile()  # compiled layers round differently
+    return reference
 
 
 def device_of(role: RoleConfig) -> torch.device:

@@ -49,7 +49,7 @@ class PrecomputeJob:
             self._splits["validation"] = self.validation
         self._cache_dir = cache.directory
         self._progress = progress
-        self._num_found = sum(split.num_pairs - split.num_missing for split in self._splits.values())
+        self.num_found = sum(split.num_pairs - split.num_missing for split in self._splits.values())
         self._reference = None
         if any(split.num_missing for split in self._splits.values()):
             # loaded here, not in `run`: a model that cannot be used is reported before anything else starts
@@ -66,7 +66,7 @@ class PrecomputeJob:
                 split.score_missing(reference.score, advance=advance)
         logger.info(
             "reference: %s pairs from the cache, %s scored; the cache is %s",
-            f"{self._num_found:,}",
+            f"{self.num_found:,}",
             f"{sum(split.num_scored for split in self._splits.values()):,}",
             self._cache_dir,
         )

@@ -19,6 +19,7 @@ from thresher.models.loading.load import load_model_config, max_positions
 from thresher.reference.fingerprint import frozen_digest, weights_digest
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import LiveReference
+from thresher.reference.step_zero_check import Forwards
 from thresher.reference.synced import SyncedReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
@@ -29,8 +30,9 @@ from thresher.training.trainer import ReferenceScorer
 class ReferenceBundle:
     """The reference as the trainer uses it.
 
-    digest identifies its weights. equals_policy holds at step 0. score_in_advance does the work of mode precompute;
-    the caller runs it, so that a run that cannot start fails before hours of scoring.
+    digest identifies its weights. equals_policy holds at step 0, up to the rounding of different forwards.
+    score_in_advance does the work of mode precompute; the caller runs it, so that a run that cannot start fails before
+    hours of scoring.
     """
 
     mode: str
@@ -38,6 +40,7 @@ class ReferenceBundle:
     validation: ReferenceScorer | None
     digest: str
     equals_policy: bool
+    forwards: Forwards
     synced: SyncedReference | None = None
     score_in_advance: Callable[[], None] = lambda: None
 
@@ -60,14 +63,18 @@ def build_reference_bundle(
     same_weights = same_initial_weights(config)
     weights = weights or frozen_weights_digest(config, mode)
     digest = reference_digest(config, mode, weights)
+    forwards = _live_forwards(config, policy.device)
     if mode == "none":
-        return ReferenceBundle(mode, None, None, digest, False)
+        return ReferenceBundle(mode, None, None, digest, False, forwards)
     if mode == "precompute":
         job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
-        return ReferenceBundle(mode, job.train, job.validation, digest, same_weights, score_in_advance=job.run)
+        forwards = "other axes" if job.num_found else "other batches"
+        return ReferenceBundle(
+            mode, job.train, job.validation, digest, same_weights, forwards, score_in_advance=job.run
+        )
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceBundle(mode, live, live, digest, True)
+        return ReferenceBundle(mode, live, live, digest, True, forwards)
     # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
     world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
@@ -78,7 +85,7 @@ def build_reference_bundle(
     if config.reference.sync_steps is not None:
         _check_sync(reference, policy)
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return ReferenceBundle(mode, live, live, digest, same_weights, synced)
+    return ReferenceBundle(mode, live, live, digest, same_weights, forwards, synced)
 
 
 def precompute_reference(
@@ -111,6 +118,15 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
     """Identify the frozen weights in their precision in memory, given the digest of their files."""
     policy_dtype = config.actor_train.model_args.master_dtype
     return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
+
+
+def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
+    """What policy and a reference in the same process have in common; both score the policy's micro-batches."""
+    if config.reference.model_args.non_default("dtype", "master_dtype", "attn_implementation"):
+        return "other axes"
+    # bitwise reproducible where this is tested: on CPUs, in layers that are not compiled
+    is_tested = device.type == "cpu" and not config.actor_train.training_args.torch_compile
+    return "same" if is_tested else "other batches"
 
 
 def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:

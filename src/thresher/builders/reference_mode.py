@@ -27,8 +27,16 @@ def same_initial_weights(config: DPOConfig) -> bool:
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
-    """Whether, on Ray, the reference has workers; a synced one copies the policy's weights and runs in its workers."""
-    return mode == "precompute" or (mode == "concurrent" and config.reference.sync_steps is None)
+    """Return whether the reference has workers; otherwise the policy's workers score it, on the policy's axes.
+
+    The same model on the same axes gives the same logps, so the margin at step 0 is 0. A synced reference copies the
+    weights of the policy's shards.
+    """
+    reference = config.reference
+    if mode not in ("precompute", "concurrent") or reference.sync_steps is not None:
+        return False
+    has_own = bool(reference.non_default("num_workers", "device_mapping", "strategy_args"))
+    return has_own or not same_initial_weights(config)
 
 
 def unused_settings(config: DPOConfig, mode: ReferenceMode) -> list[str]:

@@ -49,7 +49,8 @@ class TrainerBundle:
         if trainer.state.step == 0 and self.reference.equals_policy:
             first = trainer.first_micro_batch()
             if first is not None:
-                check_step_zero(trainer.strategy, first, trainer.objective, self.dtype)
+                forwards = self.reference.forwards
+                check_step_zero(trainer.strategy, first, trainer.objective, self.dtype, forwards)
         trainer.restart_clock()
 
 

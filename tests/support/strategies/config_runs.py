@@ -36,7 +36,7 @@ def train_from_config(
     policy_dir: Path, axes: dict[str, int], layout: str, loss: str = "sigmoid", **model_args: Any
 ) -> Outcome:
     """Three steps after the start-up check; the reference is the base of the adapter, or a copy of the policy."""
-    world = _world()
+    world = world_of_pool()
     config = config_of(policy_dir, world.size, axes, **model_args)
     policy = build_policy(config, LAYOUTS[layout], device=torch.device("cpu"), world=world)
     policy.check_logps(PairBatch(np.arange(2), tuple(PAIRS[:2])))
@@ -58,7 +58,7 @@ def start_against_one_process(policy_dir: Path, axes: dict[str, int], dtype: str
 
     Return the largest difference of a token's logps in nats, and the metrics of the first step.
     """
-    world, device, layout = _world(), torch.device("cpu"), LAYOUTS["shared"]
+    world, device, layout = world_of_pool(), torch.device("cpu"), LAYOUTS["shared"]
     config = config_of(policy_dir, world.size, axes, dtype=dtype)
     policy = build_policy(config, layout, device=device, world=world)
     reference = build_reference(config, layout, device=device)
@@ -72,7 +72,8 @@ def start_against_one_process(policy_dir: Path, axes: dict[str, int], dtype: str
     return distance, {name: metric.mean for name, metric in trainer.training_step().items()}
 
 
-def _world() -> Group:
+def world_of_pool() -> Group:
+    """All ranks of the pool; this process alone outside of one."""
     if not dist.is_initialized():
         return Group()
     return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)

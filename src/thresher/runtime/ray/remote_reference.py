@@ -23,6 +23,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import PrecomputedReference
+from thresher.reference.step_zero_check import Forwards
 from thresher.runtime.ray.logps_transport import unpack_logps
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.trainer import ReferenceScorer, evaluation_batches
@@ -30,11 +31,15 @@ from thresher.training.trainer import ReferenceScorer, evaluation_batches
 
 @dataclass(frozen=True)
 class ReferenceHandle:
-    """Describes the reference to a policy worker: its mode, the digest of its weights, and its workers, if any."""
+    """Describes the reference to a policy worker: its mode, the digest of its weights, and its workers, if any.
+
+    on_policy_axes: the policy's workers score all of its pairs.
+    """
 
     mode: ReferenceMode
     weights: str | None
     workers: tuple[Any, ...] = ()
+    on_policy_axes: bool = False
 
 
 class PrefetchingReference:
@@ -118,7 +123,8 @@ def build_worker_reference(
     else:
         return build_reference_bundle(config, inputs, policy, device=policy.device, weights=handle.weights)
     digest = reference_digest(config, handle.mode, handle.weights)
-    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config))
+    forwards: Forwards = "other batches" if handle.on_policy_axes else "other axes"
+    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), forwards)
 
 
 def cached_splits(

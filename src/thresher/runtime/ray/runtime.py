@@ -99,7 +99,8 @@ class RayRuntime:
         opening, loading = self._open_logs(policy), policy.submit("load", config, inputs)
         num_found, num_missing = _count_cached(config, inputs, weights) if mode == "precompute" else (0, 0)
         workers: tuple[Any, ...] = ()
-        if num_missing or (mode == "concurrent" and reference_has_workers(config, mode)):
+        has_workers = reference_has_workers(config, mode)
+        if has_workers and (num_missing or mode == "concurrent"):
             reference = self.reference or self._cluster(
                 "reference", ReferenceWorker, joins_process_group=not axis_sizes(config.reference).is_replicated
             )
@@ -111,15 +112,20 @@ class RayRuntime:
         wait_for(loading)
         for warning in filter(None, dict.fromkeys(wait_for(opening))):
             logger.warning("%s", warning)
-        reports = policy.call("build", checkpoint, ReferenceHandle(mode, weights, workers))
+        on_policy_axes = not has_workers and not num_found
+        reports = policy.call("build", checkpoint, ReferenceHandle(mode, weights, workers, on_policy_axes))
         report = reports[0]
 
         def begin() -> None:
             seconds_per_pair = None
             if mode == "precompute" and report.progress.step < inputs.plan.num_steps:
-                seconds_per_pair = self._score_missing(str(weights), progress) / inputs.plan.num_visits
+                scorers = self.reference or policy
+                seconds_per_pair = 0.0
+                if num_missing:
+                    seconds_per_pair = _score_missing(scorers, str(weights), progress) / inputs.plan.num_visits
                 found, scored = f"{num_found:,}", f"{num_missing:,}"
-                logger.info("reference: %s pairs from the cache, %s scored by its workers", found, scored)
+                owner = "its" if has_workers else "the policy's"
+                logger.info("reference: %s pairs from the cache, %s scored by %s workers", found, scored, owner)
             if mode == "precompute":
                 self._release_reference()
             policy.call("begin", seconds_per_pair)
@@ -143,19 +149,19 @@ class RayRuntime:
         directory = logging_dir(self._config).resolve()  # a worker may have another working directory
         return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel())
 
-    def _score_missing(self, weights: str, progress: ProgressCallback) -> float:
-        """Let the reference workers, if there are any, fill the cache; return the elapsed seconds."""
-        started = time.perf_counter()
-        if self.reference is not None:
-            for what, done, total in self.reference.stream("score_missing", "score_missing_quietly", weights):
-                progress(f"scoring the reference: {what} pairs, blocks of worker 0", done, total)
-        return time.perf_counter() - started
-
     def _release_reference(self) -> None:
         if self.reference is not None:
             self.reference.close()
             self.reference = None
         self._resources.release("reference")
+
+
+def _score_missing(scorers: Cluster, weights: str, progress: ProgressCallback) -> float:
+    """Let workers fill the cache; return the elapsed seconds."""
+    started = time.perf_counter()
+    for what, done, total in scorers.stream("score_missing", "score_missing_quietly", weights):
+        progress(f"scoring the reference: {what} pairs, blocks of worker 0", done, total)
+    return time.perf_counter() - started
 
 
 def _count_cached(config: DPOConfig, inputs: RunInputs, weights: str | None) -> tuple[int, int]:

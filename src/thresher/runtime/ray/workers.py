@@ -42,6 +42,7 @@ from thresher.training.trainer import Record, evaluation_batches
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 2.0  # seconds
+ScoringProgress = tuple[str, int, int]  # split, blocks done, blocks of this rank
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,18 @@ class ActorWorker(Worker):
         node_id = ray.get_runtime_context().get_node_id()
         return RankReport(self._bundle.progress, reference.mode, str(policy.device), node_id, self._bundle.notes)
 
+    def score_missing(self, weights: str) -> Iterator[ScoringProgress]:
+        """Score the blocks of this rank with the reference on the policy's axes, then free it."""
+        set_activity("loading the reference")
+        config, inputs, policy = self._config, self._inputs, self._policy
+        world = policy.dp_group.world
+        reference = build_reference(config, inputs.layout, device=policy.device, world=world, role=config.actor_train)
+        reference.check_logps(probe_pairs(inputs.train))
+        yield from _score_missing(config, inputs, reference, weights)
+
+    def score_missing_quietly(self, weights: str) -> None:
+        deque(self.score_missing(weights), maxlen=0)
+
     def begin(self, seconds_per_pair: float | None) -> None:
         """Run the step-0 check; seconds_per_pair is the cost of precomputing reference logps, None without it."""
         if seconds_per_pair is not None:
@@ -179,18 +192,9 @@ class ReferenceWorker(Worker):
         self._reference.check_logps(probe_pairs(inputs.train))
         logger.info("loaded the reference on %s", local_device())
 
-    def score_missing(self, weights: str) -> Iterator[tuple[str, int, int]]:
-        """Score this worker's blocks that are missing in the cache; yield (split, done, total) every few seconds."""
-        train, validation = cached_splits(self._config, self._inputs, weights, local_device())
-        shown = time.monotonic()
-        for what, split in (("training", train), ("validation", validation)):
-            if split is None:
-                continue
-            for done, total in split.iter_score_missing(self._reference.score, dp_group=self._reference.dp_group):
-                set_activity(f"scoring {what} pairs, block {done + 1} of {total}")
-                if done == total or time.monotonic() - shown > _PROGRESS_INTERVAL:
-                    shown = time.monotonic()
-                    yield what, done, total
+    def score_missing(self, weights: str) -> Iterator[ScoringProgress]:
+        """Score this worker's blocks that are missing in the cache."""
+        yield from _score_missing(self._config, self._inputs, self._reference, weights)
 
     def score_missing_quietly(self, weights: str) -> None:
         deque(self.score_missing(weights), maxlen=0)
@@ -230,6 +234,22 @@ class ReferenceWorker(Worker):
 
     def _score(self, store: PairStore, ids: PairIds) -> ChosenRejectedLogps:
         return self._reference.score(store.read(ids))
+
+
+def _score_missing(
+    config: DPOConfig, inputs: RunInputs, reference: NativeInfer, weights: str
+) -> Iterator[ScoringProgress]:
+    """Score this rank's blocks that are missing in the cache; yield the progress every few seconds."""
+    train, validation = cached_splits(config, inputs, weights, local_device())
+    shown = time.monotonic()
+    for what, split in (("training", train), ("validation", validation)):
+        if split is None:
+            continue
+        for done, total in split.iter_score_missing(reference.score, dp_group=reference.dp_group):
+            set_activity(f"scoring {what} pairs, block {done + 1} of {total}")
+            if done == total or time.monotonic() - shown > _PROGRESS_INTERVAL:
+                shown = time.monotonic()
+                yield what, done, total
 
 
 def local_device() -> torch.device:

@@ -12,6 +12,7 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
+from thresher.models.optimizations.compile import compile_layers
 from thresher.strategies.accumulate import MicroBatchExecutor
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.pipeline_check import check_stages
@@ -56,6 +57,10 @@ class NativeInfer:
             check_stages(self.executor, batch)
         else:
             check_logps(self.pair_model, self._layout, batch)
+
+    def compile(self) -> None:
+        """Compile the layers; the first batches are slow."""
+        compile_layers(self.pair_model.backbone)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}

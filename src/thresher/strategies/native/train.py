@@ -16,7 +16,6 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import Layout
 from thresher.models.loading.lora import adapter_disabled
-from thresher.models.optimizations.compile import compile_layers
 from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
 from thresher.strategies.native.checkpoint import PolicyCheckpoint
 from thresher.strategies.native.infer import NativeInfer
@@ -85,8 +84,7 @@ class NativeTrain:
         return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), nonfinite)
 
     def compile(self) -> None:
-        """Compile the layers; the first steps are slow."""
-        compile_layers(self._pair_model.backbone)
+        self._infer.compile()
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int

@@ -1,0 +1,104 @@
+"""Measure how far policy and reference, the same model, are apart in the first step: the table of precision.md.
+
+python -m benchmarks.step_zero                         # on CPUs, 4 workers at most
+python -m benchmarks.step_zero --models DIR            # also with a model on disk, such as stories260K
+The distance is the mean over all response tokens of |policy - reference|, in nats, the largest of all models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tests.support.strategies.parity import save_model
+from tests.support.strategies.rank_pool import RankPool
+from tests.support.strategies.step_zero import Distance, StepZero, long_pairs, measure, with_trained_vectors
+
+AXES: list[tuple[str, int, dict[str, int]]] = [
+    ("one process", 1, {}),
+    ("dp_shard 2", 2, {}),
+    ("dp_replicate 2", 2, {"dp_replicate": 2}),
+    ("pp 2", 2, {"pp_size": 2}),
+    ("cp 2", 2, {"cp_size": 2}),
+    ("tp 2", 2, {"tp_size": 2}),
+    ("dp_shard 4", 4, {}),
+    ("dp_replicate 4", 4, {"dp_replicate": 4}),
+    ("pp 4", 4, {"pp_size": 4}),
+    ("cp 4", 4, {"cp_size": 4}),
+    ("tp 4", 4, {"tp_size": 4}),
+    ("cp 2 x tp 2", 4, {"cp_size": 2, "tp_size": 2}),
+    ("pp 2 x tp 2", 4, {"pp_size": 2, "tp_size": 2}),
+]
+# the base of an adapter and a concurrent reference see the policy's micro-batches, a cache has blocks of 8 pairs
+REFERENCES = ("adapter", "concurrent", "precomputed", "one process")
+
+
+def save_wide_model(directory: Path) -> Path:
+    """A model as wide as the smallest in use: its matrix products round differently for other numbers of rows."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.05,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return with_trained_vectors(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", type=Path, default=[], help="further model directories")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--axes", nargs="+", default=[text for text, *_ in AXES], help="rows of the table")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        models = [
+            with_trained_vectors(save_model(directory / "narrow", "llama", seed=0)),
+            save_wide_model(directory / "wide"),
+            *given.models,
+        ]
+        for dtype in given.dtypes:
+            print(f"\n{dtype}\n| axes of the policy | " + " | ".join(REFERENCES) + " |")
+            print("|---" * (len(REFERENCES) + 1) + "|")
+            pools: dict[int, RankPool] = {}
+            for text, size, axes in AXES:
+                if text not in given.axes:
+                    continue
+                if size > 1 and size not in pools:
+                    pools[size] = RankPool(size)
+                cells = [_cell(pools.get(size), reference, axes, dtype, models, directory) for reference in REFERENCES]
+                print(f"| {text} | " + " | ".join(cells) + " |", flush=True)
+            for pool in pools.values():
+                pool.close()
+
+
+def _cell(
+    pool: RankPool | None, reference: str, axes: dict[str, int], dtype: str, models: list[Path], directory: Path
+) -> str:
+    """The largest mean distance of all models, and in brackets the largest margin per token."""
+    run: Callable[..., list[Distance | None]] = pool.run if pool else lambda function, *rest: [function(*rest)]
+    step = StepZero(reference, axes, {"lora_rank": 4} if reference == "adapter" else {}, dtype=dtype)
+    found = []
+    for model in models:
+        pairs = long_pairs(AutoConfig.from_pretrained(model).vocab_size)
+        with tempfile.TemporaryDirectory(dir=directory) as cache:
+            found += [each for each in run(measure, step, model, Path(cache), pairs) if each is not None]
+    mean, margin = max(each.mean for each in found), max(each.margin for each in found)
+    return "0" if not mean else f"{mean:.1e} ({margin:.1e})"
+
+
+if __name__ == "__main__":
+    main()
