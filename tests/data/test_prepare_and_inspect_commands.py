@@ -178,7 +178,8 @@ NO_CHOSEN = {"prompt": "a", "chosn": "b", "rejected": "c"}
         (
             ROWS[0],
             ("--chosen-key", "chosn"),
-            "--chosen-key 'chosn' names no column; the columns are prompt, chosen, rejected, score; did you mean 'chosen'?",
+            "--chosen-key 'chosn' names no column; the columns are prompt, chosen, rejected, score; did you mean "
+            "'chosen'?",
         ),
         (NO_CHOSEN, (), "Name your columns with --chosen-key chosn, or use one of these formats:"),
         (
@@ -190,8 +191,8 @@ NO_CHOSEN = {"prompt": "a", "chosn": "b", "rejected": "c"}
         (
             {**ROWS[0], "chosen": "<|im_end|>"},
             ("--special-tokens-in-text", "reject"),
-            "set --special-tokens-in-text keep_as_text to tokenize it as text. Fix the row, or set --on-bad-row to skip, "
-            "which drops such rows, or to quarantine, which collects them in a file",
+            "set --special-tokens-in-text keep_as_text to tokenize it as text. Fix the row, or set --on-bad-row to "
+            "skip, which drops such rows, or to quarantine, which collects them in a file",
         ),
         ({}, (), "rows.jsonl' is empty; remove it from the files or write it again"),
     ],

@@ -45,7 +45,8 @@ def reject_config_options(context: typer.Context, *, validation: bool) -> None:
         if source is not None and source.name != "DEFAULT":
             key = key.format(role="validation" if validation else "actor_train")
             raise UserError(
-                f"{_option(name)} has no effect with --config; leave it out and pass {key}={context.params[name]} instead"
+                f"{_option(name)} has no effect with --config; leave it out and pass {key}={context.params[name]} "
+                "instead"
             )
 
 

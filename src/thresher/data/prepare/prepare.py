@@ -171,7 +171,8 @@ class _Quarantine:
             if self._on_bad_row == "fail":
                 raise BadRowsError(
                     f"{row.file}, {row.unit} {row.number}: {row.reason}. Fix the row, or set "
-                    "data_args.on_bad_row to skip, which drops such rows, or to quarantine, which collects them in a file"
+                    "data_args.on_bad_row to skip, which drops such rows, or to quarantine, which collects them in a "
+                    "file"
                 )
             if self._on_bad_row == "quarantine":
                 # backslashreplace: a file name need not be valid Unicode

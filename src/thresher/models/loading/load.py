@@ -74,8 +74,7 @@ def load_model(
         load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
-        model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -85,7 +84,8 @@ def load_model(
             output_loading_info=True,
             **gguf,
         )
-    _check_loaded(model, path, report)
+    model: PreTrainedModel = loaded[0]
+    _check_loaded(model, path, report=loaded[1])
     if gguf:
         model = _without_quantization(model, dtype)
     return without_dropout(model)
