@@ -14,7 +14,7 @@ from thresher.errors import UserError
 from thresher.observability.trackers.mlflow import MlflowTracker
 from thresher.observability.trackers.tensorboard import TensorBoardTracker
 from thresher.observability.trackers.tracker import RunInfo, Tracker
-from thresher.observability.trackers.wandb import WandbTracker
+from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 
 def run_in(directory: Path) -> RunInfo:
@@ -160,6 +160,22 @@ class TestWandb:
         rows = [row for path in files for row in read_wandb_history(path)]
         assert [(int(row["_step"]), float(row["loss"])) for row in rows] == EXPECTED
         assert [row["_step"] for row in rows if "eval/loss" in row] == ["4"]
+
+    @pytest.mark.parametrize(("mode", "level"), [("auto", "WARNING"), ("offline", "INFO")])
+    def test_an_offline_run_is_announced_with_the_command_that_uploads_it(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: WandbMode, level: str
+    ) -> None:
+        caplog.set_level("INFO", "thresher")
+        tracker = WandbTracker(project="p", mode=mode)
+        tracker.start(run_in(tmp_path), None)
+        tracker.close("finished")
+        (directory,) = self.runs(tmp_path)
+        (record,) = [each for each in caplog.records if each.name.startswith("thresher.")]
+        reason = "no API key is configured, so " if mode == "auto" else ""
+        assert record.levelname == level
+        assert record.getMessage() == (
+            f"wandb: {reason}this run is logged offline; upload it later with: wandb sync {directory}"
+        )
 
     def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
         for _ in range(2):

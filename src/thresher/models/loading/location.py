@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def find_model(path: str) -> tuple[str, dict[str, Any]]:
             raise UserError(
                 f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
             )
+        if find_spec("gguf") is None:
+            raise UserError(f"reading {path} needs the package gguf; run `pip install 'thresher[gguf]'`")
         return str(location.parent), {"gguf_file": location.name}
     if location.is_dir():
         if not (location / "config.json").is_file():

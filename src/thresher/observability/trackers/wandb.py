@@ -5,6 +5,7 @@ not sent again. The command line, the code and the git remote are not collected,
 """
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 from thresher.errors import UserError
 from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
+
+logger = logging.getLogger(__name__)
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 
@@ -40,13 +43,14 @@ class WandbTracker:
         state: dict[str, Any] | None = json.loads(self._state_path.read_text()) if has_state else None
         self._run_id = state["id"] if state else secrets.token_hex(4)
         self._skip_through = self._last_step = state["complete_through"] if state else -1
+        mode = self._choose_mode()
         self._run = self._library.init(
             project=self._project,
             entity=self._entity,
             name=run.exp_name,
             id=self._run_id,
             resume="allow",
-            mode=self._choose_mode(),
+            mode=mode,
             dir=str(run.run_dir),
             config=dict(run.config),
             # a separate run, even if the calling program has an open one
@@ -62,6 +66,8 @@ class WandbTracker:
             ),
         )
         self._write_state(self._skip_through)
+        if mode in ("offline", "dryrun"):  # two names of one mode
+            self._announce_offline()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step, unless W&B has them from before a resume."""
@@ -90,6 +96,15 @@ class WandbTracker:
                 "run `wandb login`, set WANDB_API_KEY, or use mode `offline`"
             )
         return "offline"
+
+    def _announce_offline(self) -> None:
+        is_chosen = self._mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+        logger.log(
+            logging.INFO if is_chosen else logging.WARNING,
+            "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
+            "" if is_chosen else "no API key is configured, so ",
+            Path(self._run.dir).parent,
+        )
 
     def _write_state(self, complete_through: int) -> None:
         temporary = self._state_path.with_name(f".{self._state_path.name}.new")
