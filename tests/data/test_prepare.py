@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
-from thresher.data.prepare.report import PrepareReport
+from thresher.data.prepare.report import PrepareReport, report_of
 from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -83,6 +83,30 @@ def test_truncation_is_counted_by_kind(
     assert (report.pairs_kept, report.truncated, report.dropped) == (kept, truncated, dropped)
     store = PairStore.open(tmp_path / "s")
     assert all(int(each[0] + each[1:].max()) <= 40 for each in store.lengths)
+
+
+@pytest.mark.parametrize(("num_long", "warns"), [(0, False), (1, False), (2, True)])
+def test_dropping_more_than_5_percent_as_too_long_is_a_warning_with_the_length_that_keeps_95(
+    tmp_path: Path, write_rows: Any, num_long: int, warns: bool
+) -> None:
+    rows = [row(chosen=f"{n:02} " + "w" * n) for n in range(20 - num_long)]
+    rows += [row(chosen=f"{n} " + "w" * 10 * n) for n in range(9, 9 + num_long)]
+    name = write_rows(*rows)
+    report = prepare(DataSettings(name, "raw", sequence_length=45), make_tokenizer(), tmp_path / "s")
+    assert report.dropped == ({"too_long": num_long} if num_long else {})
+    assert report_of(PairStore.open(tmp_path / "s")) == report
+    warning = report.truncation_warning("length=", "cut=")
+    assert (warning is not None) == warns
+    if warns:
+        keep = report.length_to_keep_95
+        assert warning == (
+            f"2 of 20 pairs (10%) are too long and were dropped; length={keep} keeps 95 %, and cut=prompt_start or "
+            "cut=response_end truncates pairs instead"
+        )
+        # 19 of 20 pairs are 95 %; one token less keeps 18
+        for length, kept in ((keep, 19), (keep - 1, 18)):
+            again = prepare(DataSettings(name, "raw", sequence_length=length), make_tokenizer(), tmp_path / str(length))
+            assert again.pairs_kept == kept
 
 
 def test_sides_made_equal_by_truncation_are_dropped_and_counted(tmp_path: Path, write_rows: Any) -> None:

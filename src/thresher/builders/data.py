@@ -13,6 +13,7 @@ from thresher.config import DataArgs, DPOConfig
 from thresher.data.pair import PairBatch
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
+from thresher.data.prepare.report import report_of
 from thresher.data.settings import DataSettings
 from thresher.data.store.cache import StoreCache
 from thresher.data.store.reader import PairStore
@@ -42,11 +43,13 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
 def open_stores(
     config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> tuple[PairStore, PairStore | None]:
-    """Open the training and the validation pairs, and warn if they overlap."""
+    """Open the training and the validation pairs; warn if they overlap, or if many pairs were too long."""
     train = _open_store(config, config.actor_train.data_args, tokenizer, build)
+    _warn_about_truncation(train, "actor_train", config.actor_train.data_args)
     if config.validation is None:
         return train, None
     validation = _open_store(config, config.validation.data_args, tokenizer, build)
+    _warn_about_truncation(validation, "validation", config.validation.data_args)
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         logger.warning(
@@ -57,6 +60,19 @@ def open_stores(
             f"{prompts.count:,}",
         )
     return train, validation
+
+
+def _warn_about_truncation(store: PairStore, role: str, args: DataArgs) -> None:
+    """Warn if many pairs were dropped as too long; those of a named store depend on the options of `prepare`."""
+    names = (
+        ("--sequence-length ", "--truncation ") if args.store else ("sequence_length=", f"{role}.data_args.truncation=")
+    )
+    try:
+        warning = report_of(store).truncation_warning(*names)
+    except UserError as error:  # the pairs themselves have checksums
+        warning = str(error)
+    if warning is not None:
+        logger.warning("%s: %s", store.path, warning)
 
 
 def check_pairs(

@@ -20,7 +20,7 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.tokenization.chat_template import RenderedRow, Template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
-from thresher.data.tokenization.truncation import truncate
+from thresher.data.tokenization.truncation import pair_length, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,8 @@ class BlockResult:
     """The pairs of a block and the counts of its other rows.
 
     span, last_number, bytes_done: position of the block, as in `BlockTask` and `Block`.
-    bad: rows numbered from the start of the span. control_tokens: indices into the pairs.
+    bad: rows numbered from the start of the span. control_tokens: indices into the pairs. too_long: lengths in tokens
+    of the pairs dropped as too long.
     """
 
     span: int
@@ -72,6 +73,7 @@ class BlockResult:
     swapped_keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
     bad: list[BadRow] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    too_long: list[int] = field(default_factory=list)
     truncated: Counter[str] = field(default_factory=Counter)
     splits_moved: int = 0
     headers_shortened: int = 0
@@ -150,6 +152,7 @@ class BlockWorker:
         settings = self._settings
         pair = truncate(full, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
         if pair is None:
+            result.too_long.append(pair_length(full))
             return "too_long"
         if pair is not full:
             if _is_identical(pair) or not _has_scored_tokens(pair):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -46,6 +47,13 @@ class LengthHistogram:
     def percentiles(self) -> dict[str, tuple[int, ...]]:
         """Return token counts at `PERCENTILES`, each the length of an actual pair (not interpolated)."""
         return {name: _percentiles(counts) for name, counts in self._counts.items()}
+
+    def length_to_keep(self, share: float, dropped: Counter[int]) -> int:
+        """Return the smallest length that this share of all pairs does not exceed, including dropped ones."""
+        counts = self._counts["total"] + dropped
+        lengths = sorted(counts)
+        ends = np.cumsum([counts[length] for length in lengths])
+        return lengths[int(np.searchsorted(ends, math.ceil(share * int(ends[-1]))))]
 
     def bias(self) -> LengthBias:
         """Compare the lengths of chosen and rejected responses."""

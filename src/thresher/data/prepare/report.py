@@ -11,6 +11,7 @@ from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 
 PERCENTILES = (0, 50, 90, 99, 100)
+MAX_SHARE_TOO_LONG = 0.05  # more than this share of dropped pairs causes a warning
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PrepareReport:
 
     rows_joined: labelled rows that became the second response of a pair.
     percentiles: tokens of prompt, chosen, rejected and total (prompt + longer side) at `PERCENTILES`.
+    length_to_keep_95: the sequence_length that keeps 95 % of the pairs; None if none is too long, or in older stores.
     """
 
     files: tuple[FileReport, ...]
@@ -45,11 +47,27 @@ class PrepareReport:
     findings: tuple[Finding, ...] = ()
     length_bias: LengthBias | None = None
     bad_reasons: Mapping[str, int] = field(default_factory=dict)
+    length_to_keep_95: int | None = None
 
     def __post_init__(self) -> None:
         accounted = self.pairs_kept + self.rows_joined + self.bad_rows + sum(self.dropped.values())
         if self.rows_read != accounted:
             raise AssertionError(f"{self.rows_read} rows were read, but {accounted} are accounted for")
+
+    def truncation_warning(self, sequence_length: str, truncation: str) -> str | None:
+        """Describe the pairs dropped as too long if they are many; the arguments are what the user sets to keep them.
+
+        sequence_length and truncation: an option or a config key, up to and including what precedes the value.
+        """
+        dropped = self.dropped.get("too_long", 0)
+        total = self.pairs_kept + dropped
+        if dropped <= MAX_SHARE_TOO_LONG * total:
+            return None
+        keep = "" if self.length_to_keep_95 is None else f"{sequence_length}{self.length_to_keep_95} keeps 95 %, and "
+        return (
+            f"{dropped:,} of {total:,} pairs ({dropped / total:.0%}) are too long and were dropped; {keep}"
+            f"{truncation}prompt_start or {truncation}response_end truncates pairs instead"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

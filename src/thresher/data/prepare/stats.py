@@ -40,6 +40,8 @@ class PrepareStats:
         self._bad_reasons: Counter[str] = Counter(saved.get("bad_reasons", {}))
         self._dropped: Counter[str] = Counter(saved.get("dropped", {}))
         self._truncated: Counter[str] = Counter(saved.get("truncated", {}))
+        # pairs per length, as in LengthHistogram; JSON has no integer keys
+        self._too_long: Counter[int] = Counter({int(k): count for k, count in saved.get("too_long", {}).items()})
         self._control_tokens: list[int] = list(saved.get("control_tokens", ()))
         self._rows_of_file: list[int] = list(saved.get("rows_of_file", [0] * len(reader.files)))
         self._lengths = LengthHistogram(saved.get("lengths"))
@@ -67,6 +69,7 @@ class PrepareStats:
             self._bad_reasons[row.reason if known else OTHER_REASONS] += 1
         self._dropped.update(result.dropped)
         self._truncated.update(result.truncated)
+        self._too_long.update(result.too_long)
         self._lengths.add(lengths_of(result.pairs).astype(LENGTH_DTYPE))
         self._keys.append(result.keys, result.swapped_keys)
         if len(self._control_tokens) < NUM_EXAMPLES:
@@ -100,6 +103,7 @@ class PrepareStats:
             "bad_reasons": dict(self._bad_reasons),
             "dropped": dict(self._dropped),
             "truncated": dict(self._truncated),
+            "too_long": dict(self._too_long),
             "control_tokens": self._control_tokens,
             "rows_of_file": self._rows_of_file,
             "lengths": self._lengths.state(),
@@ -137,4 +141,5 @@ class PrepareStats:
             findings=tuple(each for each in findings if each.count),
             length_bias=self._lengths.bias() if has_pairs else None,
             bad_reasons=dict(self._bad_reasons.most_common(20)),
+            length_to_keep_95=self._lengths.length_to_keep(0.95, self._too_long) if self._too_long else None,
         )
