@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.paths import ROOT
+from thresher.cli.submit import resolve_paths
+from thresher.config import parse_config
 
 CONFIG = ROOT / "examples" / "polite_smollm2" / "dpo_config.yaml"
-TEMPORARY = "but a job runs in a temporary directory; give an absolute path that all nodes share"
 INVALID = {
     "an address without a scheme": (
         ["--address=10.0.0.1:8265"],
@@ -17,10 +20,6 @@ INVALID = {
         ["--address=ray://me:0pensesame@head:1"],
         "--address ray://***@head:1 is not a URL; give the dashboard of the cluster, such as http://HEAD:8265",
     ),
-    "a relative output_dir": (["output_dir=here"], f"output_dir is here, {TEMPORARY}"),
-    "a relative logging_dir": (["output_dir=/out", "logging_dir=logs"], f"logging_dir is logs, {TEMPORARY}"),
-    "a relative cache of all kinds": (["output_dir=/o", "cache_dir=c"], f"cache_dir is c, {TEMPORARY}"),
-    "a relative cache": (["output_dir=/o", "reference.cache_dir=c"], f"reference.cache_dir is c, {TEMPORARY}"),
     "a missing working directory": (
         ["--working-dir=nowhere"],
         "--working-dir nowhere is not a directory; give the directory whose files the job needs",
@@ -37,3 +36,49 @@ INVALID = {
 def test_an_invalid_job_is_rejected_before_anything_is_sent(command_line, arguments, message):
     result = command_line("submit", CONFIG, "--address=http://127.0.0.1:1", *arguments)
     assert (result.code, result.err.strip()) == (2, f"error: {message}")
+
+
+CONFIG_OF_QUICKSTART = {
+    "pretrain": "model",
+    "output_dir": "output/first",
+    "actor_train": {"data_args": {"file_name": ["train.jsonl", "../more/*.jsonl", "s3://bucket/a.jsonl"]}},
+    "validation": {"data_args": {"file_name": "/data/validation.jsonl", "template": "chat.jinja"}},
+    "reference": {"model_args": {"model_name_or_path": "org/name"}},
+}
+
+
+def test_relative_paths_of_a_job_become_absolute(tmp_path, monkeypatch):
+    """A path that may be a name on the hub is resolved only if it exists; a job runs in another directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    values, resolved = resolve_paths(parse_config(CONFIG_OF_QUICKSTART), has_uploads=False)
+    more = f"{tmp_path.parent}/more/*.jsonl"
+    assert values == {
+        "pretrain": f"{tmp_path}/model",
+        "output_dir": f"{tmp_path}/output/first",
+        "actor_train": {"data_args": {"file_name": [f"{tmp_path}/train.jsonl", more, "s3://bucket/a.jsonl"]}},
+        "validation": {"data_args": {"file_name": ["/data/validation.jsonl"], "template": f"{tmp_path}/chat.jinja"}},
+        "reference": {"model_args": {"model_name_or_path": "org/name"}},
+    }
+    assert resolved == [
+        f"output_dir={tmp_path}/output/first",
+        f"pretrain={tmp_path}/model",
+        f"actor_train.data_args.file_name={tmp_path}/train.jsonl,{more},s3://bucket/a.jsonl",
+        f"validation.data_args.template={tmp_path}/chat.jinja",
+    ]
+    assert parse_config(values).output_dir == values["output_dir"]
+
+
+def test_inputs_stay_relative_to_an_uploaded_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(CONFIG_OF_QUICKSTART | {"logging_dir": "logs"})
+    values, resolved = resolve_paths(config, has_uploads=True)
+    assert resolved == [f"output_dir={tmp_path}/output/first", f"logging_dir={tmp_path}/logs"]
+    assert values["pretrain"] == "model"
+    assert values["actor_train"] == CONFIG_OF_QUICKSTART["actor_train"]
+
+
+def test_a_default_output_dir_is_resolved_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values, _ = resolve_paths(parse_config({}), has_uploads=False)
+    assert Path(values["output_dir"]).parent.is_relative_to(tmp_path)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,19 +192,22 @@ def test_the_command_returns_the_exit_code_of_the_job_and_shows_how_to_read_its_
     assert re.search("error: .*nowhere", done.stdout)
     job = re.search(r"submitted job (\S+)", done.stderr)[1]
     assert f"job {job} failed (exit code 2)" in done.stderr
+    assert "keep files on a file system that all nodes mount at the same path, or upload them with" in done.stderr
     assert f"see its log with: RAY_AUTH_MODE=token ray job logs {job} --address {dashboard}" in done.stderr
 
 
 def test_without_wait_the_command_prints_the_job_and_how_to_follow_it(tiny, dashboard, launched, tmp_path):
-    done = submit(*tiny, f"output_dir={tmp_path}", f"--address={dashboard}", "--no-wait")
+    with chdir(tmp_path):
+        done = submit(*tiny, "output_dir=out", f"--address={dashboard}", "--no-wait")
     assert done.returncode == 0, done.stderr
+    assert f"the nodes of the cluster must see these paths: output_dir={tmp_path}/out\n" in done.stderr
     job = done.stdout.strip()
     assert f"submitted job {job}" in done.stderr
     assert f"stop it with: RAY_AUTH_MODE=token ray job stop {job} --address {dashboard}" in done.stderr
-    assert not (tmp_path / "checkpoints").exists()  # the job has just started
+    assert not (tmp_path / "out" / "checkpoints").exists()  # the job has just started
     followed = call("bash", "-c", re.search(r"follow it with: (.*)", done.stderr)[1])
     assert followed.returncode == 0, followed.stderr
-    assert_same_run(tmp_path, launched)
+    assert_same_run(tmp_path / "out", launched)
 
 
 def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +18,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+
+# config keys of paths: written by the job, of models, and of other inputs
+_WRITTEN = ("output_dir", "logging_dir", "cache_dir", "reference.cache_dir")
+_MODELS = ("pretrain", "actor_train.model_args.model_name_or_path", "reference.model_args.model_name_or_path")
+_INPUTS = (
+    "resume_from_checkpoint",
+    *(
+        f"{role}.data_args.{name}"
+        for role in ("actor_train", "validation")
+        for name in ("file_name", "store", "template")
+    ),
+)
+_NOT_PATHS = {"auto", "raw"}
+# the error that ends a job for a path that the nodes do not have, within the last characters of its log
+_PATH_ERROR = re.compile(r"does not exist|cannot use|no such file", re.IGNORECASE)
+_CHARS_OF_ERROR = 2000
 
 
 def submit(
@@ -31,11 +49,11 @@ def submit(
     ] = None,
 ) -> None:
     """Run a config as a job on a Ray cluster; the exit code is the job's."""
-    from thresher.config.load import compose_yaml, parse_config
+    from thresher.config import load_config
 
-    values = compose_yaml(path, overrides or [])
-    config = parse_config(values)
+    config = load_config(path, overrides or [])
     check_job(config, address, working_dir)  # errors are reported before anything is sent
+    values, resolved = resolve_paths(config, has_uploads=working_dir is not None)
 
     from thresher.builders.preflight import check_submission
 
@@ -49,6 +67,10 @@ def submit(
     from thresher.runtime.ray.jobs import JobClient
 
     server = JobClient(address)
+    if resolved:
+        logger.info("the nodes of the cluster must see these paths: %s", ", ".join(resolved))
+    if working_dir is not None:
+        logger.info("uploading the files of %s, except those that .gitignore and .rayignore exclude", working_dir)
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that runs the job
     logger.info("submitted job %s", job)
     if not wait:
@@ -56,8 +78,15 @@ def submit(
         logger.info("follow it with: %s", server.command("logs --follow", job))
         logger.info("stop it with: %s", server.command("stop", job))
         return
+    end_of_log = ""
+
+    def show(text: str) -> None:
+        nonlocal end_of_log
+        end_of_log = (end_of_log + text)[-_CHARS_OF_ERROR:]
+        typer.echo(text, nl=False)
+
     try:
-        outcome = server.follow(job, lambda text: typer.echo(text, nl=False))
+        outcome = server.follow(job, show)
     except KeyboardInterrupt:
         logger.warning("job %s keeps running; stop it with: %s", job, server.command("stop", job))
         logger.info("or follow it again with: %s", server.command("logs --follow", job))
@@ -65,6 +94,11 @@ def submit(
     if outcome.exit_code:
         status, message = outcome.status.lower(), outcome.message.strip()
         logger.error("job %s %s (exit code %d): %s", job, status, outcome.exit_code, message)
+        if _PATH_ERROR.search(end_of_log):
+            logger.error(
+                "paths are those of the cluster's nodes: keep files on a file system that all nodes mount at the same "
+                "path, or upload them with --working-dir DIR and give paths relative to it"
+            )
         logger.info("see its log with: %s", server.command("logs", job))
         raise typer.Exit(outcome.exit_code)
     logger.info("job %s succeeded", job)
@@ -85,14 +119,32 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
         raise UserError(
             "runtime: local is a single process, but a job runs on the workers of the cluster; use runtime: ray"
         )
-    written = {
-        "output_dir": config.output_dir,
-        "logging_dir": config.logging_dir,
-        "cache_dir": config.cache_dir,
-        "reference.cache_dir": config.reference.cache_dir,
-    }
-    for key, value in written.items():
-        if value is not None and "://" not in value and not Path(value).is_absolute():
-            raise UserError(
-                f"{key} is {value}, but a job runs in a temporary directory; give an absolute path that all nodes share"
-            )
+
+
+def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the values to send, in which relative paths are absolute, and the paths that changed as key=value.
+
+    A job runs in a temporary directory. Paths of inputs stay relative if files are uploaded to that directory.
+    """
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["output_dir"] = config.output_dir  # the default is relative too
+    resolved: list[str] = []
+    for key in _WRITTEN if has_uploads else (*_WRITTEN, *_MODELS, *_INPUTS):
+        *sections, name = key.split(".")
+        section: Any = values
+        for each in sections:
+            section = section.get(each) or {}
+        old = section.get(name)
+        paths = [_absolute(path, must_exist=key in _MODELS) for path in ([old] if isinstance(old, str) else old or [])]
+        new = paths[0] if isinstance(old, str) else paths
+        if paths and new != old:
+            section[name] = new
+            resolved.append(f"{key}={','.join(paths)}")
+    return values, resolved
+
+
+def _absolute(path: str, *, must_exist: bool) -> str:
+    """must_exist: the path of a model may also be a name on the hub, if it does not exist here."""
+    if "://" in path or path.startswith(("~", "$")) or path in _NOT_PATHS or (must_exist and not Path(path).exists()):
+        return path
+    return os.path.abspath(path)  # noqa: PTH100  # normalizes `..`, and keeps symlinks
