@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from thresher.data.settings import DataSettings
+from thresher.data.sources import readers
 from thresher.data.sources.readers import ROWS_PER_BLOCK, read_blocks
 from thresher.data.sources.resolve import resolve_sources, source_digest
 from thresher.errors import UserError
@@ -95,6 +96,25 @@ def test_a_json_object_with_one_list_of_objects_is_read_as_that_list(tmp_path: P
 def test_any_other_json_object_is_one_row(tmp_path: Path, row: dict) -> None:
     (tmp_path / "a.json").write_text(json.dumps(row))
     assert read(tmp_path / "a.json") == [row]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_the_progress_in_a_file_grows_to_its_size(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name)
+    (source,) = resolve_sources([str(tmp_path / name)])
+    done = [block.bytes_done for block in read_blocks(source)]
+    assert done[0] > 0
+    assert done == sorted(done)
+    assert done[-1] == (tmp_path / name).stat().st_size
+
+
+def test_a_json_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_bytes(content := b'[{"a": 1}]')
+    monkeypatch.setattr(readers, "MAX_JSON_BYTES", len(content))
+    assert read(tmp_path / "a.json") == [{"a": 1}]
+    (tmp_path / "a.json").write_bytes(content + b" ")
+    with pytest.raises(UserError, match=r"is larger than .* write one object per line, as \.jsonl"):
+        read(tmp_path / "a.json")
 
 
 def test_a_saved_dataset_yields_the_same_rows(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), c
 
 
 def test_a_record_is_valid_json_without_nan(tmp_path):
-    SkippedStepLog(tmp_path / "logs", None).write(7, STEP)
-    (line,) = (tmp_path / "logs" / "skipped_steps.jsonl").read_text().splitlines()
+    SkippedStepLog(tmp_path / "run" / "logs", None).write(7, STEP)
+    (line,) = (tmp_path / "run" / "logs" / "skipped_steps.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {
         "step": 7,
         "reason": "gradient",

@@ -121,6 +121,18 @@ def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_pat
     assert len(caplog.records) == 1
 
 
+def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
+    """Reading a large cache to verify it takes long, so a shard is verified once, and only for its pairs."""
+    cache, logps = open_cache(tmp_path), np.full(1, -3.0, np.float32)
+    cache.writer(SMALL)
+    needed, other = (write_shard(cache.directory, [key * 16], [logps], [logps]) for key in (b"n", b"o"))
+    for shard in (needed, other):  # damaged in a way that does not show in the columns and keys
+        shard.path.write_bytes(shard.path.read_bytes().replace(logps.tobytes(), np.float32(-4.0).tobytes()))
+    cache.mark_verified([needed])  # as after writing it
+    assert cache.find(np.frombuffer(b"n" * 16, dtype="V16")).is_missing().tolist() == [False]
+    assert not caplog.records
+
+
 def test_a_shard_that_is_removed_during_a_run_is_reported_with_a_hint(tmp_path):
     pairs = NoisePairs(PAIRS)
     reference = lookup(tmp_path, pairs)

@@ -86,6 +86,8 @@ def test_a_lost_worker_repeats_the_steps_since_the_newest_checkpoint(supervised,
 
 def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
     assert supervised.run([die_at(supervised, 2), finish_from(supervised, None, 1)]) == -1
+    line = json.loads(supervised.record.read_text())
+    assert (line["from_step"], line["steps_repeated"]) == (0, 2)
 
 
 def test_a_restart_before_the_log_was_opened_keeps_the_log_of_an_earlier_run(supervised):
@@ -134,6 +136,11 @@ def test_restarts_without_a_new_checkpoint_are_bounded_and_back_off(supervised):
     with pytest.raises(WorkerLostError, match="worker 1 died"):
         supervised.run([die_at(supervised, 0)] * 9)
     assert supervised.waits == [1.0, 2.0, 4.0]
+
+
+def test_no_wait_is_longer_than_a_minute(supervised):
+    supervised.run([*[die_at(supervised, 0)] * 8, finish_from(supervised, None, 1)], max_restarts=8)
+    assert supervised.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
 def test_a_new_checkpoint_resets_the_restart_count(supervised):
