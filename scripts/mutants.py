@@ -146,25 +146,26 @@ def _is_log_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in _LOGS
 
 
-def lines_of(code: str, position: _Position) -> tuple[range, bool]:
-    """Lines whose tests execute the statement at a position, and if it runs at import.
+def lines_of(code: str, position: _Position) -> range:
+    """Lines whose tests depend on the statement at a position.
 
-    A statement that runs at import has no test of its own: those of the function or class around it, or of the file.
+    These are its own without those of statements inside it, but for a statement that runs at import the body of the
+    function that it decorates or defines, or the whole file.
     """
-    found, at_import = range(1, code.count("\n") + 2), True
+    everything = range(1, code.count("\n") + 2)
+    found = everything
     for node in ast.walk(ast.parse(code)):  # outer nodes come first
         if not isinstance(node, ast.stmt):
             continue
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        if not first <= position[0] <= (node.end_lineno or 0):
+        last = (node.end_lineno or 0) + 1
+        if not min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) <= position[0] < last:
             continue
-        inner = getattr(node, "body", None)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found = range(first, (node.end_lineno or 0) + 1)
-            at_import = isinstance(node, ast.ClassDef) or position[0] < node.body[0].lineno
-        elif not at_import:
-            found = range(first, inner[0].lineno if inner else (node.end_lineno or 0) + 1)
-    return found, at_import
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found = range(node.body[0].lineno, last)
+        elif found is not everything:
+            found = range(node.lineno, body[0].lineno if body else last)
+    return found
 
 
 def read_equivalent(file: Path) -> dict[str, str]:

@@ -288,10 +288,7 @@ class Recorded:
         from mutants import lines_of
 
         of_file = self._tests[str(path)]
-        lines, runs_at_import = lines_of(code, mutant.position)
-        tests: set[str] = set().union(*(of_file[line] for line in lines))
-        if not tests and runs_at_import:
-            tests = set().union(*of_file.values())
+        tests: set[str] = set().union(*(of_file[line] for line in lines_of(code, mutant.position)))
         passing = [test for test in tests if test in self._seconds]
         passing.sort(key=lambda test: (not test.startswith(f"tests/{mutant.package}/"), self._seconds[test], test))
         chosen, total = [], 0.0

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.paths import ROOT
 from thresher.data.pair import Pair
 from thresher.data.prepare.findings import NUM_EXAMPLES, find_leaks
+from thresher.data.settings import DataSettings
 from thresher.data.store.arrow_schema import find_sorted, hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore
 from thresher.data.store.writer import StoreWriter
@@ -295,3 +297,9 @@ def test_open_shards_stay_below_the_usual_file_limit(tmp_path: Path) -> None:
         assert_equal(store[number], pair)
     assert store._shard.cache_info().currsize == MAX_OPEN_SHARDS
     assert_equal(store[0], pairs[0])
+
+
+def test_the_default_size_of_a_shard_is_the_documented_one():
+    """Another size changes the bytes of every store."""
+    documented = (ROOT / "docs" / "guides" / "data.md").read_text()
+    assert f"A shard has {DataSettings('a.jsonl').shard_rows:,} pairs" in documented

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,17 @@ def test_every_row_is_kept_or_counted_by_reason(
 def test_a_report_whose_counts_do_not_add_up_is_an_error() -> None:
     with pytest.raises(AssertionError, match="3 rows were read, but 2 are accounted for"):
         PrepareReport(files=(), rows_read=3, pairs_kept=1, dropped={"too_long": 1})
+
+
+@pytest.mark.parametrize(
+    "damage", [{"length_bias": {}}, {"files": 3}, {"percentiles": []}, {"rows_read": 2}, {"new": 1}]
+)
+def test_a_damaged_report_is_a_user_error(damage: dict[str, Any]) -> None:
+    report = PrepareReport(files=(), rows_read=1, pairs_kept=1).to_json()
+    assert report_of(SimpleNamespace(manifest={"report": report})).rows_read == 1
+    for manifest in ({}, {"report": report | damage}):
+        with pytest.raises(UserError, match=r"the report of the store s is damaged \(.*\); prepare it again"):
+            report_of(SimpleNamespace(manifest=manifest, path="s"))
 
 
 def test_weight_and_margin_reach_the_store(

@@ -125,6 +125,12 @@ def test_history_precedes_the_instruction() -> None:
     assert pair.prompt == [*PROMPT, *GOOD, user("And?")]
 
 
+@pytest.mark.parametrize("turn", [["Why?"], ["Why?", "Because.", "So?"], "Why?"])
+def test_a_turn_of_the_history_has_a_question_and_an_answer(turn) -> None:
+    with pytest.raises(BadRowError, match=r"`history` must be a list of \[question, answer\]"):
+        read({"instruction": "And?", "history": [turn], "chosen": "a", "rejected": "b"})
+
+
 def test_a_system_message_that_conversations_do_not_repeat_is_kept() -> None:
     system = {"role": "system", "content": "Be kind."}
     pair = read({"prompt": [system, *PROMPT], "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD})

@@ -212,6 +212,14 @@ def test_a_template_that_rewrites_the_prompt_gives_a_bad_row(tmp_path: Path) -> 
         render(row_of(texts("Why?")), template, tokenizer)
 
 
+def test_a_template_that_drops_the_answers_gives_empty_responses(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages[0]['content'] }}{% if add_generation_prompt %}: {% endif %}")
+    rendered = render(row_of(texts("Why?")), load_template(tokenizer, str(file), {}), tokenizer)
+    assert (rendered.prompt, rendered.chosen.text, rendered.rejected.text) == ("Why?",) * 3
+
+
 def test_a_template_that_rejects_a_row_gives_a_bad_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"

@@ -70,6 +70,9 @@ def test_masks_are_truncated_with_their_responses() -> None:
 
 def test_response_end_drops_a_pair_without_room_for_a_response() -> None:
     assert truncate(make_pair(6, 3, 6), 6, "response_end", BOS) is None
+    cut = truncate(make_pair(6, 3, 6), 7, "response_end", BOS)
+    assert cut is not None
+    assert (cut.chosen_ids.tolist(), cut.rejected_ids.tolist()) == ([100], [100])
 
 
 lengths = st.integers(1, 20)

@@ -147,7 +147,8 @@ def test_rewards_are_what_the_loss_compares(name, parameters, chosen, rejected):
 
 
 def test_rewards_come_from_the_first_term_that_compares_sides():
-    objective = Objective(((make_loss("sft", {}), 1.0), (make_loss("sigmoid", {"beta": 0.5}), 1.0)))
+    losses = make_loss("sft", {}), make_loss("sigmoid", {"beta": 0.5}), make_loss("hinge", {"beta": 0.7})
+    objective = Objective(tuple((loss, 1.0) for loss in losses))
     assert objective(hand_pairs()).metrics["rewards/chosen"].mean == pytest.approx(0.5)
 
 
