@@ -117,6 +117,8 @@ def _type(schema: dict[str, Any]) -> str:
         return _spell(schema["const"])
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if "type" not in schema:
+        return "any value"
     if schema["type"] == "array":
         return f"list of {schema['items']['type']}s"
     if schema["type"] == "object":

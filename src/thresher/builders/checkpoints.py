@@ -10,6 +10,7 @@ from typing import Any, Literal
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.config import DPOConfig
+from thresher.config.section import known_keys
 from thresher.config.stored import from_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
@@ -29,6 +30,7 @@ _FREE_IF_ELASTIC = {
     for role in ("actor_train", "reference")
     for key in ("num_workers", "device_mapping", "strategy_args.strategy_config.dp_replicate")
 }
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in known_keys(DPOConfig)}
 
 
 def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
@@ -67,7 +69,8 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     saved = load_json(checkpoint / "config.json")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from another checkpoint")
-    old = _flatten(from_stored(saved))
+    # a key that is newer than the checkpoint had the effect of its default
+    old = _DEFAULTS | _flatten(from_stored(saved))
     new = _flatten(redact(config.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | (_FREE_IF_ELASTIC if config.elastic else set())
     names = [name for name in new if name not in free and old.get(name) != new[name]]

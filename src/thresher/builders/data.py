@@ -27,8 +27,9 @@ StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
 def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
     return DataSettings(
-        file_name=args.file_name,
+        file_name=[_located(name, args.dataset_dir) for name in args.file_name],
         template=args.template,
+        template_arguments=args.template_arguments,
         sequence_length=config.sequence_length,
         truncation=args.truncation,
         on_bad_row=args.on_bad_row,
@@ -38,6 +39,13 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         prompt_key=config.prompt_key,
         num_processes=args.preprocessing_num_workers,
     )
+
+
+def _located(name: str, directory: str | None) -> str:
+    """Find a relative file name in `dataset_dir`, unless it exists as it is or is a URL."""
+    if directory is None or "://" in name or Path(name).exists() or not (Path(directory) / name).exists():
+        return name
+    return str(Path(directory) / name)
 
 
 def open_stores(

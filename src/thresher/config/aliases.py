@@ -47,7 +47,7 @@ ALIASES = {
         shorthands={
             "max_steps": {-1: None},
             "num_train_epochs": {-1: None},
-            "resume_from_checkpoint": {"false": False, "False": False, "": False},
+            "resume_from_checkpoint": {"false": False, "False": False, "": False, True: "auto"},
         },
     ),
     "ReferenceConfig": Aliases(keys={"steps_ahead": "prefetch_steps"}),

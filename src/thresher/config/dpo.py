@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, StrictBool, ValidationInfo, field_validator, model_validator
 
 from thresher.config.aliases import resolve_loss_names
-from thresher.config.roles import DType, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
+from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
 from thresher.config.section import Section, no_effect
 
 # Parameters of the losses; None leaves the default of the loss.
@@ -18,7 +18,8 @@ EVAL_METRICS = tuple(
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "sft_loss")
 )
 _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
-_SWITCHES = {"ipo": "ipo", "simpo_loss": "simpo"}
+# the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
+_SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -28,7 +29,7 @@ class LossConfig(Section):
     pref_loss: str | list[str] | dict[str, Positive] = "sigmoid"
     """Name of a loss, a list of names, or a mapping from name to weight (MPO). `dpo` is another name of sigmoid."""
     ipo: StrictBool | None = None
-    """`true` is the same as pref_loss=ipo."""
+    """`true` is the same as pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
     simpo_loss: StrictBool | None = None
     """`true` is the same as pref_loss=simpo."""
     beta: Positive | None = None
@@ -38,8 +39,8 @@ class LossConfig(Section):
     gamma: float | None = None
     """SimPO: target reward margin. The default of the loss when absent."""
     length_normalization: bool | None = None
-    """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm, `false` turns ipo into
-    ipo_sum."""
+    """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm and ipo_sum into ipo, `false`
+    turns ipo into ipo_sum."""
     cpo_alpha: Annotated[float, Field(ge=0)] | None = None
     """CPO: weight of the NLL term. The default of the loss when absent."""
     discopop_tau: Positive | None = None
@@ -64,19 +65,19 @@ class LossConfig(Section):
             return values
         if "pref_loss" in values:
             return {**values, "pref_loss": resolve_loss_names(values["pref_loss"])}
-        named = [name for switch, name in _SWITCHES.items() if values.get(switch) is True]
+        named = [names[0] for switch, names in _SWITCHES.items() if values.get(switch) is True]
         return {**values, "pref_loss": named[0]} if named else values
 
     @model_validator(mode="after")
     def _validate_loss(self) -> LossConfig:
         if self.ipo and self.simpo_loss:
             raise ValueError("ipo and simpo_loss are both true; keep one")
-        for switch, name in _SWITCHES.items():
-            if getattr(self, switch) and self.pref_loss not in (name, [name]):
+        for switch, names in _SWITCHES.items():
+            if getattr(self, switch) and self.pref_loss not in [*names, *([name] for name in names)]:
                 raise ValueError(f"{switch}: true contradicts pref_loss: {self.pref_loss}; keep one")
-        names = [name for name, _ in self._terms]
-        if len(set(names)) != len(names):
-            raise ValueError(f"pref_loss repeats a loss: {' + '.join(names)}; name each loss once, with its weight")
+        terms = [name for name, _ in self._terms]
+        if len(set(terms)) != len(terms):
+            raise ValueError(f"pref_loss repeats a loss: {' + '.join(terms)}; name each loss once, with its weight")
         if self.non_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
             raise ValueError("f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence")
         return self
@@ -93,7 +94,7 @@ class LossConfig(Section):
         return [(self._normalised_name(name), weights.get(name, 1.0)) for name in names]
 
     def _normalised_name(self, name: str) -> str:
-        renamed = {("sigmoid", True): "sigmoid_norm", ("ipo", False): "ipo_sum"}
+        renamed = {("sigmoid", True): "sigmoid_norm", ("ipo", False): "ipo_sum", ("ipo_sum", True): "ipo"}
         return renamed.get((name, self.length_normalization), name) if self.length_normalization is not None else name
 
     @property
@@ -111,8 +112,19 @@ class TrackerArgs(Section):
     """Team or user on Weights & Biases; the default entity of the account when absent."""
     wandb_mode: Literal["auto", "online", "offline"] = "auto"
     """auto: online if an API key is configured, otherwise offline."""
+    wandb_api_key: str | None = None
+    """API key of Weights & Biases; never stored or printed. `wandb login` or WANDB_API_KEY when absent."""
     mlflow_tracking_uri: str | None = None
     """MLflow server or store; a local store in logging_dir when absent."""
+    tensorboard_dir: str | None = None
+    """Directory of the TensorBoard event files, one subdirectory per exp_name; `tensorboard` in logging_dir when
+    absent."""
+    name: str | None = None
+    """Name of the run on wandb and mlflow; exp_name when absent."""
+    notes: str | None = None
+    """Description of the run on wandb and mlflow."""
+    tags: StringList = []
+    """Tags of the run on wandb and mlflow."""
 
 
 class DPOConfig(LossConfig):
@@ -172,6 +184,8 @@ class DPOConfig(LossConfig):
     ray_address is set."""
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster; when absent, the run starts Ray on this machine and stops it at the end."""
+    system_envs: Environment = {}
+    """Environment variables of all workers; in a run without Ray, of this process."""
     num_gpus_per_node: PositiveInt | None = None
     """Devices per node, for numbering in device_mapping; detected when absent."""
 
@@ -195,13 +209,6 @@ class DPOConfig(LossConfig):
     track_with: StringList = ["console"]
     """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
-
-    @field_validator("resume_from_checkpoint", mode="before")
-    @classmethod
-    def _validate_resume(cls, value: object) -> object:
-        if value is True:
-            raise ValueError("use `auto` to resume from the newest checkpoint, or give a path")
-        return value
 
     @field_validator("greater_is_better", mode="before")
     @classmethod
@@ -297,6 +304,11 @@ class DPOConfig(LossConfig):
         """Whether remote code may run; the policy's setting applies only if both are the same model."""
         own, policy = self.reference.model_args.trust_remote_code, self.actor_train.model_args.trust_remote_code
         return policy and self.reference_path == self.policy_path if own is None else own
+
+    def environment_of(self, role: str) -> dict[str, str]:
+        """Environment variables of a role's workers; in one process, of both roles."""
+        roles = {"actor_train": self.actor_train, "reference": self.reference}
+        return self.system_envs | roles[role].system_envs
 
     @property
     def uses_lora(self) -> bool:

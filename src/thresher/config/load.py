@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from thresher.config.dpo import DPOConfig
+from thresher.config.roll import translate
 from thresher.config.section import readable_errors
 from thresher.errors import UserError
 from thresher.redact import redact_overrides
+
+logger = logging.getLogger(__name__)
 
 # raised by Hydra on defaults lists and nesting that it does not check
 _UNFORESEEN = (TypeError, AttributeError, KeyError, AssertionError, RecursionError)
@@ -23,7 +27,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:
-    """Validate plain values; all errors are reported in one message."""
+    """Validate plain values; all errors are reported in one message. Keys of ROLL are read, with a note on each."""
+    values, notes = translate(values)
+    for note in notes:
+        logger.info("config: %s", note)
     try:
         return DPOConfig.model_validate(values)
     except ValidationError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
+    JsonValue,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -28,7 +30,15 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_strings(value: object) -> object:
+    # YAML reads `1` as a number and `true` as a boolean; an environment variable is a string
+    if not isinstance(value, dict):
+        return value
+    return {key: json.dumps(each) if isinstance(each, bool | int | float) else each for key, each in value.items()}
+
+
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
+Environment = Annotated[dict[str, str], BeforeValidator(_as_strings)]
 
 
 class ModelArgs(Section):
@@ -175,10 +185,15 @@ class DataArgs(Section):
 
     file_name: StringList = []
     """File, directory, glob or URL, or a list of them."""
+    dataset_dir: str | None = None
+    """Directory of relative file names that do not exist as given."""
     store: str | None = None
     """Store written by `thresher prepare`; replaces file_name."""
     template: str = "auto"
-    """`auto`: chat template of the tokenizer; `raw`: plain text; otherwise the path of a Jinja file."""
+    """`auto`: chat template of the tokenizer; `raw`: plain text; a family: chatml, gemma, llama3, mistral, phi4,
+    qwen2_5, qwen3; otherwise the path of a Jinja file."""
+    template_arguments: dict[str, JsonValue] = {}
+    """Variables of the chat template, such as `enable_thinking: false`."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
     """Handling of pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the
     responses."""
@@ -194,7 +209,15 @@ class DataArgs(Section):
     def _validate_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
-        for_files = ("template", "truncation", "on_bad_row", "special_tokens_in_text", "preprocessing_num_workers")
+        for_files = (
+            "dataset_dir",
+            "template",
+            "template_arguments",
+            "truncation",
+            "on_bad_row",
+            "special_tokens_in_text",
+            "preprocessing_num_workers",
+        )
         if self.store and (unused := self.non_default(*for_files)):
             raise ValueError(no_effect(unused, "on a store, which is already prepared; remove {it}"))
         return self
@@ -245,7 +268,7 @@ class StrategyArgs(Section):
     strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
     """Engine; when absent, fsdp2_train for the policy and hf_infer for the reference. The deepspeed and megatron names
     are reserved."""
-    strategy_config: dict[str, int | bool] = {}
+    strategy_config: dict[str, JsonValue] = {}
     """Settings of the engine. For fsdp2: tp_size, pp_size, virtual_pp_size, cp_size, dp_replicate and cpu_offload, see
     below."""
 
@@ -285,6 +308,8 @@ class RoleConfig(Section):
     strategy_args: StrategyArgs = StrategyArgs()
     device_mapping: list[int] | None = None
     """Global device ids, one worker per device: a list, or text like `list(range(0,8))`. Roles may share devices."""
+    system_envs: Environment = {}
+    """Environment variables of this role's workers, in addition to those of the run."""
     num_workers: PositiveInt | None = None
     """Number of CPU workers; 1 when absent. Cannot be combined with device_mapping, which has one worker per device."""
 

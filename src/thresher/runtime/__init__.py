@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,4 +46,5 @@ def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextMana
         return open_ray_runtime(config, objective)
     from thresher.runtime.local import LocalRuntime
 
+    os.environ.update(config.environment_of("actor_train"))
     return nullcontext(LocalRuntime(config))

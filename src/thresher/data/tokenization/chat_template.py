@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CharSpan = tuple[int, int]
+_TEMPLATES = Path(__file__).with_name("templates")
+_CONTROL_TOKEN = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?INST\]")
 # private use, so that no header contains it
 _PROBE = "\ue000"
 
@@ -73,18 +76,39 @@ def load_template(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapp
         source, text = None, tokenizer.chat_template
     else:
         source = text = find_template_file(name).read_text(encoding="utf-8")
+        if name in template_names():
+            _check_control_tokens(name, text, tokenizer)
     content = json.dumps([text, dict(arguments)], sort_keys=True)
     template = Template(False, source, hashlib.sha256(content.encode()).hexdigest(), arguments)
     _check_syntax(tokenizer, template, name)
     return template
 
 
+def template_names() -> list[str]:
+    """Names of the templates that come with thresher."""
+    return sorted(path.stem for path in _TEMPLATES.glob("*.jinja"))
+
+
 def find_template_file(name: str) -> Path:
     """Return the Jinja file of a `data_args.template` other than auto and raw."""
+    if name in template_names():
+        return _TEMPLATES / f"{name}.jinja"
     path = Path(os.path.expandvars(name)).expanduser()
     if not path.is_file():
-        raise UserError(f"data_args.template={name!r}: no such file; use auto, raw or the path of a Jinja file")
+        raise UserError(
+            f"data_args.template={name!r}: no such file; use auto, raw, one of {', '.join(template_names())}, or the "
+            "path of a Jinja file"
+        )
     return path
+
+
+def _check_control_tokens(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if missing := [token for token in dict.fromkeys(_CONTROL_TOKEN.findall(text)) if token not in vocabulary]:
+        raise UserError(
+            f"data_args.template={name}: the tokenizer has no token {', '.join(missing)}, so it would split them into "
+            "characters; use the template of the model's family, or auto"
+        )
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, name: str) -> None:

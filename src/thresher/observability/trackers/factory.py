@@ -20,17 +20,30 @@ class TrackerSettings:
     wandb_project: str = "thresher"
     wandb_entity: str | None = None
     wandb_mode: WandbMode = "auto"
+    wandb_api_key: str | None = None
     mlflow_tracking_uri: str | None = None
+    tensorboard_dir: str | None = None
+    name: str | None = None
+    notes: str | None = None
+    tags: Sequence[str] = ()
 
 
 _FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
     "console": lambda _, console: console,
     "jsonl": lambda _, __: JsonlTracker(),
-    "tensorboard": lambda _, __: TensorBoardTracker(),
+    "tensorboard": lambda settings, _: TensorBoardTracker(settings.tensorboard_dir),
     "wandb": lambda settings, _: WandbTracker(
-        project=settings.wandb_project, entity=settings.wandb_entity, mode=settings.wandb_mode
+        project=settings.wandb_project,
+        entity=settings.wandb_entity,
+        mode=settings.wandb_mode,
+        api_key=settings.wandb_api_key,
+        name=settings.name,
+        notes=settings.notes,
+        tags=settings.tags,
     ),
-    "mlflow": lambda settings, _: MlflowTracker(tracking_uri=settings.mlflow_tracking_uri),
+    "mlflow": lambda settings, _: MlflowTracker(
+        tracking_uri=settings.mlflow_tracking_uri, name=settings.name, notes=settings.notes, tags=settings.tags
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
@@ -25,7 +25,14 @@ class MlflowTracker:
 
     name = "mlflow"
 
-    def __init__(self, *, tracking_uri: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None = None,
+        name: str | None = None,
+        notes: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         # MLflow sends usage statistics by default, and reads this once, on import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._library = import_tracker_library("mlflow", "mlflow")
@@ -37,6 +44,9 @@ class MlflowTracker:
             import_tracker_library("sqlalchemy", "mlflow")
             import_tracker_library("alembic", "mlflow")
         self._tracking_uri = tracking_uri
+        self._name = name
+        # MLflow shows this tag as the description of the run; its tags are pairs, so ours get an empty value
+        self._tags = ({"mlflow.note.content": notes} if notes else {}) | dict.fromkeys(tags, "")
         self._client: Any = None
         self._run_id = ""
         self._present: set[tuple[str, int]] = set()
@@ -60,7 +70,9 @@ class MlflowTracker:
             if experiment is not None
             else self._client.create_experiment(run.exp_name, artifact_location=artifacts)
         )
-        self._run_id = self._client.create_run(experiment_id, run_name=run.exp_name).info.run_id
+        self._run_id = self._client.create_run(
+            experiment_id, run_name=self._name or run.exp_name, tags=self._tags
+        ).info.run_id
         state_path.write_text(json.dumps({"run_id": self._run_id}))
         params = [self._entities.Param(k, v[:_MAX_PARAM_CHARS]) for k, v in _flatten(run.config)]
         for start in range(0, len(params), _MAX_PARAMS):

@@ -1,7 +1,8 @@
-"""TensorBoard event files in `tensorboard/` in the run directory."""
+"""TensorBoard event files in `tensorboard/` in the run directory, or in a directory that the user names."""
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library, rotate
@@ -12,13 +13,14 @@ class TensorBoardTracker:
 
     name = "tensorboard"
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str | None = None) -> None:
         self._library = import_tracker_library("torch.utils.tensorboard", "tensorboard")
+        self._directory = directory
         self._writer: Any = None
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Open a new event file; when resuming, one that hides the points after `resume_step`."""
-        directory = run.run_dir / "tensorboard"
+        directory = Path(self._directory) / run.exp_name if self._directory else run.run_dir / "tensorboard"
         if resume_step is None:
             rotate(directory)
         purge_step = None if resume_step is None else resume_step + 1

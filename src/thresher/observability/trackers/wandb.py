@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +25,25 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, *, project: str, entity: str | None = None, mode: WandbMode = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        project: str,
+        entity: str | None = None,
+        mode: WandbMode = "auto",
+        api_key: str | None = None,
+        name: str | None = None,
+        notes: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         self._library = import_tracker_library("wandb", "wandb")
         self._project = project
         self._entity = entity
         self._mode = mode
+        self._api_key = api_key
+        self._name = name
+        self._notes = notes
+        self._tags = tags
         self._run: Any = None
         self._state_path = Path()
         self._run_id = ""
@@ -47,7 +61,9 @@ class WandbTracker:
         self._run = self._library.init(
             project=self._project,
             entity=self._entity,
-            name=run.exp_name,
+            name=self._name or run.exp_name,
+            notes=self._notes,
+            tags=list(self._tags),
             id=self._run_id,
             resume="allow",
             mode=mode,
@@ -88,7 +104,7 @@ class WandbTracker:
         mode = os.environ.get("WANDB_MODE", "auto") if self._mode == "auto" else self._mode
         if mode in ("offline", "dryrun", "disabled"):
             return mode
-        if self._library.login(prompt=False, verify=False):
+        if self._library.login(key=self._api_key, prompt=False, verify=False):
             return "online"
         if mode == "online":
             raise UserError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ class WorkerConfig:
 
     role: str
     joins_process_group: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Cluster:
@@ -48,6 +49,7 @@ class Cluster:
                 num_cpus=placement.num_cpus,
                 num_gpus=placement.num_gpus,
                 max_restarts=0,
+                runtime_env={"env_vars": dict(worker_config.environment)} if worker_config.environment else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=resource_manager.groups[placement.owner],
                     placement_group_bundle_index=placement.bundle,

@@ -143,7 +143,8 @@ class RayRuntime:
                 cluster.close()
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
-        return Cluster(role, worker_cls, self._resources, WorkerConfig(role, joins_process_group), self._monitor)
+        config = WorkerConfig(role, joins_process_group, self._config.environment_of(role))
+        return Cluster(role, worker_cls, self._resources, config, self._monitor)
 
     def _open_logs(self, cluster: Cluster) -> list[Call]:
         directory = logging_dir(self._config).resolve()  # a worker may have another working directory

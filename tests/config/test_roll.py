@@ -1,0 +1,169 @@
+"""Configs of ROLL: every key is applied or named in one line, and none is ignored silently."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.paths import ROOT
+from thresher.config import load_config, parse_config
+from thresher.config.roll import MOVED, WITHOUT_EFFECT, translate
+from thresher.errors import UserError
+
+PUBLISHED = sorted((ROOT.parent / "shared" / "peer-configs" / "roll").glob("*.yaml"))
+
+
+def nested(path: str, value: object) -> dict:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def at(config: object, path: str) -> object:
+    for name in path.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="ROLL's published configs are not here")
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_a_published_config_loads_unchanged_and_every_foreign_key_is_named(path, caplog):
+    caplog.set_level(logging.INFO)
+    config = load_config(path)
+    given = yaml.safe_load(path.read_text())
+    notes = "\n".join(caplog.messages)
+
+    assert config.num_train_epochs == 10
+    assert config.max_steps == 500
+    assert config.system_envs == {"USE_MODELSCOPE": "1"}
+    assert config.actor_train.training_args.gradient_checkpointing
+    assert config.actor_train.training_args.lr_scheduler_type == "constant_with_warmup"
+    assert config.actor_train.training_args.per_device_eval_batch_size == given["actor_train"]["infer_batch_size"]
+    assert config.actor_train.data_args.dataset_dir == "data"
+    assert config.actor_train.data_args.template == "auto"
+    assert config.tracker_kwargs.tensorboard_dir == given["tracker_kwargs"]["log_dir"]
+    config_of_engine = given["actor_train"]["strategy_args"]["strategy_config"]
+    assert config.actor_train.strategy_args.strategy_config == config_of_engine
+    for key in ("checkpoint_config", "num_nodes", "reference.model_args.disable_gradient_checkpointing"):
+        assert f"config: {key} has no effect: " in notes
+    if "is_offload_states" in given:
+        assert "config: is_offload_states has no effect: " in notes
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("actor_train.model_args.disable_gradient_checkpointing", False, True),
+        ("actor_train.model_args.disable_gradient_checkpointing", True, False),
+        ("actor_train.model_args.ulysses_size", 2, 2),
+        ("actor_train.max_tokens_per_microbatch_in_train", 4096, 4096),
+        ("actor_train.data_args.prompt", "question", "question"),
+        ("actor_train.training_args.num_train_epochs", 2, 2.0),
+        ("actor_train.training_args.max_steps", 7, 7),
+        ("actor_train.training_args.seed", 7, 7),
+        ("actor_train.training_args.output_dir", "there", "there"),
+        ("max_grad_norm", 0.5, 0.5),
+        ("max_ckpt_to_keep", 2, 2),
+        ("tracker_kwargs.log_dir", "events", "events"),
+        ("tracker_kwargs.project", "ours", "ours"),
+        ("tracker_kwargs.mode", "offline", "offline"),
+        ("tracker_kwargs.api_key", "secret-key", "secret-key"),
+    ],
+)
+def test_a_moved_key_reaches_its_place_and_is_named(key, value, expected):
+    values, notes = translate(nested(key, value))
+    assert at(values, MOVED[key].target) == expected
+    (note,) = notes
+    assert note.startswith(f"{key} is read as {MOVED[key].target}: ")
+    assert "secret" not in note
+
+
+def test_every_target_of_a_moved_key_is_a_key_of_ours():
+    for moved in MOVED.values():
+        value = {"wandb_mode": "offline", "gradient_checkpointing": True}.get(moved.target.rpartition(".")[2], "1")
+        values, _ = translate(nested(moved.target, value))
+        message = ""
+        try:
+            parse_config(values)
+        except UserError as error:
+            message = str(error)
+        assert "unknown key" not in message
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_a_key_without_effect_is_removed_and_named_with_the_reason(key):
+    values, notes = translate(nested(key.replace("*", "actor_train"), 1))
+    assert notes == [f"{key.replace('*', 'actor_train')} has no effect: {WITHOUT_EFFECT[key]}"]
+    assert parse_config(values) == parse_config({})
+
+
+def test_infer_batch_size_of_the_policy_is_the_evaluation_batch():
+    values = {"actor_train": {"infer_batch_size": 4}}
+    validation = {"validation": {"data_args": {"file_name": "held_out.jsonl"}}}
+    assert parse_config(values | validation).actor_train.training_args.pairs_per_eval_batch == 4
+    assert translate(values)[1] == ["actor_train.infer_batch_size has no effect without validation.data_args"]
+
+
+def test_a_key_under_rolls_name_and_ours_must_agree():
+    both = {"num_train_epochs": 2, "actor_train": {"training_args": {"num_train_epochs": 3}}}
+    with pytest.raises(UserError, match="and num_train_epochs are both set and differ; keep num_train_epochs"):
+        parse_config(both)
+    assert parse_config(both | {"num_train_epochs": 3}).num_train_epochs == 3
+
+
+@pytest.mark.parametrize(("name", "template"), [("native", "auto"), ("qwen2_5", "auto"), ("chatml", "chatml")])
+def test_the_global_template_is_that_of_training_and_validation_pairs(name, template):
+    config = parse_config({"global_template": name, "validation": {"data_args": {"file_name": "held_out.jsonl"}}})
+    assert config.actor_train.data_args.template == template
+    assert config.validation is not None
+    assert config.validation.data_args.template == template
+    own = {"actor_train": {"data_args": {"template": "raw"}}}
+    assert parse_config({"global_template": name} | own).actor_train.data_args.template == "raw"
+
+
+def test_ipo_true_is_the_sum_form_and_pref_loss_ipo_the_average():
+    assert parse_config({"ipo": True}).loss_weights == {"ipo_sum": 1.0}
+    assert parse_config({"pref_loss": "ipo"}).loss_weights == {"ipo": 1.0}
+    assert any("pref_loss: ipo_sum" in note for note in translate({"ipo": True})[1])
+    assert translate({"pref_loss": "ipo"})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("spelled", "names"),
+    [("all", ["all-linear"]), ("q_proj,v_proj", ["q_proj", "v_proj"]), ("o_proj", ["o_proj"])],
+)
+def test_lora_target_may_be_all_or_a_comma_list(spelled, names):
+    config = parse_config({"actor_train": {"model_args": {"lora_rank": 4, "lora_target": spelled}}})
+    assert config.actor_train.model_args.lora_target == names
+
+
+def test_a_constant_schedule_with_warmup_warms_up():
+    training = {"lr_scheduler_type": "constant", "warmup_steps": 20}
+    values, notes = translate({"actor_train": {"training_args": training}})
+    assert parse_config(values).actor_train.training_args.lr_scheduler_type == "constant_with_warmup"
+    assert notes == ["lr_scheduler_type: constant with a warm-up is read as constant_with_warmup"]
+
+
+def test_numbers_and_booleans_in_an_environment_become_text():
+    config = parse_config({"system_envs": {"A": 1, "B": True, "C": "x"}, "reference": {"system_envs": {"A": 2}}})
+    assert config.environment_of("actor_train") == {"A": "1", "B": "true", "C": "x"}
+    assert config.environment_of("reference") == {"A": "2", "B": "true", "C": "x"}
+
+
+def test_a_config_of_ours_is_not_changed():
+    example = Path(ROOT / "examples" / "polite_smollm2")
+    for path in example.glob("*.yaml"):
+        values = yaml.safe_load(path.read_text())
+        assert translate(values) == (values, [])
+
+
+@pytest.mark.parametrize(
+    "values", [{"actor_train": "x", "max_grad_norm": 1, "global_template": "chatml"}, {"reference": 3}]
+)
+def test_a_section_of_a_wrong_type_is_reported(values):
+    with pytest.raises(UserError, match="invalid configuration"):
+        parse_config(values)
