@@ -52,6 +52,21 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
         ),
         ("whole_conversations", {"chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
         (
+            "context",
+            {
+                "context": [{"from": "user", "content": "Why?"}],
+                "chosen": [{"from": "assistant", "content": "Because."}],
+                "rejected": [{"from": "assistant", "content": "No."}],
+            },
+        ),
+        ("whole_conversations", {"context": "a topic", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
+        (
+            "ranked_completions",
+            {"context": PROMPT, "completions": [{"rank": 1, "completion": BAD}, {"rank": 0, "completion": GOOD}]},
+        ),
+        ("rejected_response", {"messages": PROMPT + GOOD, "rejected_response": "No."}),
+        ("rejected_messages", {"messages": PROMPT + GOOD, "rejected_messages": PROMPT + BAD}),
+        (
             "transcripts",
             {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
         ),
@@ -240,3 +255,18 @@ def test_labelled_messages_split_before_the_last_answer() -> None:
     assert joined == {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}
     with pytest.raises(BadRowError, match="`label` must be true or false, got 'perhaps'"):
         joiner.join({"messages": PROMPT + BAD, "label": "perhaps"}, row_format)
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        ([{"rank": 0, "completion": GOOD}], r"two completions with different ranks, got ranks \[0\]"),
+        ([{"rank": 1, "completion": GOOD}, {"rank": 1, "completion": BAD}], r"got ranks \[1, 1\]"),
+        ([{"rank": 0, "completion": GOOD}, {"rank": 1, "completion": BAD}, {"rank": 2, "completion": BAD}], "two"),
+        (["No."], "a list of objects with `rank` and `completion`"),
+        ([{"rank": 0, "completion": GOOD}, {"rank": 1}], "`rejected` must be text or messages, got "),
+    ],
+)
+def test_ranked_completions_other_than_two_are_a_bad_row(completions, message):
+    with pytest.raises(BadRowError, match=message):
+        read({"context": PROMPT, "completions": completions})

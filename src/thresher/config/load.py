@@ -28,7 +28,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
 
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:
     """Validate plain values; all errors are reported in one message. Keys of ROLL are read, with a note on each."""
-    values, notes = translate(values)
+    values, notes = translate(values) if isinstance(values, Mapping) else (values, [])
     for note in notes:
         logger.info("config: %s", note)
     try:

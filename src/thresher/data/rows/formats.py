@@ -110,6 +110,36 @@ def _read_question(row: Row) -> PreferenceRow:
     return _read_prompt({**row, "prompt": row["question"]})
 
 
+def _read_context(row: Row) -> PreferenceRow:
+    """ColossalChat: the turns before the answers are in `context`."""
+    return _read_prompt({**row, "prompt": row["context"]})
+
+
+def _read_ranked(row: Row) -> PreferenceRow:
+    """NeMo-RL: two completions with ranks, of which the lower is better."""
+    completions = row["completions"]
+    if not isinstance(completions, list) or not all(isinstance(each, dict) for each in completions):
+        raise BadRowError("`completions` must be a list of objects with `rank` and `completion`")
+    ranks = [each.get("rank") for each in completions]
+    if len(set(ranks)) != 2 or len(ranks) != 2 or not all(isinstance(rank, int) for rank in ranks):
+        raise BadRowError(f"`completions` must have two completions with different ranks, got ranks {ranks}")
+    better, worse = sorted(completions, key=lambda each: each["rank"])
+    sides = {"chosen": better.get("completion"), "rejected": worse.get("completion")}
+    prompt = to_messages(row["context"], "user", "context")
+    return _pair(row, prompt, _side(sides, "chosen"), _side(sides, "rejected"))
+
+
+def _read_rejected_answer(row: Row) -> PreferenceRow:
+    """ms-swift: the last turn of `messages` is the chosen answer, `rejected_response` the rejected one."""
+    messages = to_messages(row["messages"], "user", "messages")
+    return _pair(row, messages[:-1], messages[-1:], _side(row, "rejected_response"))
+
+
+def _read_rejected_messages(row: Row) -> PreferenceRow:
+    """ms-swift: `messages` is the chosen conversation, `rejected_messages` the rejected one."""
+    return _read_conversations({**row, "chosen": row["messages"], "rejected": row["rejected_messages"]})
+
+
 def _overlap_length(prompt: list[Message], prefix: list[Message]) -> int:
     """Return the number of messages at the end of the prompt with which the conversation begins."""
     ends, starts = ([(m["role"], m["content"]) for m in side] for side in (prompt[-MAX_MESSAGES:], prefix))
@@ -174,6 +204,10 @@ FORMATS = (
     RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
     RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
     RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
+    RowFormat("context", ("context", "chosen", "rejected"), _read_context),
+    RowFormat("ranked_completions", ("context", "completions"), _read_ranked),
+    RowFormat("rejected_response", ("messages", "rejected_response"), _read_rejected_answer),
+    RowFormat("rejected_messages", ("messages", "rejected_messages"), _read_rejected_messages),
     RowFormat("transcripts", ("chosen", "rejected"), _read_transcripts),
     RowFormat("whole_conversations", ("chosen", "rejected"), _read_conversations),
     # after the formats of whole conversations, which may have a column `question` that they do not read
@@ -203,6 +237,8 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
 
 
 def _matches_values(row_format: RowFormat, row: Row) -> bool:
+    if row_format.name == "context":  # in other formats, a text that is not read
+        return isinstance(row["context"], list)
     if row_format.name == "transcripts":
         return is_transcript(row["chosen"])
     if row_format.name == "whole_conversations":
