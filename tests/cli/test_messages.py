@@ -226,8 +226,9 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
             "model directory . has no config.json; give a Hugging Face model directory, or the path of a `.gguf` file",
         ),
         (
-            {"gamma": 0.5},
-            "sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo",
+            {"gamma": 0.5, "pref_loss": "orpo"},
+            "gamma has no effect on orpo; turn it off, or use a loss that supports it: discopop, exo_pair, hinge, ipo, "
+            "ipo_sum, robust, sigmoid, sigmoid_norm",
         ),
         (
             {"pref_loss": "simpo", "reference__mode": "precompute"},
@@ -235,8 +236,9 @@ def test_a_model_directory_without_a_chat_template(thresher, config):
             "reference.sync_steps, or choose a loss that needs one",
         ),
         (
-            {"reference__mode": "none"},
-            "reference.mode=none, but this loss needs a reference; use auto, or a loss without one",
+            {"reference__mode": "none", "pref_loss": "bco_pair"},
+            "reference.mode=none (reference-free) has no effect on bco_pair; turn it off, or use a loss that supports "
+            "it: discopop, exo_pair, hinge, ipo, ipo_sum, robust, sigmoid, sigmoid_norm",
         ),
         (
             {"pref_loss": "orpo", "length_normalization": False},

@@ -189,3 +189,28 @@ def test_mixture_is_the_weighted_sum_of_its_terms():
     parts = [evaluate(objective_of(name), pairs).as_list() for name in names]
     for index, value in enumerate(mixed.as_list()):
         torch.testing.assert_close(value, sum(w * part[index] for w, part in zip(weights, parts, strict=True)))
+
+
+def test_a_constant_margin_is_subtracted_from_the_logit():
+    """r_w = 1, r_l = -2, beta = 0.1: -logsig(0.1 * 3 - 0.5) = softplus(0.2), with a reference as without."""
+    objective = replace(objective_of("sigmoid", {"beta": 0.1}), margin=0.5)
+    assert evaluate(objective, hand_pairs()).values.item() == pytest.approx(softplus(0.2), abs=1e-12)
+    assert objective.zero_margin_loss is None
+
+
+def test_a_constant_margin_equals_the_same_margin_in_the_data():
+    pairs = random_pairs()
+    column = replace(pairs, margin=torch.full((6,), 0.7, dtype=torch.float64))
+    for name in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"):
+        constant = replace(objective_of(name), margin=0.7)(pairs).per_pair
+        torch.testing.assert_close(constant, objective_of(name)(column).per_pair, atol=1e-12, rtol=0)
+
+
+def test_reference_free_dpo_uses_the_policys_logps_as_log_ratios():
+    """The pair has summed logps -3 and -7: -logsig(0.1 * 4) = softplus(-0.4)."""
+    objective = replace(objective_of("sigmoid", {"beta": 0.1}), reference_free=True)
+    assert not objective.needs_reference
+    pairs = replace(hand_pairs(), reference=None)
+    assert evaluate(objective, pairs).values.item() == pytest.approx(softplus(-0.4), abs=1e-12)
+    cpo = objective_of("cpo", {"beta": 0.1, "cpo_alpha": 0.0})
+    torch.testing.assert_close(objective(pairs).per_pair, cpo(pairs).per_pair, atol=1e-12, rtol=0)

@@ -62,6 +62,16 @@ class TestTensorBoard:
         assert len(self.read(tmp_path, "loss")) == 2
         assert (tmp_path / "tensorboard.1").is_dir()
 
+    def test_events_go_to_the_directory_that_the_user_names(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        tracker = TensorBoardTracker(str(tmp_path / "events"))
+        log_steps(tracker, tmp_path, None, range(1, 3))
+        tracker.close("finished")
+        assert not (tmp_path / "tensorboard").exists()
+        accumulator = EventAccumulator(str(tmp_path / "events" / "my-run"))
+        assert accumulator.Reload().Scalars("loss")[1].step == 2
+
 
 @pytest.mark.slow
 class TestMlflow:
@@ -94,6 +104,16 @@ class TestMlflow:
         assert client.get_run(run.info.run_id).info.status == "FINISHED"
         assert run.data.params == {"actor_train.lr": "1e-06", "beta": "0.1"}
 
+    def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
+        tracker = MlflowTracker(name="first try", notes="small beta", tags=["dpo", "baseline"])
+        tracker.start(run_in(tmp_path), None)
+        tracker.close("finished")
+        client = self.client(tmp_path)
+        (run,) = client.search_runs([client.get_experiment_by_name("my-run").experiment_id])
+        assert run.info.run_name == "first try"
+        assert run.data.tags["mlflow.note.content"] == "small beta"
+        assert {"dpo", "baseline"} <= run.data.tags.keys()
+
     def test_a_new_run_in_the_same_directory_is_another_run(self, tmp_path: Path) -> None:
         for status in ("failed", "interrupted"):
             tracker = MlflowTracker()
@@ -113,10 +133,18 @@ class TestMlflow:
 
 
 def read_wandb_history(path: Path) -> list[dict[str, str]]:
-    """Read a .wandb file: LevelDB's log format (32 KiB blocks of checksum, length, type, data) of protobuf records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, parts, rows = path.read_bytes(), 7, b"", []
+    return [
+        {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        for record in read_wandb_records(path, Record)
+        if record.HasField("history")
+    ]
+
+
+def read_wandb_records(path: Path, record_type: type) -> list:
+    """Read a .wandb file: LevelDB's log format (32 KiB blocks of checksum, length, type, data) of protobuf records."""
+    data, position, parts, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
@@ -125,11 +153,9 @@ def read_wandb_history(path: Path) -> list[dict[str, str]]:
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a complete record, or its last fragment
-            record = Record.FromString(parts)
+            records.append(record_type.FromString(parts))
             parts = b""
-            if record.WhichOneof("record_type") == "history":
-                rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
-    return rows
+    return records
 
 
 class TestWandb:
@@ -176,6 +202,21 @@ class TestWandb:
         assert record.getMessage() == (
             f"wandb: {reason}this run is logged offline; upload it later with: wandb sync {directory}"
         )
+
+    def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        tracker = WandbTracker(project="p", mode="offline", name="first try", notes="small beta", tags=["dpo"])
+        log_steps(tracker, tmp_path, None, range(1, 2))
+        tracker.close("finished")
+        (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+        (run,) = [record.run for record in read_wandb_records(path, Record) if record.HasField("run")]
+        assert (run.display_name, run.notes, list(run.tags)) == ("first try", "small beta", ["dpo"])
+
+    def test_an_api_key_in_the_config_selects_online(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tracker = WandbTracker(project="p", api_key="k" * 40)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        assert tracker._choose_mode() == "online"
 
     def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
         for _ in range(2):

@@ -61,3 +61,13 @@ def test_worker_logs_that_cannot_be_written_are_reported_and_the_run_continues(b
     assert str(workers / "actor_train-1.log") in warning
     assert (workers / "actor_train-0.log").is_file()
     assert not target.exists()
+
+
+def test_system_envs_are_the_environment_of_the_workers(base, ray_here, tmp_path):
+    """As the worker's process has it, not as the config does."""
+    environment = {"system_envs": {"NCCL_DEBUG": "WARN"}, "actor_train": {"system_envs": {"THRESHER_TEST_ROLE": 7}}}
+    values = merge(base, {"runtime": "ray", "max_steps": 1, "reference": {"mode": "none"}, "pref_loss": "simpo"})
+    run(merge(values, environment), tmp_path)
+    log = (tmp_path / "logs" / "workers" / "actor_train-0.log").read_text()
+    (line,) = [line for line in log.splitlines() if "NCCL" in line]
+    assert line.endswith("environment: NCCL_DEBUG=WARN, THRESHER_TEST_ROLE=7")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.losses.registry import make_losses
+from thresher.losses.registry import make_losses, parameter_defaults
 from thresher.training.lr_schedule import LRSchedule
 
 _LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
@@ -14,7 +14,11 @@ _LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
 def build_objective(config: DPOConfig) -> Objective:
     """Pass each given parameter to the losses that have it."""
     weights = config.loss_weights
-    losses = make_losses(list(weights), config.given_parameters)
+    parameters = config.given_parameters
+    # gamma is SimPO's target margin; other losses get the same term in their logit
+    has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
+    margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)
+    losses = make_losses(list(weights), parameters)
     _check_length_normalization(config, weights)
     return Objective(
         terms=tuple(zip(losses, weights.values(), strict=True)),
@@ -24,6 +28,8 @@ def build_objective(config: DPOConfig) -> Objective:
         length_penalty=config.length_penalty or 0.0,
         rpo_alpha=config.rpo_alpha or 0.0,
         wpo=config.use_wpo,
+        margin=margin,
+        reference_free=config.reference.mode == "none" and any(loss.needs_reference for loss in losses),
     )
 
 

@@ -37,7 +37,8 @@ class LossConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Assumed probability that a label is flipped. The default of the loss when absent."""
     gamma: float | None = None
-    """SimPO: target reward margin. The default of the loss when absent."""
+    """Target reward margin: SimPO's gamma, or a constant that is subtracted from the logit of another logistic loss.
+    The default of the loss when absent, 0 for losses without one."""
     length_normalization: bool | None = None
     """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm and ipo_sum into ipo, `false`
     turns ipo into ipo_sum."""

@@ -348,8 +348,9 @@ class ReferenceConfig(RoleConfig):
     model_args: ReferenceModelArgs = ReferenceModelArgs()
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
     """How reference log-probabilities are computed. precompute: before training, and cached; concurrent: during
-    training; adapter: by the policy without its LoRA adapter; none: for losses without a reference. auto: none if the
-    loss needs no reference, adapter with LoRA on the same model, concurrent with sync_steps, otherwise precompute."""
+    training; adapter: by the policy without its LoRA adapter; none: for losses without a reference, and for
+    reference-free DPO, whose log ratios are the policy's logps. auto: none if the loss needs no reference, adapter with
+    LoRA on the same model, concurrent with sync_steps, otherwise precompute."""
     infer_batch_size: PositiveInt = 8
     """Pairs per forward pass in mode precompute."""
     cache_dir: str | None = None

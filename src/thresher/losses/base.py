@@ -11,11 +11,11 @@ from thresher.errors import UserError
 from thresher.losses.parameters import FINITE
 from thresher.losses.scores import ChosenRejected, PairScores
 
-Modifier = Literal["f_divergence", "ld_alpha", "length_penalty", "margin", "weight", "wpo"]
+Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
 
 # A loss lists the modifiers that reach its formula, so that an objective can reject one without effect.
 ALL_MODIFIERS: frozenset[Modifier] = frozenset(
-    ("f_divergence", "ld_alpha", "length_penalty", "margin", "weight", "wpo")
+    ("f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo")
 )
 RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("ld_alpha", "weight", "wpo"))
 LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "weight", "wpo"))

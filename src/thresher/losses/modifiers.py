@@ -63,15 +63,19 @@ def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: floa
     return torch.where(side.positions() < limits, ones, ld_alpha * ones)
 
 
-def reward_shift(length_difference: Tensor, length_penalty: float, margin: Tensor | None) -> Tensor | None:
+def reward_shift(
+    length_difference: Tensor, length_penalty: float, margin: Tensor | None, constant_margin: float = 0.0
+) -> Tensor | None:
     """Sum the terms added to the reward margin, outside beta and in units of reward: [num_pairs], or None.
 
     R-DPO (2403.19159): + length_penalty (|y_w| - |y_l|). The paper maximizes r(x, y) - alpha |y| - beta KL, whose
     optimum has r = beta log(policy / reference) + alpha |y| + c(x). Length explains part of the preference for a longer
     chosen side, so the gradient of such a pair is smaller; with a shorter chosen side it is larger.
     Margin column of the data: - margin, as in ODPO (2402.10571) and Llama 2's reward model (2307.09288, Eq. 2).
+    constant_margin: the same for every pair, as gamma of SimPO (2405.14734), here also with a reference.
     """
     shifts = [] if length_penalty == 0.0 else [length_penalty * length_difference]
+    shifts += [] if constant_margin == 0.0 else [torch.full_like(length_difference, -constant_margin)]
     shifts += [] if margin is None else [-margin.to(length_difference.dtype)]
     return torch.stack(shifts).sum(0) if shifts else None
 

@@ -38,7 +38,8 @@ class Objective:
     terms: (loss, weight), summed as in MPO (2411.10442). f_divergence, f_alpha_divergence_coef: f-DPO.
     ld_alpha: LD-DPO, off at 1. length_penalty: R-DPO's alpha. wpo: weigh pairs by the policy's likelihood.
     rpo_alpha: weight of the chosen side's mean NLL per token, Eq. 1 of RPO (Iterative Reasoning Preference
-    Optimization, 2404.19733).
+    Optimization, 2404.19733). margin: subtracted from every reward margin, as SimPO's gamma, in units of reward.
+    reference_free: compare with a reference that gives every response the same probability, so log ratios are logps.
     """
 
     terms: tuple[tuple[Loss, float], ...]
@@ -48,6 +49,8 @@ class Objective:
     length_penalty: float = 0.0
     rpo_alpha: float = 0.0
     wpo: bool = False
+    margin: float = 0.0
+    reference_free: bool = False
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -67,10 +70,12 @@ class Objective:
         self._check_supported("ld_alpha", self.ld_alpha != 1.0)
         self._check_supported("length_penalty", self.length_penalty != 0.0)
         self._check_supported("wpo", self.wpo)
+        self._check_supported("gamma", self.margin != 0.0)
+        self._check_supported("reference_free", self.reference_free)
 
     @property
     def needs_reference(self) -> bool:
-        return any(loss.needs_reference for loss, _ in self.terms)
+        return not self.reference_free and any(loss.needs_reference for loss, _ in self.terms)
 
     @property
     def couples_pairs(self) -> bool:
@@ -84,7 +89,7 @@ class Objective:
     @property
     def zero_margin_loss(self) -> float | None:
         """The loss of a pair of weight 1 without a margin when policy == reference; None if it is not a constant."""
-        if self.length_penalty or self.rpo_alpha or self.wpo:
+        if self.length_penalty or self.rpo_alpha or self.wpo or self.margin or self.reference_free:
             return None
         total = 0.0
         for loss, weight in self.terms:
@@ -106,6 +111,8 @@ class Objective:
             f_divergence=FDivergence(self.f_divergence, self.f_alpha_divergence_coef),
             ld_alpha=self.ld_alpha,
             length_penalty=self.length_penalty,
+            margin=self.margin,
+            reference_free=self.reference_free,
         )
         (first, first_weight), *others = self.terms
         per_pair = first_weight * first(scores)
@@ -185,7 +192,9 @@ _LABELS: dict[Modifier, str] = {
     "f_divergence": "f_divergence other than reverse_kl",
     "ld_alpha": "ld_alpha (LD-DPO)",
     "length_penalty": "length_penalty (R-DPO)",
+    "gamma": "gamma",
     "margin": "a margin column in the data",
+    "reference_free": "reference.mode=none (reference-free)",
     "weight": "a weight column in the data",
     "wpo": "wpo",
 }

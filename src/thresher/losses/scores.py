@@ -109,6 +109,8 @@ def score_pairs(
     f_divergence: FDivergence | None = None,
     ld_alpha: float = 1.0,
     length_penalty: float = 0.0,
+    margin: float = 0.0,
+    reference_free: bool = False,
 ) -> PairScores:
     """Sum the logps of each pair and apply the modifiers that act before a loss."""
     policy, reference = inputs.policy, inputs.reference
@@ -124,13 +126,17 @@ def score_pairs(
     )
     chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums()
     reference_scores = None
-    if reference is not None:
-        reference_logps = ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
+    if reference is not None or reference_free:
+        reference_logps = (
+            ChosenRejected(torch.zeros_like(logps.chosen), torch.zeros_like(logps.rejected))
+            if reference is None
+            else ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
+        )
         log_ratios = ChosenRejected(logps.chosen - reference_logps.chosen, logps.rejected - reference_logps.rejected)
         to_score = f_divergence or FDivergence()
         scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))
         reference_scores = ReferenceScores(reference_logps, log_ratios, scores)
-    shift = reward_shift(lengths.margin, length_penalty, inputs.margin)
+    shift = reward_shift(lengths.margin, length_penalty, inputs.margin, margin)
     return PairScores(logps, chosen_nll, lengths, reference_scores, shift)
 
 

@@ -28,8 +28,6 @@ def resolve_mode(
                 "reference.sync_steps, or choose a loss that needs one"
             )
         return "none"
-    if requested == "none":
-        raise UserError("reference.mode=none, but this loss needs a reference; use auto, or a loss without one")
     if is_synced and policy_has_adapter:
         raise UserError("reference.sync_steps does not work with a LoRA policy; remove it or train all weights")
     if requested == "adapter" and not (policy_has_adapter and same_weights):

@@ -148,7 +148,8 @@ class RayRuntime:
 
     def _open_logs(self, cluster: Cluster) -> list[Call]:
         directory = logging_dir(self._config).resolve()  # a worker may have another working directory
-        return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel())
+        environment = sorted(self._config.environment_of(cluster.name))
+        return cluster.submit("open_log", directory, cluster.name, logger.getEffectiveLevel(), environment)
 
     def _release_reference(self) -> None:
         if self.reference is not None:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observability.heartbeat import Heartbeat, heartbeat, set_activity
 from thresher.observability.run_log import LogFile, open_worker_log
 from thresher.observability.throughput import NUM_SPANS, TraceSpan
+from thresher.redact import redact
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.logps_transport import FlatLogps, pack_logps
 from thresher.runtime.ray.remote_reference import ReferenceHandle, build_worker_reference, cached_splits, refresh_lookup
@@ -68,8 +69,11 @@ class Worker:
         self._world = SINGLE_PROCESS
         self._log: LogFile | None = None
 
-    def open_log(self, directory: Path, role: str, level: int) -> str | None:
-        """Log to this worker's file in a run directory; return a warning if it cannot be opened."""
+    def open_log(self, directory: Path, role: str, level: int, environment: Collection[str] = ()) -> str | None:
+        """Log to this worker's file in a run directory; return a warning if it cannot be opened.
+
+        environment: names of the variables that the config sets for this role.
+        """
         if self._log is not None:  # of the previous run
             logging.getLogger("thresher").removeHandler(self._log)
             self._log.close()
@@ -79,6 +83,9 @@ class Worker:
         except OSError as error:
             return f"cannot write logs of {role} workers on {socket.gethostname()}: {error}"
         logger.info("worker %d of %d, process %d on %s", self._rank, self._size, os.getpid(), socket.gethostname())
+        if environment:  # as this process has it
+            shown = redact({name: os.environ.get(name) for name in environment})
+            logger.info("environment: %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
         return None
 
     def start_rendezvous(self) -> Address:
