@@ -12,7 +12,7 @@ import pytest
 
 from tests.config.test_config_keys import nested, refusal
 from tests.support.compared_runs import merge
-from thresher.builders.engines import check_engines
+from thresher.builders.engines import check_engine
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import known_keys
 from thresher.errors import UserError
@@ -80,6 +80,16 @@ NEEDS = {
         without={"track_with": ["wandb"]},
         having={"track_with": ["mlflow"]},
     ),
+    "tracker_kwargs.wandb_api_key": Needs("k", "without wandb in track_with", having={"track_with": ["wandb"]}),
+    "tracker_kwargs.tensorboard_dir": Needs(
+        "d", "without tensorboard in track_with", having={"track_with": ["tensorboard"]}
+    ),
+    **{
+        f"tracker_kwargs.{key}": Needs(
+            value, "without wandb or mlflow in track_with", having={"track_with": ["console", "mlflow"]}
+        )
+        for key, value in (("name", "n"), ("notes", "t"), ("tags", ["a"]))
+    },
     "f_alpha_divergence_coef": Needs(
         0.2,
         "f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence",
@@ -104,14 +114,6 @@ NEEDS = {
         having={"actor_train": {"training_args": {"lr_scheduler_type": "polynomial"}}},
     ),
     **{
-        f"actor_train.training_args.{key}": Needs(
-            value,
-            "lr_scheduler_type constant has no warm-up",
-            without={"actor_train": {"training_args": {"lr_scheduler_type": "constant"}}},
-        )
-        for key, value in (("warmup_steps", 3), ("warmup_ratio", 0.1))
-    },
-    **{
         f"actor_train.model_args.{key}": Needs(value, f"{key} has no effect without lora_rank", having=LORA)
         for key, value in (("lora_alpha", 4.0), ("lora_dropout", 0.1), ("lora_target", ["q_proj"]))
     },
@@ -119,7 +121,9 @@ NEEDS = {
         f"{section}.data_args.{key}": Needs(value, f"{key} {NO_FILES}", without={section: {"data_args": STORE}})
         for section in ("actor_train", "validation")
         for key, value in (
+            ("dataset_dir", "d"),
             ("template", "raw"),
+            ("template_arguments", {"enable_thinking": False}),
             ("truncation", "prompt_start"),
             ("on_bad_row", "skip"),
             ("special_tokens_in_text", "reject"),
@@ -144,7 +148,9 @@ NEEDS = {
 ALWAYS = {
     *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "num_train_epochs", "save_steps", "async_save"),
     *("logging_steps", "resume_from_checkpoint", "save_total_limit", "max_consecutive_skipped_steps"),
-    *("graceful_stop_timeout", "runtime", "layout", "sequence_length", "track_with"),
+    *("graceful_stop_timeout", "runtime", "layout", "sequence_length", "track_with", "system_envs", "cache_dir"),
+    *("actor_train.system_envs", "reference.system_envs"),
+    *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
     *(f"actor_train.training_args.{name}" for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
@@ -186,8 +192,7 @@ def test_a_setting_that_a_run_would_ignore_is_rejected(key):
 @pytest.mark.parametrize("key", NEEDS)
 def test_a_default_that_is_written_out_is_accepted(key):
     default = dict(known_keys(DPOConfig))[key].get_default()
-    if key not in ("actor_train.training_args.warmup_steps", "actor_train.training_args.warmup_ratio"):
-        parse_config(merge(NEEDS[key].without, nested(key, default)))
+    parse_config(merge(NEEDS[key].without, nested(key, default)))
 
 
 def test_all_settings_without_effect_are_reported_at_once():
@@ -212,7 +217,7 @@ def test_all_settings_without_effect_are_reported_at_once():
 def test_offloading_needs_workers_that_shard_the_model(role):
     config = parse_config({"actor_train": merge(role, {"strategy_args": {"strategy_config": {"cpu_offload": True}}})})
     with pytest.raises(UserError) as caught:
-        check_engines(config)
+        check_engine(config, "actor_train")
     assert str(caught.value) == (
         "actor_train.strategy_args.strategy_config.cpu_offload has no effect: no two workers shard the model; use more "
         "workers or remove it"
@@ -221,5 +226,6 @@ def test_offloading_needs_workers_that_shard_the_model(role):
 
 def test_offloading_is_accepted_where_workers_shard_the_model():
     strategy = {"strategy_config": {"cpu_offload": True}}
-    check_engines(parse_config({"actor_train": {"num_workers": 2, "strategy_args": strategy}}))
-    check_engines(parse_config({"actor_train": {"strategy_args": {"strategy_config": {"cpu_offload": False}}}}))
+    check_engine(parse_config({"actor_train": {"num_workers": 2, "strategy_args": strategy}}), "actor_train")
+    off = {"strategy_config": {"cpu_offload": False}}
+    check_engine(parse_config({"actor_train": {"strategy_args": off}}), "actor_train")

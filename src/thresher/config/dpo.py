@@ -128,6 +128,15 @@ class TrackerArgs(Section):
     """Tags of the run on wandb and mlflow."""
 
 
+# keys of tracker_kwargs, and the trackers that use them
+_TRACKER_SETTINGS = (
+    (("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key"), ("wandb",)),
+    (("mlflow_tracking_uri",), ("mlflow",)),
+    (("tensorboard_dir",), ("tensorboard",)),
+    (("name", "notes", "tags"), ("wandb", "mlflow")),
+)
+
+
 class DPOConfig(LossConfig):
     """All settings of a run."""
 
@@ -262,11 +271,11 @@ class DPOConfig(LossConfig):
         if self.actor_train.data_args.store and (self.validation is None or self.validation.data_args.store):
             columns = self.non_default("chosen_key", "rejected_key", "prompt_key")
             yield columns, "on a store, which is already prepared; remove {it}"
-        for tracker in ("wandb", "mlflow"):
-            if tracker not in self.track_with:
-                names = [name for name in TrackerArgs.model_fields if name.startswith(tracker)]
+        for names, trackers in _TRACKER_SETTINGS:
+            if not set(trackers) & set(self.track_with):
                 unused = [f"tracker_kwargs.{name}" for name in self.tracker_kwargs.non_default(*names)]
-                yield unused, f"without {tracker} in track_with; add {tracker} there or remove {{it}}"
+                needed = " or ".join(trackers)
+                yield unused, f"without {needed} in track_with; add {needed} there or remove {{it}}"
         if self.pretrain not in (None, self.policy_path, self.reference_path):
             yield ["pretrain"], "if actor_train and reference name their models; remove {it} or one of those"
 
