@@ -405,6 +405,7 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
     for command in (
+        "check",
         "prepare",
         "inspect",
         "precompute-reference",

@@ -95,7 +95,7 @@ def test_earlier_names_of_the_command_and_its_option_work_and_are_hidden(threshe
         (["beta=0.7", "pref_loss=hinge", "layout=padded"], 0),
         (["actor_train.data_args.template=say.jinja"], NUM_PAIRS),
         (["validation.data_args.template=say.jinja"], NUM_VALIDATION),
-        (["reference.model_args.dtype=bf16"], NUM_PAIRS + NUM_VALIDATION),
+        (["actor_train.model_args.dtype=bf16"], NUM_PAIRS + NUM_VALIDATION),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
@@ -135,7 +135,7 @@ def test_ls_lists_the_cached_references(thresher, config, stories_dir, reference
     code, printed = thresher("cache", "ls")
     assert (code, "is empty; " in printed) == (0, True)
     thresher("precompute-reference", config, "max_steps=5")
-    thresher("precompute-reference", config, "max_steps=5", "reference.model_args.dtype=bf16")
+    thresher("precompute-reference", config, "max_steps=5", "actor_train.model_args.dtype=bf16")
     code, printed = thresher("cache", "ls")
     assert code == 0
     rows = [line.split("│") for line in printed.splitlines() if str(stories_dir) in line]
@@ -163,7 +163,7 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
 
 def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, reference_cache):
     thresher("precompute-reference", config)
-    thresher("precompute-reference", config, "reference.model_args.dtype=bf16")
+    thresher("precompute-reference", config, "actor_train.model_args.dtype=bf16")
     old, new = references_in(reference_cache)
     for path in (old / "identity.json", *old.glob("*.arrow")):
         os.utime(path, (0, 0))
