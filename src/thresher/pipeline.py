@@ -81,7 +81,7 @@ class DPOPipeline:
             run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.notes:
                 logger.warning("%s", note)
-            mode, layout = run.reference_mode, inputs.layout.name
+            mode, layout = run.reference_mode, run.layout
             logger.info("%s", describe_run(inputs.objective, plan, mode, layout, run.devices, checkpoint))
             run.begin()
 

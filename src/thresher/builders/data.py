@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.pair import PairBatch
@@ -19,6 +19,7 @@ from thresher.data.store.cache import StoreCache
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
+from thresher.models.loading.load import longrope_limit, max_positions
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ def _warn_about_truncation(store: PairStore, role: str, args: DataArgs) -> None:
 
 
 def check_pairs(
-    config: DPOConfig, objective: Objective, max_positions: int | None, stores: Sequence[PairStore | None]
+    config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[PairStore | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
+    context, longrope = max_positions(model), longrope_limit(model)
     for store in stores:
         if store is None:
             continue
@@ -96,17 +98,28 @@ def check_pairs(
                 f"{store.path} contains pairs of up to {store.longest_pair} tokens, more than sequence_length "
                 f"{config.sequence_length}; raise sequence_length or prepare the pairs again"
             )
-        if max_positions is not None and store.longest_pair > max_positions:
+        if context is not None and store.longest_pair > context:
             raise UserError(
                 f"{store.path} contains pairs of up to {store.longest_pair} tokens, but the model's context is "
-                f"{max_positions}; set sequence_length={max_positions}"
+                f"{context}; set sequence_length={context}"
+            )
+        if longrope is not None and store.longest_pair > longrope:
+            raise UserError(
+                f"{store.path} contains pairs of up to {store.longest_pair} tokens, but longrope of the model family "
+                f"{model.model_type} rotates all sequences of a batch differently if one has more than {longrope} "
+                "tokens, so that log-probabilities would depend on the other pairs of the batch; set "
+                f"sequence_length={longrope}"
             )
 
 
 def probe_pairs(store: PairStore) -> PairBatch:
-    """Two pairs to check the model on: the first, and the longest of the first 4096, to exceed a sliding window."""
-    totals = store.lengths[:4096].sum(axis=1)
-    return store.read(np.unique([0, int(totals.argmax())]))
+    """Two pairs to check the model on: those with the shortest and the longest sequence of the first 4096.
+
+    The longest is the most likely to exceed a sliding window, and a difference in length shows a dependence on it.
+    """
+    prompts, chosen, rejected = store.lengths[:4096].T
+    sequences = prompts + np.maximum(chosen, rejected)
+    return store.read(np.unique([int(sequences.argmin()), int(sequences.argmax())]))
 
 
 def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PairStore:

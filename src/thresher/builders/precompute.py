@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from thresher.builders.data import probe_pairs
-from thresher.builders.engines import build_reference
+from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
@@ -53,8 +52,7 @@ class PrecomputeJob:
         self._reference = None
         if any(split.num_missing for split in self._splits.values()):
             # loaded here, not in `run`: a model that cannot be used is reported before anything else starts
-            self._reference = build_reference(config, inputs.layout)
-            self._reference.check_logps(probe_pairs(inputs.train))
+            self._reference = build_checked_reference(config, inputs)
 
     def run(self) -> None:
         """Score the missing pairs, and log how many were cached and how many scored."""

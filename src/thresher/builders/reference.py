@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from thresher.builders.data import StoreBuilder, check_pairs, probe_pairs
-from thresher.builders.engines import build_reference, device_of
+from thresher.builders.checked_engines import build_checked_reference
+from thresher.builders.data import StoreBuilder, check_pairs
+from thresher.builders.engines import device_of
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.precompute import PrecomputeJob, ProgressCallback
 from thresher.builders.reference_mode import reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.errors import UserError
-from thresher.models.loading.load import load_model_config, max_positions
+from thresher.models.loading.load import load_model_config
 from thresher.reference.fingerprint import frozen_digest, weights_digest
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import LiveReference
@@ -78,8 +79,7 @@ def build_reference_bundle(
     # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
     world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
-    reference = build_reference(config, inputs.layout, device=device, world=world, role=role)
-    reference.check_logps(probe_pairs(inputs.train))
+    reference = build_checked_reference(config, inputs, device=device, world=world, role=role)
     live = LiveReference(reference.score, policy.device)
     synced = None
     if config.reference.sync_steps is not None:
@@ -101,7 +101,7 @@ def precompute_reference(
     inputs = open_inputs(config, objective, build_store)
     path = str(config.reference_path)
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
-    check_pairs(config, objective, max_positions(model_config), [inputs.train, inputs.validation])
+    check_pairs(config, objective, model_config, [inputs.train, inputs.validation])
     device = device_of(config.reference)
     PrecomputeJob(config, inputs, weights_digest(path), device, progress, all_pairs=all_pairs).run()
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
-from thresher.builders.data import check_pairs, probe_pairs
 from thresher.builders.inputs import RunInputs, build_micro_batching
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import ReferenceBundle
@@ -108,9 +107,3 @@ def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:
         raise CheckpointError(
             f"{checkpoint} contains a state that no run writes ({error!r}); resume from another checkpoint"
         ) from error
-
-
-def check_policy(config: DPOConfig, inputs: RunInputs, policy: NativeTrain) -> None:
-    """Reject pairs longer than the model's context, and a model whose logps differ from its original forward."""
-    check_pairs(config, inputs.objective, policy.max_positions, [inputs.train, inputs.validation])
-    policy.check_logps(probe_pairs(inputs.train))

@@ -266,7 +266,8 @@ class StrategyArgs(Section):
     """Training or inference engine of a role."""
 
     strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
-    """Engine; when absent, fsdp2_train for the policy and hf_infer for the reference. The deepspeed and megatron names
+    """Engine; when absent, fsdp2_train for the policy. A reference without engine, num_workers and device_mapping runs
+    in the policy's workers on their axes if it is the same model; otherwise hf_infer. The deepspeed and megatron names
     are reserved."""
     strategy_config: dict[str, JsonValue] = {}
     """Settings of the engine. For fsdp2: tp_size, pp_size, virtual_pp_size, cp_size, dp_replicate and cpu_offload, see

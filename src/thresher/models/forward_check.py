@@ -24,6 +24,10 @@ from thresher.models.logps import PairModel, original_forward
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
+class LayoutError(UserError):
+    """A model does not support a packed layout; it may support `padded`."""
+
+
 @torch.no_grad()
 def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Raise if the logps of a layout differ from those of the model's original forward."""
@@ -35,8 +39,9 @@ def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
         expected, expected_layers = _original_forward(exact, batch)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0
     if not distance <= TOLERANCES[exact.compute_dtype]:
+        error = LayoutError if layout.needs_pair_attention else UserError
         hint = "use layout=padded" if layout.needs_pair_attention else "this model family is not supported"
-        raise UserError(
+        raise error(
             f"log-probabilities of layout `{layout.name}` differ from the model's original forward by {distance:.2g} "
             f"nats per token (model family `{family_of(model)}`, first divergence "
             f"{_first_divergent_layer(layers, expected_layers)}); {hint}"
@@ -51,7 +56,7 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if not layout.needs_pair_attention:
             raise
-        raise UserError(
+        raise LayoutError(
             f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"
         ) from error
     if model.context_parallel is not None:

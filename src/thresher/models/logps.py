@@ -25,7 +25,6 @@ from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.layouts.packed import pad_to_multiple
 from thresher.models.lm_head import LMHead, LogitTransform, VocabParallel, log_sum_squared_probs, target_logps
-from thresher.models.loading.load import max_positions
 from thresher.models.optimizations.last_layer import skip_unscored_rows
 from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
 from thresher.models.pipeline_chunk import Chunk
@@ -85,10 +84,6 @@ class PairModel:
     @property
     def hidden_size(self) -> int:
         return int(self.base_model.config.get_text_config().hidden_size)
-
-    @property
-    def max_positions(self) -> int | None:
-        return max_positions(self.base_model.config)
 
     def score(self, batch: ModelInputs, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
         """Score the response tokens of a micro-batch, with gradients unless the caller disables them."""

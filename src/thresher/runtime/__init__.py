@@ -24,6 +24,7 @@ class RunHandle:
     trainable: Trainable
     progress: TrainingProgress
     reference_mode: str
+    layout: str
     devices: str
     notes: tuple[str, ...]
     begin: Callable[[], None]

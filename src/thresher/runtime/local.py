@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from thresher.builders.engines import build_policy
+from thresher.builders.checked_engines import build_checked_policy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
-from thresher.builders.trainer import build_trainer, check_policy
+from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig
 from thresher.runtime import RunHandle
 
@@ -22,10 +22,16 @@ class LocalRuntime:
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models, check them on real pairs, and restore a checkpoint if there is one."""
-        policy = build_policy(self.config, inputs.layout)
-        check_policy(self.config, inputs, policy)
+        checked = build_checked_policy(self.config, inputs)
+        policy, inputs = checked.policy, checked.inputs
         reference = build_reference_bundle(self.config, inputs, policy, progress)
         bundle = build_trainer(self.config, inputs, policy, reference, checkpoint)
         return RunHandle(
-            bundle.trainer, bundle.progress, reference.mode, str(policy.device), bundle.notes, bundle.begin
+            bundle.trainer,
+            bundle.progress,
+            reference.mode,
+            inputs.layout.name,
+            str(policy.device),
+            (*checked.notes, *bundle.notes),
+            bundle.begin,
         )

@@ -86,11 +86,6 @@ class TrainStrategy(Scorer, Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def max_positions(self) -> int | None:
-        """Longest sequence that the model supports; None if unlimited."""
-        ...
-
-    @property
     def dp_group(self) -> DataParallelGroup:
         """The data-parallel ranks that split every step."""
         ...

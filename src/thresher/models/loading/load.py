@@ -61,6 +61,13 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def longrope_limit(config: PreTrainedConfig) -> int | None:
+    """Return the length from which longrope rotates all sequences of a batch differently; None without longrope."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    is_longrope = isinstance(rope, dict) and rope.get("rope_type") == "longrope"
+    return int(rope["original_max_position_embeddings"]) if is_longrope else None
+
+
 def load_model(
     path: str,
     *,

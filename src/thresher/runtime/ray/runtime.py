@@ -106,10 +106,10 @@ class RayRuntime:
             )
             self.reference = reference
             opening += self._open_logs(reference)
-            hidden_size = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
-            reference.call("serve", hidden_size, config.actor_train.num_data_ranks)
+            loaded = wait_for([*loading, *reference.submit("load", config, inputs)])[0]
+            reference.call("serve", loaded, config.actor_train.num_data_ranks)
             workers = tuple(reference.workers)
-        wait_for(loading)
+        loaded = wait_for(loading)[0]
         for warning in filter(None, dict.fromkeys(wait_for(opening))):
             logger.warning("%s", warning)
         on_policy_axes = not has_workers and not num_found
@@ -132,9 +132,10 @@ class RayRuntime:
 
         num_nodes = len({each.node_id for each in reports})
         devices = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
-        notes = (*report.notes, *self._scaler.notes)
+        notes = (*loaded.notes, *report.notes, *self._scaler.notes)
         trainers = RayTrainerGroup(policy, self._scaler.can_scale_up)
-        return RunHandle(trainers, report.progress, report.reference_mode, devices, notes, begin)
+        layout = loaded.layout.name
+        return RunHandle(trainers, report.progress, report.reference_mode, layout, devices, notes, begin)
 
     def close(self) -> None:
         """Kill every worker."""

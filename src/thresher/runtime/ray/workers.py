@@ -16,10 +16,9 @@ import ray
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from thresher.builders.data import probe_pairs
-from thresher.builders.engines import build_policy, build_reference
+from thresher.builders.checked_engines import build_checked_policy, build_checked_reference
 from thresher.builders.inputs import RunInputs, build_micro_batching
-from thresher.builders.trainer import TrainerBundle, build_trainer, check_policy
+from thresher.builders.trainer import TrainerBundle, build_trainer
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.data.batching.micro_batches import MicroBatching
@@ -27,6 +26,7 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.models.layouts import Layout
 from thresher.observability.heartbeat import Heartbeat, heartbeat, set_activity
 from thresher.observability.run_log import LogFile, open_worker_log
 from thresher.observability.throughput import NUM_SPANS, TraceSpan
@@ -44,6 +44,15 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 2.0  # seconds
 ScoringProgress = tuple[str, int, int]  # split, blocks done, blocks of this rank
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """What decides the micro-batches of a policy: its hidden size and its layout; notes: why not the chosen layout."""
+
+    hidden_size: int
+    layout: Layout
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,13 @@ class ActorWorker(Worker):
     _policy: NativeTrain
     _bundle: TrainerBundle
 
-    def load(self, config: DPOConfig, inputs: RunInputs) -> int:
-        """Load the policy and check it on real pairs; return its hidden size, which decides the micro-batches."""
+    def load(self, config: DPOConfig, inputs: RunInputs) -> LoadedPolicy:
+        """Load the policy and check it on real pairs."""
         set_activity("loading the policy")
-        self._config, self._inputs = config, inputs
-        self._policy = build_policy(config, inputs.layout, device=local_device(), world=self._world)
-        check_policy(config, inputs, self._policy)
+        checked = build_checked_policy(config, inputs, device=local_device(), world=self._world)
+        self._config, self._inputs, self._policy = config, checked.inputs, checked.policy
         logger.info("loaded the policy on %s", self._policy.device)
-        return self._policy.hidden_size
+        return LoadedPolicy(self._policy.hidden_size, checked.inputs.layout, checked.notes)
 
     def build(self, checkpoint: Path | None, handle: ReferenceHandle) -> RankReport:
         """Build the trainer, and restore a checkpoint if there is one."""
@@ -136,8 +144,7 @@ class ActorWorker(Worker):
         set_activity("loading the reference")
         config, inputs, policy = self._config, self._inputs, self._policy
         world = policy.dp_group.world
-        reference = build_reference(config, inputs.layout, device=policy.device, world=world, role=config.actor_train)
-        reference.check_logps(probe_pairs(inputs.train))
+        reference = build_checked_reference(config, inputs, device=policy.device, world=world, role=config.actor_train)
         yield from _score_missing(config, inputs, reference, weights)
 
     def score_missing_quietly(self, weights: str) -> None:
@@ -195,8 +202,7 @@ class ReferenceWorker(Worker):
         self._config, self._inputs = config, inputs
         # replicas without a process group divide the blocks by rank and size alone
         world = self._world if self._world.group is not None else Group(self._rank, self._size)
-        self._reference = build_reference(config, inputs.layout, device=local_device(), world=world)
-        self._reference.check_logps(probe_pairs(inputs.train))
+        self._reference = build_checked_reference(config, inputs, device=local_device(), world=world)
         logger.info("loaded the reference on %s", local_device())
 
     def score_missing(self, weights: str) -> Iterator[ScoringProgress]:
@@ -206,10 +212,10 @@ class ReferenceWorker(Worker):
     def score_missing_quietly(self, weights: str) -> None:
         deque(self.score_missing(weights), maxlen=0)
 
-    def serve(self, policy_hidden_size: int, num_ranks: int) -> None:
+    def serve(self, policy: LoadedPolicy, num_ranks: int) -> None:
         """Prepare to score steps, with the same micro-batches as the policy."""
-        config, inputs = self._config, self._inputs
-        self._micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy_hidden_size)
+        config, train = self._config, self._inputs.train
+        self._micro_batching = build_micro_batching(config, policy.layout, train, policy.hidden_size)
         self._num_ranks = num_ranks
         self._recent.clear()  # of a previous run
 

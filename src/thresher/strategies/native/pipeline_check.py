@@ -15,7 +15,7 @@ from torch import Tensor
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.forward_check import TOLERANCES, eval_mode, family_of, in_storage_precision
+from thresher.models.forward_check import TOLERANCES, LayoutError, eval_mode, family_of, in_storage_precision
 from thresher.models.layouts import ModelInputs, PaddedLayout
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.pipeline_chunk import Chunk
@@ -36,8 +36,9 @@ def check_stages(executor: PipelineExecutor, batch: PairBatch) -> None:
     expected = torch.cat([sides.chosen.values for sides in scored] + [sides.rejected.values for sides in scored])
     distance = (ours - expected).abs().mean().item() if len(expected) else 0.0
     if not distance <= TOLERANCES[model.compute_dtype]:
-        hint = "use layout=padded" if executor.layout.needs_pair_attention else "set pp_size to 1"
-        raise UserError(
+        is_packed = executor.layout.needs_pair_attention
+        error, hint = (LayoutError, "use layout=padded") if is_packed else (UserError, "set pp_size to 1")
+        raise error(
             f"log-probabilities of layout `{executor.layout.name}` differ from those of the model's original layers by "
             f"{distance:.2g} nats per token (architecture `{family_of(model)}`, pp_size "
             f"{executor.stage.pipeline.size}); {hint}"

@@ -113,10 +113,6 @@ class NativeTrain:
     def hidden_size(self) -> int:
         return self._pair_model.hidden_size
 
-    @property
-    def max_positions(self) -> int | None:
-        return self._pair_model.max_positions
-
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
         return self._checkpoint.snapshot(extra, copies)
 

@@ -1,0 +1,88 @@
+"""Engines that are checked on real pairs; layout `auto` becomes `padded` for a model that fails in packed rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from thresher.builders.axes import axis_sizes
+from thresher.builders.data import check_pairs, probe_pairs
+from thresher.builders.engines import build_policy, build_reference
+from thresher.builders.inputs import RunInputs, build_layout
+from thresher.config import DPOConfig
+from thresher.config.roles import RoleConfig
+from thresher.distributed.groups import SINGLE_PROCESS, Group
+from thresher.models.forward_check import LayoutError
+from thresher.models.layouts import Layout
+from thresher.models.loading.load import load_model_config
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.train import NativeTrain
+
+logger = logging.getLogger(__name__)
+Engine = TypeVar("Engine", NativeTrain, NativeInfer)
+
+
+@dataclass(frozen=True)
+class CheckedPolicy:
+    """A policy, and the inputs with the layout that it supports; notes: why it is another one than chosen."""
+
+    policy: NativeTrain
+    inputs: RunInputs
+    notes: tuple[str, ...] = ()
+
+
+def build_checked_policy(
+    config: DPOConfig, inputs: RunInputs, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
+) -> CheckedPolicy:
+    """Build the policy; reject pairs longer than its context, and logps that differ from its original forward."""
+    trusts = config.actor_train.model_args.trust_remote_code
+    model_config = load_model_config(str(config.policy_path), trust_remote_code=trusts)
+    check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
+    policy, layout, notes = _build_checked(
+        config, inputs, config.actor_train, lambda layout: build_policy(config, layout, device=device, world=world)
+    )
+    return CheckedPolicy(policy, replace(inputs, layout=layout), notes)
+
+
+def build_checked_reference(
+    config: DPOConfig,
+    inputs: RunInputs,
+    *,
+    device: torch.device | None = None,
+    world: Group = SINGLE_PROCESS,
+    role: RoleConfig | None = None,
+) -> NativeInfer:
+    """Build the reference, see `build_reference`; reject logps that differ from its original forward."""
+    reference, _, notes = _build_checked(
+        config,
+        inputs,
+        role or config.reference,
+        lambda layout: build_reference(config, layout, device=device, world=world, role=role),
+    )
+    for note in notes:
+        logger.warning("reference: %s", note)
+    return reference
+
+
+def _build_checked(
+    config: DPOConfig, inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Engine]
+) -> tuple[Engine, Layout, tuple[str, ...]]:
+    probe = probe_pairs(inputs.train)
+    engine = build(inputs.layout)
+    try:
+        engine.check_logps(probe)
+        return engine, inputs.layout, ()
+    except LayoutError as error:
+        # a row shard needs packed rows
+        if config.layout != "auto" or axis_sizes(role).cp > 1:
+            raise
+        note = f"using layout padded: {str(error).removesuffix('; use layout=padded')}"
+    del engine  # one model at a time
+    _, padded = build_layout(config.model_copy(update={"layout": "padded"}))
+    engine = build(padded)
+    engine.check_logps(probe)
+    return engine, padded, (note,)
