@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
-from thresher.builders import precompute
+from thresher.builders import checked_engines
 
 PAIRS = 27
 PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}
@@ -24,16 +24,16 @@ PLANNED = {"reference": {"mode": "precompute", "infer_batch_size": 4}}
 def forwards(monkeypatch) -> list[int]:
     """The rows of every forward of a precomputing reference, its start-up check included."""
     counted: list[int] = []
-    build = precompute.build_reference
+    build = checked_engines.build_reference
 
-    def build_counting(config, layout):
-        reference = build(config, layout)
+    def build_counting(config, layout, **place):
+        reference = build(config, layout, **place)
         reference.pair_model.backbone.register_forward_hook(
             lambda module, args, output: counted.append(output.last_hidden_state.shape[1])
         )
         return reference
 
-    monkeypatch.setattr(precompute, "build_reference", build_counting)
+    monkeypatch.setattr(checked_engines, "build_reference", build_counting)
     return counted
 
 
