@@ -137,7 +137,8 @@ def record_all(directory: Path, tests: Sequence[str], names: str) -> None:
     (directory / "recorded").mkdir(exist_ok=True)
     for file in files:
         started = time.monotonic()
-        target = directory / "recorded" / f"{'-'.join(file.with_suffix('').parts)}.json"
+        parts = [*file.with_suffix("").parts, *([digest(names)[:8]] if names else [])]
+        target = directory / "recorded" / f"{'-'.join(parts)}.json"
         code = in_fork(partial(record_file, file, names, target), target.with_suffix(".log"), seconds=3600)
         print(f"{file}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
 

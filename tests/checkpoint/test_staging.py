@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.flushes import record_flushed_inodes
 from tests.support.staged import staging
+from thresher import durable
 from thresher.checkpoint.manifest import read_manifest, record_files, verify
 from thresher.checkpoint.retention import latest
 from thresher.checkpoint.staging import create_staging, discard, publish, recover
@@ -279,3 +280,19 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
 def test_a_copied_checkpoint_verifies_elsewhere(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 1), tmp_path / "elsewhere" / "my-copy")
     assert verify(tmp_path / "elsewhere" / "my-copy").step == 1
+
+
+def test_recovery_works_while_another_process_removes_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step-00000001", ".replaced-step-00000001-ab", ".deleted-step-00000002-cd"):
+        (tmp_path / name).mkdir()
+    remove = durable.remove
+
+    def remove_second(path: Path, **options: bool) -> None:
+        shutil.rmtree(path)  # by the other process
+        remove(path, **options)
+
+    monkeypatch.setattr(durable, "remove", remove_second)
+    assert recover(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from thresher.data.prepare.executor import local_executor
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
 from thresher.data.prepare.report import PrepareReport, report_of
@@ -44,6 +46,11 @@ def test_every_row_is_kept_or_counted_by_reason(
     store = PairStore.open(tmp_path / "s")
     assert len(store) == 2
     assert PrepareReport.from_json(store.manifest["report"]) == report
+
+
+def test_one_process_tokenizes_in_this_process() -> None:
+    reader = SimpleNamespace(read=lambda span: [span])
+    assert list(local_executor(1)(lambda task: (task, os.getpid()), reader, [7])) == [(7, os.getpid())]
 
 
 def test_a_report_whose_counts_do_not_add_up_is_an_error() -> None:
@@ -202,7 +209,17 @@ def test_an_error_without_any_pair_states_the_reason_and_leaves_no_store(
     with pytest.raises(NoPairsError, match=r"none of 1 rows became a pair: 1 unpaired \(a pair needs a good") as error:
         prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
     assert error.value.report.dropped == {"unpaired": 1}
+    assert str(error.value).endswith(f". Read: {name}")
     assert not (tmp_path / "s").exists()
+
+
+def test_an_error_without_any_pair_names_three_files(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    names = [write_rows(row("p", "same", "same"), name=f"{number}.jsonl") for number in range(5)]
+    with pytest.raises(NoPairsError) as error:
+        prepare(DataSettings(names), chat_tokenizer, tmp_path / "s")
+    assert str(error.value).endswith(f". Read: {', '.join(names[:3])} and 2 more")
 
 
 def test_one_of_several_files_may_have_no_pairs(

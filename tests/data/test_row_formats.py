@@ -219,9 +219,10 @@ def test_an_unrecognized_format_lists_columns_formats_and_the_nearest_key() -> N
     assert "  instruction: instruction, chosen, rejected" in message
 
 
-def test_a_missing_prompt_column_is_named() -> None:
-    with pytest.raises(UserError, match=r"no prompt column. Name your columns with prompt_key=COLUMN"):
-        detect_format({"chosen": "a", "rejected": "b", "id": 1}, {}, "here")
+@pytest.mark.parametrize(("other", "key"), [({"id": 1}, "COLUMN"), ({"prompt": None}, "prompt")])
+def test_a_missing_prompt_column_is_named(other: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=f"no prompt column. Name your columns with prompt_key={key},"):
+        detect_format({"chosen": "a", "rejected": "b", **other}, {}, "here")
 
 
 def test_a_key_that_names_no_column_is_an_error() -> None:

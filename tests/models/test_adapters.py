@@ -57,6 +57,16 @@ def test_a_new_adapter_on_embeddings_does_not_change_the_output(family):
     assert sum(bool(p.any()) for p in trainable.values()) == len(trainable) / 2  # or nothing would be learned
 
 
+def test_the_initial_values_of_a_seed_and_a_name_never_change():
+    """A run that is started again from its config must begin with the same adapters."""
+    model = attach_lora(tiny_model("llama"), rank=2, alpha=None, dropout=0.0, target=["q_proj"])
+    init_adapters(model, seed=7)
+    values = model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    torch.testing.assert_close(
+        values[:, :2], torch.tensor([[0.095446, -0.122221], [0.160118, -0.007474]]), rtol=1e-4, atol=0
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_with_its_adapter_disabled_equals_its_base_bit_for_bit(family):
     model = with_lora(family)
