@@ -15,10 +15,10 @@ from thresher.builders.preflight import check_run
 from thresher.builders.run import (
     build_supervisor,
     build_tracking,
-    describe_run,
     logging_dir,
     loop_settings,
     stop_file,
+    summarize_run,
     track,
 )
 from thresher.config import DPOConfig
@@ -81,8 +81,11 @@ class DPOPipeline:
             run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.notes:
                 logger.warning("%s", note)
-            mode, layout = run.reference_mode, run.layout
-            logger.info("%s", describe_run(inputs.objective, plan, mode, layout, run.devices, checkpoint))
+            summary = summarize_run(
+                config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts, checkpoint
+            )
+            for line in summary:
+                logger.info("%s", line)
             run.begin()
 
             with (
@@ -90,4 +93,5 @@ class DPOPipeline:
                 track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
             ):
                 log = supervisor.track_progress(trackers)
-                return fit(run.trainable, run.progress, plan.num_steps, loop_settings(config), log, skipped)
+                settings = loop_settings(config)
+                return fit(run.trainable, run.progress, plan.num_steps, settings, log, skipped, self._progress)

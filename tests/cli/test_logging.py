@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,14 +56,96 @@ def logging_is_restored():
 
 def test_information_is_printed_plainly_and_warnings_have_a_prefix(command_line, config):
     result = command_line("train", config)
-    assert (result.code, result.out) == (0, "")
+    assert result.code == 0
     lines = result.err.splitlines()
     assert any(line.startswith("warning: of 21 training pairs, 21 are also in the validation set") for line in lines)
-    assert any("; 2 steps of 6 pairs (" in line for line in lines)
+    assert "steps       2 steps of 6 pairs (0.5 epochs)" in lines
     assert STEP_LINE.search(result.err)
-    assert "last evaluation" in result.err
     assert lines[-1] == "done; export the model with: thresher export out --output DIR"
     assert "debug: " not in result.err
+
+
+def test_results_go_to_stdout_and_messages_to_stderr(command_line, config):
+    """A pipe after `train` gets the checkpoint and nothing else."""
+    for _ in ("a run", "a finished run, which is left as it is"):
+        assert command_line("train", config).out == "out/checkpoints/step-00000002\n"
+    (store,) = Path("out/data").iterdir()
+    for arguments in (("inspect", store), ("cache", "ls"), ("cache", "verify"), ("config", "show", config)):
+        result = command_line(*arguments)
+        assert result.out
+        assert result.err == ""
+
+
+def test_a_run_shows_at_most_12_lines_before_its_first_step(command_line, config, base):
+    result = command_line("train", config)
+    before, first, _ = result.err.partition("step 1/2  loss")
+    assert first
+    (warning,) = [line for line in before.splitlines() if line.startswith("warning: ")]
+    lines = [line for line in before.splitlines() if line != warning]
+    assert len(lines) <= 12
+    model = base["pretrain"]
+    for line in (
+        f"model       {model} in fp32",
+        "parameters  6,480, all trained",
+        "data        21 pairs, 21 for validation",
+        "loss        sigmoid(beta=0.1, label_smoothing=0)",
+        "steps       2 steps of 6 pairs (0.5 epochs)",
+        f"reference   precompute, {base['reference']['model_args']['model_name_or_path']}",
+        "layout      shared",
+        "device      cpu",
+    ):
+        assert line in lines, before
+    log = Path("out/logs/run.log").read_text()
+    for detail in ("rows read 21, pairs kept 21", "tokens of prompt: min ", "train.jsonl: 21 rows of format prompt"):
+        assert detail in log
+        assert detail not in result.err
+
+
+def test_a_run_warns_of_many_dropped_pairs_also_when_they_are_prepared(command_line, config):
+    for _ in ("prepared by this run", "by the one before"):
+        result = command_line("-q", "train", config, "sequence_length=9", "resume_from_checkpoint=auto")
+        train, validation = (line for line in result.err.splitlines() if "too long" in line)
+        assert re.fullmatch(
+            r"warning: out/data/\w+: \d+ of 21 pairs \(\d+%\) are too long and were dropped; sequence_length=\d+ keeps "
+            r"95 %, and actor_train\.data_args\.truncation=prompt_start or .*=response_end truncates pairs instead",
+            train,
+        )
+        assert validation == train.replace("actor_train", "validation")
+
+
+def test_lora_shows_the_share_of_trained_parameters(command_line, config):
+    result = command_line("train", config, "actor_train.model_args.lora_rank=2")
+    line = next(line for line in result.err.splitlines() if line.startswith("parameters"))
+    total, trained, share = re.fullmatch(
+        r"parameters  ([\d,]+), of which ([\d,]+) \(([\d.]+)%\) are trained: LoRA of rank 2", line
+    ).groups()
+    total, trained = int(total.replace(",", "")), int(trained.replace(",", ""))
+    assert total == 6480 + trained
+    assert float(share) == pytest.approx(100 * trained / total, abs=1e-3)
+
+
+def test_an_evaluation_is_one_line_and_verbose_shows_all_its_metrics(command_line, config):
+    short = command_line("train", config).err
+    (line,) = [line for line in short.splitlines() if "evaluation:" in line]
+    assert re.fullmatch(r"step 2/2  evaluation: loss [\d.]+  accuracy [\d.]+  margin -?[\d.]+", line)
+    full = r"evaluation after step 2: eval/loss .* eval/rewards/chosen .* eval/sft_loss "
+    assert re.search(full, Path("out/logs/run.log").read_text())
+    assert not re.search(full, short)
+    assert re.search(full, command_line("train", config, "output_dir=again", "-v").err)
+
+
+def test_only_work_that_takes_long_shows_its_progress(caplog):
+    from thresher.cli.terminal import progress_lines
+
+    caplog.set_level("INFO", "thresher")
+    seconds = 0.0
+    show = progress_lines(clock=lambda: seconds)
+    for what, duration, total in (("short", 1, 4), ("long", 3, 15)):
+        for done in range(1, total + 1):
+            seconds += duration
+            show(what, done, total)
+    # from 5 seconds on, every 30 seconds, and the end
+    assert caplog.messages == ["long: 3/15", "long: 13/15", "long: 15/15"]
 
 
 @pytest.mark.parametrize("where", ["before", "after", "environment"])
@@ -71,7 +154,7 @@ def test_quiet_shows_only_warnings(command_line, config, monkeypatch, where):
         monkeypatch.setenv("THRESHER_LOG_LEVEL", "Warning")
     flags = {"before": ["-q", "train", config], "after": ["train", config, "--quiet"], "environment": ["train", config]}
     result = command_line(*flags[where])
-    assert (result.code, result.out) == (0, "")
+    assert (result.code, result.out) == (0, "out/checkpoints/step-00000002\n")
     (line,) = result.err.splitlines()
     assert line.startswith("warning: of 21 training pairs, 21 are also in the validation set")
 
@@ -96,7 +179,7 @@ def test_quiet_does_not_hide_the_result_of_a_command(command_line, config):
     assert command_line("-q", "train", config).code == 0
     (store,) = (path for path in Path("out/data").iterdir() if path.is_dir())
     assert command_line("-q", "inspect", store) == command_line("inspect", store)
-    assert "pairs kept" in command_line("-q", "inspect", store).err
+    assert "pairs kept" in command_line("-q", "inspect", store).out
 
 
 def test_an_unknown_level_is_reported_with_the_valid_ones(command_line, monkeypatch):
@@ -158,7 +241,7 @@ def test_run_log_has_all_messages_at_every_terminal_level(command_line, config, 
     assert all(LINE.fullmatch(line) for line in lines), lines
     text = log.read_text()
     assert " WARNING thresher.builders.data: of 21 training pairs, 21 are also in the validation set" in text
-    assert re.search(r" INFO thresher.pipeline: .*; 2 steps of 6 pairs \(", text)
+    assert " INFO thresher.pipeline: steps       2 steps of 6 pairs (" in text
     assert command_line("train", config).code == 0  # the same command again appends to the same file
     assert log.read_text().startswith(text)
     assert "has completed all steps" in log.read_text()[len(text) :]
@@ -221,9 +304,9 @@ def test_a_library_user_sees_nothing_without_a_handler(base, tmp_path):
 
     assert printed() == ""
     text = (tmp_path / "out" / "logs" / "run.log").read_text()
-    assert re.search(r" INFO thresher.pipeline: .*; 2 steps of 6 pairs \(", text)
+    assert " INFO thresher.pipeline: steps       2 steps of 6 pairs (" in text
     assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.builders.data"]]
-    assert re.search(r"^INFO thresher.pipeline .*; 2 steps of 6 pairs \(", printed("INFO"), re.MULTILINE)
+    assert "\nINFO thresher.pipeline steps       2 steps of 6 pairs (" in printed("INFO")
 
 
 def test_run_log_does_not_lower_the_level_of_other_handlers(tmp_path, caplog):
@@ -253,6 +336,17 @@ def test_a_log_that_cannot_be_opened_or_written_is_a_warning(tmp_path, monkeypat
             logging.getLogger("thresher.test").info("message")
     messages = [record.getMessage().partition(":")[0] for record in records]
     assert messages == ["message", f"could not write {tmp_path}/run.log", "message"]
+
+
+def test_the_stack_of_a_worker_that_crashes_is_in_its_log(tmp_path):
+    program = (
+        "import logging, os, pathlib, signal, sys; from thresher.observability.run_log import open_worker_log\n"
+        "open_worker_log(pathlib.Path(sys.argv[1]), 'actor_train', 1, logging.INFO)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    crashed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False)
+    assert crashed.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (tmp_path / "workers" / "actor_train-1.log").read_text()
 
 
 def test_logs_are_not_written_through_links(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,25 @@ def test_prepare_prints_a_report_of_every_row(
         "length: chosen is longer in",
     ):
         assert fact in printed, printed
+
+
+def test_prepare_warns_of_many_dropped_pairs_and_names_what_to_set(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
+    name = write_rows(ROWS[0], {"prompt": "Why?", "chosen": "yes " * 50, "rejected": "no"})
+    config = tmp_path / "config.yaml"
+    config.write_text(f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {name}\n")
+    run("prepare", name, "--model", model_dir, "--sequence-length", "40", "--output", tmp_path / "s")
+    run("prepare", "--config", config, "sequence_length=40", "--output", tmp_path / "t")
+    options, keys = (line for line in terminal_output.getvalue().splitlines() if line.startswith("warning: "))
+    assert re.fullmatch(
+        r"warning: 1 of 2 pairs \(50%\) are too long and were dropped; --sequence-length \d+ keeps 95 %, and "
+        r"--truncation prompt_start or --truncation response_end truncates pairs instead",
+        options,
+    )
+    assert keys == options.replace("--sequence-length ", "sequence_length=").replace(
+        "--truncation ", "actor_train.data_args.truncation="
+    )
 
 
 def test_prepare_keeps_a_store_with_the_same_fingerprint_and_refuses_another(
@@ -256,8 +276,7 @@ def test_inspect_shows_a_store_and_its_pairs(
     tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
 ) -> None:
     run("prepare", write_rows(*ROWS), "--model", model_dir, "--output", tmp_path / "s")
-    run("inspect", tmp_path / "s", "--verify")
-    assert "1 pairs in 1 shards" in terminal_output.getvalue()
+    assert "1 pairs in 1 shards" in run("inspect", tmp_path / "s", "--verify")
     shown = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0")
     assert "chosen: 14 prompt tokens, 3 response tokens, 3 scored" in shown
     assert "<|im_start|>assistant\nyes<|im_end|>" in shown

@@ -149,7 +149,8 @@ def show(is_terminal: bool) -> tuple[str, list[str]]:
     tracker.start(run_in(Path("runs") / "a"), 2)
     tracker.log(4, {"loss": 0.69314, "rewards/accuracies": 0.5, "pairs_per_second": 12.34, "lr": 1e-6})
     tracker.print("saved [step-00000004] to " + "x" * 300)
-    tracker.log(4, {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75})
+    assert tracker.show_in_bar("evaluating", 3, 7) == is_terminal
+    tracker.log(4, {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "eval/kl": 0.1})
     tracker.log(5, {"loss": 0.6})
     tracker.close("finished")
     return stream.getvalue(), stream.getvalue().splitlines()
@@ -164,7 +165,7 @@ def test_a_pipe_gets_one_plain_line_per_log_call() -> None:
         # 2 steps in 20 seconds: the other 6 take 60.
         "step 4/10  loss 0.6931  accuracy 0.500  12.3 pairs/s  eta 0:01:00",
         "saved [step-00000004] to " + "x" * 300,
-        "step 4: eval/loss 0.5000  eval/rewards/accuracies 0.7500",
+        "step 4/10  evaluation: loss 0.5000  accuracy 0.750",
         "step 5/10  loss 0.6000  eta 0:00:50",
         "finished after 0:00:30",
     ]

@@ -78,8 +78,8 @@ def on_two(base, ray_here, tmp_path_factory) -> tuple[Path, list[str], FreeCores
 def test_a_precomputed_reference_equals_a_plain_forward(local, on_two):
     output, lines, _ = on_two
     assert_same_run(output, local)
-    assert lines[-2].endswith("reference: precompute; layout: shared; device: 2 x cpu on 1 node")
-    assert lines[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
+    assert "device      2 x cpu on 1 node" in lines
+    assert "reference: 0 pairs from the cache, 24 scored by its workers" in lines
 
 
 def test_reference_workers_are_released_after_precomputing(on_two):
@@ -113,11 +113,11 @@ def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
     lora = {"model_args": {"lora_rank": 4, "lora_dropout": 0.3}, "training_args": {"learning_rate": 0.05}}
     values = merge(merge(base, TWO), {"actor_train": lora})
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
-    assert run(values, uninterrupted)[-1] == "reference: 0 pairs from the cache, 24 scored by its workers"
+    assert "reference: 0 pairs from the cache, 24 scored by its workers" in run(values, uninterrupted)
     shutil.copytree(uninterrupted / "checkpoints" / "step-00000002", resumed / "checkpoints" / "step-00000002")
     lines = run({**values, "resume_from_checkpoint": "auto"}, resumed)
-    assert lines[-2].endswith("resuming from " + str(resumed / "checkpoints" / "step-00000002"))
-    assert lines[-1] == "reference: 24 pairs from the cache, 0 scored by its workers"
+    assert f"resuming from {resumed / 'checkpoints' / 'step-00000002'}" in lines
+    assert "reference: 24 pairs from the cache, 0 scored by its workers" in lines
 
     assert metric_log(resumed) == [record for record in metric_log(uninterrupted) if record["step"] > 2]
     last = "checkpoints/step-00000004"
@@ -201,7 +201,7 @@ def test_an_error_names_the_worker_that_died(prefetching):
     with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*resume from the newest"):
         list(records)
     with pytest.raises(UserError, match="actor_train worker 0 of 2 died"):
-        wait_for(runtime.policy.submit("evaluate_and_record")[:1])  # all workers were killed
+        wait_for(runtime.policy.submit("evaluate_quietly")[:1])  # all workers were killed
 
 
 def unloadable(*roles: str) -> dict[str, Any]:

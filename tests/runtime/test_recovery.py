@@ -58,11 +58,20 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_killed_policy_worker_does_not_change_the_results(values, uninterrupted, tmp_path, step):
+def test_a_killed_policy_worker_does_not_change_the_results(values, uninterrupted, tmp_path, capsys, step):
     killer = Killer(step, "ActorWorker")
     lines = run(values, tmp_path / "killed", killer)
     assert killer.killed
-    assert any("restarting from" in line for line in lines)
+    (line,) = [line for line in lines if "died" in line and not line.startswith("Ray's report")]
+    logs = tmp_path / "killed" / "logs"
+    assert re.fullmatch(
+        rf"actor_train worker (\d) of 2 died: killed by a signal, often SIGKILL because memory ran out "
+        rf"\(process {killer.killed} on \S+\); see {logs}/workers/actor_train-\1\.log; restarting from .+ in 1 s "
+        r"\(attempt 1/5 since the last new checkpoint\)",
+        line,
+    )
+    assert capsys.readouterr().out == ""  # where Ray prints its report
+    assert "some common causes" in (logs / "run.log").read_text().lower()  # the rest of Ray's report
     assert_equal_runs(tmp_path / "killed", uninterrupted)
     recovery = recovery_of(tmp_path / "killed")
     assert recovery["from_step"] == (0 if step == 1 else 2)

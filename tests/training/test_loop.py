@@ -14,6 +14,8 @@ from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pa
 from thresher.builders.run import stop_file
 from thresher.checkpoint.manifest import read_manifest
 from thresher.errors import RunStopped
+from thresher.training.loop import LoopSettings, TrainingProgress, fit
+from thresher.training.skipped_steps import SkippedStepLog
 
 
 def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
@@ -66,3 +68,22 @@ def test_a_stop_during_the_last_step_is_the_end_of_the_run(base):
     run.fit()
     assert run.trainer.stopped_at == run.trainer.plan.num_steps == 6
     assert saved_metrics(run).keys() == {"step-00000006"}
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, [(0, 3), (1, 3), (2, 3)]), (1000.0, [])])
+def test_only_a_long_evaluation_reports_its_progress(base, monkeypatch, seconds, shown):
+    monkeypatch.setattr("thresher.training.trainer._SECONDS_BETWEEN_PROGRESS", seconds)
+    changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": 1}}}
+    run = build_run(merge(base, changes), noise_pairs(12), noise_pairs(3, seed=5))
+    calls: list[tuple[str, int, int]] = []
+    fit(
+        run.trainer,
+        TrainingProgress(0, {}),
+        1,
+        LoopSettings(),
+        run.log,
+        SkippedStepLog(Path(run.config.output_dir) / "logs", None),
+        lambda what, done, total: calls.append((what, done, total)),
+    )
+    assert calls == [("evaluating after step 1, batches", *each) for each in shown]
+    assert len(run.log.evaluations()) == 1

@@ -152,6 +152,16 @@ def test_a_completed_step_resets_the_count_of_skipped_steps(different_reference)
     assert [record["in_a_row"] for record in records(run)] == [1] * 4
 
 
+def test_a_skipped_step_is_one_line_with_the_reason_and_the_pairs(different_reference, caplog):
+    run = build_run(different_reference, with_pair(noise_pairs(12), weight=HUGE, margin=20.0))
+    run.fit()
+    log = Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl"
+    assert caplog.messages == [
+        f"step {step + 1} skipped: its loss is not finite (pair {POISONED}); see {log}"
+        for step in steps_with_the_pair(run)
+    ]
+
+
 def test_a_run_without_skipped_steps_writes_no_log_of_them(different_reference):
     run = build_run(different_reference, noise_pairs(12))
     run.fit()

@@ -24,6 +24,7 @@ from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.logps import base_model
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
+from thresher.strategies.native.parameters import ParameterCounts
 from thresher.strategies.native.train import NativeTrain, OptimizerSettings
 
 
@@ -39,7 +40,9 @@ def build_policy(
     source = ModelSource(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code)
     training = role.training_args
     dtype = DTYPES[args.dtype]
-    module, parallel = _load_and_parallelize(source, role, device, dtype, world, adapters=args, seed=config.seed)
+    module, parallel, counts = _load_and_parallelize(
+        source, role, device, dtype, world, adapters=args, seed=config.seed
+    )
     if training.gradient_checkpointing:
         base_model(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OptimizerSettings(
@@ -51,7 +54,7 @@ def build_policy(
         max_grad_norm=training.max_grad_norm,
     )
     _seed_dropout(config.seed, parallel)
-    policy = NativeTrain(module, layout, dtype, optimizer, parallel)
+    policy = NativeTrain(module, layout, dtype, optimizer, parallel, counts)
     if training.torch_compile:
         policy.compile()
     return policy
@@ -101,17 +104,19 @@ def _load_and_parallelize(
     *,
     adapters: ModelArgs | None = None,
     seed: int = 0,
-) -> tuple[torch.nn.Module, ParallelContext]:
-    """Load a full copy of a model, or this process's shards of it."""
+) -> tuple[torch.nn.Module, ParallelContext, ParameterCounts]:
+    """Load a full copy of a model, or this process's shards of it; the counts are those of the whole model."""
     sizes = axis_sizes(role)
     if sizes.is_replicated:
         model = source.load()
         module = model if adapters is None else attach_adapters(model, adapters)
+        counts = ParameterCounts.of(module)
         parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
         module = module.to(device)
     else:
         model = source.empty()
         module = model if adapters is None else attach_adapters(model, adapters)
+        counts = ParameterCounts.of(module)
         axes = role.strategy_args.axes
         parallel = parallelize(
             model,
@@ -124,7 +129,7 @@ def _load_and_parallelize(
         )
     if module is not model:
         init_adapters(model, seed)
-    return module, parallel
+    return module, parallel, counts
 
 
 def attach_adapters(model: PreTrainedModel, args: ModelArgs) -> torch.nn.Module:
@@ -153,7 +158,7 @@ def build_reference(
     source = ModelSource(config.reference_path, config.reference_master_dtype, attention, config.trusts_reference_code)
     device = device or device_of(role)
     dtype = DTYPES[config.reference_dtype]
-    model, parallel = _load_and_parallelize(source, role, device, dtype, world)
+    model, parallel, _ = _load_and_parallelize(source, role, device, dtype, world)
     model.requires_grad_(False)
     reference = NativeInfer(model.eval(), layout, dtype, parallel)
     if config.actor_train.training_args.torch_compile:

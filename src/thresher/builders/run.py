@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager
+from thresher.builders.inputs import RunInputs
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import Plan
@@ -17,6 +18,7 @@ from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.factory import TrackerSettings, make_trackers
 from thresher.observability.trackers.tracker import RunInfo, Trackers
 from thresher.redact import redact
+from thresher.strategies.native.parameters import ParameterCounts
 from thresher.training import preemption
 from thresher.training.loop import LoopSettings
 from thresher.training.skipped_steps import SkippedStepLog
@@ -72,21 +74,43 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     trackers.close("finished")
 
 
-def describe_run(
-    objective: Objective, plan: Plan, mode: str, layout: str, devices: str, checkpoint: Path | None
-) -> str:
-    """Summarize the run in one line."""
+def summarize_run(
+    config: DPOConfig,
+    inputs: RunInputs,
+    mode: str,
+    layout: str,
+    devices: str,
+    parameters: ParameterCounts,
+    checkpoint: Path | None,
+) -> list[str]:
+    """Summarize a run that is about to start, one fact per line."""
+    plan, validation = inputs.plan, inputs.validation
     epochs = f"{plan.num_epochs:.3g}"
-    line = (
-        f"loss: {describe_losses(objective)}; {plan.num_steps:,} steps of {plan.pairs_per_step} pairs "
-        f"({epochs} epoch{'' if epochs == '1' else 's'} of {plan.num_pairs:,} pairs); reference: {mode}; "
-        f"layout: {layout}; device: {devices}"
-    )
-    if checkpoint is None:
-        return line
-    if read_manifest(checkpoint).step >= plan.num_steps:
-        return f"{line}; {checkpoint} has completed all steps; set another output_dir to train again"
-    return f"{line}; resuming from {checkpoint}"
+    facts = {
+        "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
+        "parameters": _describe_parameters(parameters, config.actor_train.model_args.lora_rank),
+        "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} for validation" if validation else ""),
+        "loss": describe_losses(inputs.objective),
+        "steps": (
+            f"{plan.num_steps:,} steps of {plan.pairs_per_step} pairs ({epochs} epoch{'' if epochs == '1' else 's'})"
+        ),
+        "reference": mode if config.reference_path == config.policy_path else f"{mode}, {config.reference_path}",
+        "layout": layout,
+        "device": devices,
+    }
+    lines = [f"{name:<12}{fact}" for name, fact in facts.items()]
+    if checkpoint is not None and read_manifest(checkpoint).step >= plan.num_steps:
+        lines.append(f"{checkpoint} has completed all steps; set another output_dir to train again")
+    elif checkpoint is not None:
+        lines.append(f"resuming from {checkpoint}")
+    return lines
+
+
+def _describe_parameters(counts: ParameterCounts, lora_rank: int | None) -> str:
+    if counts.trained == counts.total:
+        return f"{counts.total:,}, all trained"
+    lora = "" if lora_rank is None else f": LoRA of rank {lora_rank}"
+    return f"{counts.total:,}, of which {counts.trained:,} ({counts.trained / counts.total:.3%}) are trained{lora}"
 
 
 def describe_losses(objective: Objective) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from thresher.cli.prepare_options import name_options_in_errors, reject_config_options
+from thresher.cli.prepare_options import name_options_in_errors, reject_config_options, spell_setting
 from thresher.cli.prepare_report import format_examples, log_report, show_progress
 
 if TYPE_CHECKING:
@@ -125,6 +125,12 @@ def prepare(
         report = _prepare_store(
             settings, model, output, trust_remote_code=trust_remote_code, overwrite=overwrite, ray=ray
         )
+    settings_to_change = [
+        spell_setting(name, in_config=config is not None, validation=validation)
+        for name in ("sequence_length", "truncation")
+    ]
+    if warning := report.truncation_warning(*settings_to_change):
+        logger.warning("%s", warning)
     if against is not None:
         _log_leaks(output, against, report.pairs_kept)
 
@@ -185,7 +191,7 @@ def _prepare_store(
         logger.info("%s already contains these pairs", output)
         report = report_of(store)
     else:
-        return build_and_report(settings, tokenizer, output, overwrite=overwrite, ray=ray)
+        return build_and_report(settings, tokenizer, output, overwrite=overwrite, ray=ray, in_full=True)
     log_report(report)
     return report
 
@@ -197,8 +203,12 @@ def build_and_report(
     *,
     overwrite: bool = False,
     ray: RayCluster | None = None,
+    in_full: bool = False,
 ) -> PrepareReport:
-    """Build a store with a progress display, then show its report, also if no pair is left."""
+    """Build a store with a progress display, then show its report, also if no pair is left.
+
+    in_full: with tables; otherwise only warnings are shown, and the rest of the report is in `run.log`.
+    """
     from thresher.data.prepare.prepare import NoPairsError
     from thresher.data.prepare.prepare import prepare as build
 
@@ -211,10 +221,10 @@ def build_and_report(
         with show_progress() as show:
             report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=runner)
     except NoPairsError as error:
-        log_report(error.report)
+        log_report(error.report, in_full=in_full)
         raise
     logger.info("wrote %s pairs to %s", f"{report.pairs_kept:,}", output)
-    log_report(report)
+    log_report(report, in_full=in_full)
     return report
 
 

@@ -40,14 +40,20 @@ def reject_config_options(context: typer.Context, *, validation: bool) -> None:
     """Reject options that the config would silently override, and name the key to set instead."""
     from thresher.errors import UserError
 
-    for name, key in CONFIG_KEYS.items():
+    for name in CONFIG_KEYS:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            key = key.format(role="validation" if validation else "actor_train")
+            setting = spell_setting(name, in_config=True, validation=validation)
             raise UserError(
-                f"{_option(name)} has no effect with --config; leave it out and pass {key}={context.params[name]} "
+                f"{_option(name)} has no effect with --config; leave it out and pass {setting}{context.params[name]} "
                 "instead"
             )
+
+
+def spell_setting(name: str, *, in_config: bool, validation: bool) -> str:
+    """Return how to set an option, up to its value: `--name ` or `key=`."""
+    role = "validation" if validation else "actor_train"
+    return f"{CONFIG_KEYS[name].format(role=role)}=" if in_config else f"{_option(name)} "
 
 
 @contextmanager

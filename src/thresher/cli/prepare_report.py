@@ -59,27 +59,41 @@ def _progress_lines() -> Callable[[PrepareProgress], None]:
 
 def print_report(report: PrepareReport) -> None:
     """Print the report as the result of a command: what happened to every row, token lengths and findings."""
-    from thresher.cli.terminal import console, print_line
+    from thresher.cli.terminal import print_line, result_console
 
-    _print_tables(report, console)
+    _print_tables(report, result_console())
     for _, line in _note_lines(report):
         print_line(line)
 
 
-def log_report(report: PrepareReport) -> None:
-    """Show the report as messages: its tables if information is shown, and its notes at their level."""
-    from thresher.cli.terminal import progress_console
+def log_report(report: PrepareReport, *, in_full: bool = True) -> None:
+    """Show the report as messages: its tables if information is shown, and its notes at their level.
 
-    _print_tables(report, progress_console())
+    Not in full: tables become lines, and only warnings are shown by default.
+    """
+    from thresher.cli.terminal import progress_console
+    from thresher.observability.details import DETAIL
+
+    if in_full:
+        _print_tables(report, progress_console())
+    else:
+        for line in _table_lines(report):
+            logger.info("%s", line, extra=DETAIL)
     for level, line in _note_lines(report):
-        logger.log(level, "%s", line)
+        logger.log(level, "%s", line, extra=None if in_full or level > logging.INFO else DETAIL)
+
+
+def _table_lines(report: PrepareReport) -> Iterator[str]:
+    yield ", ".join(f"{name} {count:,}" for name, count in _count_rows(report))
+    for side, values in report.percentiles.items():
+        lengths = zip(_percentile_names(), values, strict=True)
+        yield f"tokens of {side}: " + ", ".join(f"{name} {value:,}" for name, value in lengths)
 
 
 def _print_tables(report: PrepareReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from thresher.data.prepare.report import PERCENTILES
     from thresher.redact import escape_control_chars
 
     table = Table("", "count", title="Rows and pairs", title_justify="left")
@@ -89,13 +103,18 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
         table.add_row(Text(escape_control_chars(name)), f"{count:,}")
     console.print(table)
     if report.percentiles:
-        names = ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
-        lengths = Table("", *names, title="Length in tokens", title_justify="left")
+        lengths = Table("", *_percentile_names(), title="Length in tokens", title_justify="left")
         for column in lengths.columns[1:]:
             column.justify = "right"
         for name, values in report.percentiles.items():
             lengths.add_row(Text(escape_control_chars(name)), *(f"{value:,}" for value in values))
         console.print(lengths)
+
+
+def _percentile_names() -> list[str]:
+    from thresher.data.prepare.report import PERCENTILES
+
+    return ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
 
 
 def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:

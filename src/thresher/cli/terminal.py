@@ -1,4 +1,4 @@
-"""Terminal output: messages, progress and tables, all on stderr so that stdout stays clean.
+"""Terminal output: messages and progress on stderr, the results of a command on stdout, so that pipes get only results.
 
 Messages are the records of the `thresher` loggers. The results of a command are printed at every level.
 """
@@ -11,13 +11,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from thresher.errors import UserError
+from thresher.observability.details import is_detail
 from thresher.redact import RedactingFormatter, escape_control_chars, redact_text
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 console = Console(stderr=True, highlight=False)
 LEVEL_VARIABLE = "THRESHER_LOG_LEVEL"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_SECONDS_BEFORE_PROGRESS, _SECONDS_BETWEEN_PROGRESS = 5.0, 30.0
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "bold yellow", logging.ERROR: "bold red"}
 
 
@@ -50,6 +51,7 @@ class TerminalHandler(logging.Handler):
 
 _handler = TerminalHandler()
 _handler.setFormatter(RedactingFormatter())
+_handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_detail(record))
 
 
 def choose_level(*, quiet: bool, verbose: bool) -> int:
@@ -91,7 +93,12 @@ def quiet_libraries() -> None:
 
 def print_line(line: str) -> None:
     """Print a line of the result of a command, at every level."""
-    console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
+    result_console().print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
+
+
+def result_console() -> Console:
+    """The console for the results of a command, on stdout."""
+    return Console(highlight=False)
 
 
 def progress_console() -> Console:
@@ -99,22 +106,17 @@ def progress_console() -> Console:
     return console if _handler.level <= logging.INFO else Console(stderr=True, quiet=True)
 
 
-def progress_lines(every_seconds: float = 5.0) -> Callable[[str, int, int], None]:
-    """Log the progress of long work every few seconds and at its end."""
-    last = time.monotonic()
+def progress_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[str, int, int], None]:
+    """Log the progress of work that takes longer than a few seconds, then regularly and at its end."""
+    current, due, is_shown = "", 0.0, False
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done == total or now - last >= every_seconds:
-            last = now
+        nonlocal current, due, is_shown
+        now = clock()
+        if what != current:
+            current, due, is_shown = what, now + _SECONDS_BEFORE_PROGRESS, False
+        if now >= due or (is_shown and done == total):
+            due, is_shown = now + _SECONDS_BETWEEN_PROGRESS, True
             logger.info("%s: %d/%d", what, done, total)
 
     return show
-
-
-def metric_table(title: str, metrics: Mapping[str, float]) -> None:
-    table = Table("metric", "value", title=title, title_justify="left")
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.6g}")
-    progress_console().print(table)

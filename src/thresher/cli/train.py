@@ -22,19 +22,22 @@ def train(
 
     check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
 
+    from thresher.builders.checkpoints import build_checkpoint_manager
+    from thresher.checkpoint.retention import list_checkpoints
     from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import metric_table, progress_console, progress_lines, quiet_libraries
+    from thresher.cli.terminal import print_line, progress_console, progress_lines, quiet_libraries
     from thresher.observability.trackers.console import ConsoleTracker
     from thresher.pipeline import DPOPipeline
 
     quiet_libraries()
-    pipeline = DPOPipeline(
-        config,
-        console=ConsoleTracker(progress_console()),
-        progress=progress_lines(),
-        build_store=build_and_report,
-    )
-    metrics = pipeline.run()
-    if metrics:
-        metric_table("last evaluation", metrics)
+    console, log_progress = ConsoleTracker(progress_console()), progress_lines()
+
+    def show_progress(what: str, done: int, total: int) -> None:
+        if not console.show_in_bar(what, done, total):
+            log_progress(what, done, total)
+
+    DPOPipeline(config, console=console, progress=show_progress, build_store=build_and_report).run()
     logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
+    # the result; there is none if a checkpoint of another run has completed all steps
+    for checkpoint in list_checkpoints(build_checkpoint_manager(config).root)[-1:]:
+        print_line(str(checkpoint))

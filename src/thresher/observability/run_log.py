@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import logging
 import os
 import sys
@@ -79,12 +80,17 @@ def _open(path: Path) -> LogFile | None:
         return None
 
 
+def worker_log(directory: Path, role: str, rank: int) -> Path:
+    return directory / WORKERS / f"{role}-{rank}.log"
+
+
 def open_worker_log(directory: Path, role: str, rank: int, level: int) -> LogFile:
     """Write the records of this worker process to its log file; raise OSError if the file cannot be opened."""
-    path = directory / WORKERS / f"{role}-{rank}.log"
+    path = worker_log(directory, role, rank)
     if path.parent.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path.parent))
     file = LogFile(path)
+    faulthandler.enable(file.stream)  # a crash leaves its stack here; Ray does not report it
     _PACKAGE.addHandler(file)
     _PACKAGE.setLevel(level)
     _PACKAGE.propagate = False  # Ray's handlers would write the records unmasked

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
     from thresher.losses.objective import Objective
+    from thresher.strategies.native.parameters import ParameterCounts
     from thresher.training.loop import Trainable, TrainingProgress
 
 
@@ -26,6 +27,7 @@ class RunHandle:
     reference_mode: str
     layout: str
     devices: str
+    parameter_counts: ParameterCounts
     notes: tuple[str, ...]
     begin: Callable[[], None]
 

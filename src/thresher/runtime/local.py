@@ -32,6 +32,7 @@ class LocalRuntime:
             reference.mode,
             inputs.layout.name,
             str(policy.device),
+            policy.parameter_counts,
             (*checked.notes, *bundle.notes),
             bundle.begin,
         )

@@ -7,7 +7,7 @@ up micro-batches, and native/parameters.py lists what is summed over which ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -127,19 +127,33 @@ def _step_loss(per_pair: Tensor, num_pairs_in_step: int) -> Tensor:
     return per_pair.sum() / num_pairs_in_step
 
 
-def evaluate_objective(
-    score: Score, micro_batches: Iterable[MicroBatch], objective: Objective, dp_group: DataParallelGroup
-) -> Metrics:
+class Evaluation:
     """Metric sums over the micro-batches of all ranks, without gradient; a coupled loss gets all pairs at once."""
-    with torch.no_grad():
-        if objective.couples_pairs:
-            local = [objective_inputs(micro, score(micro.pairs)) for micro in micro_batches]
-            gathered = concat_pairs(dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)])))
-            metrics = dp_group.only_on_rank0(objective(gathered).metrics)
+
+    def __init__(self, score: Score, objective: Objective, dp_group: DataParallelGroup):
+        self._score, self._objective, self._dp_group = score, objective, dp_group
+        self._inputs: list[ObjectiveInputs] = []
+        self._metrics: list[Metrics] = []
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch) -> None:
+        """Score a micro-batch of this rank."""
+        inputs = objective_inputs(micro, self._score(micro.pairs))
+        if self._objective.couples_pairs:
+            self._inputs.append(inputs)
         else:
-            each = [objective(objective_inputs(micro, score(micro.pairs))).metrics for micro in micro_batches]
-            metrics = merge_metrics(each) or _empty_metrics(objective)
-    return dp_group.all_reduce_metrics(metrics)[0]
+            self._metrics.append(self._objective(inputs).metrics)
+
+    @torch.no_grad()
+    def metrics(self) -> Metrics:
+        """Sum the metrics over all ranks."""
+        objective, dp_group = self._objective, self._dp_group
+        if objective.couples_pairs:
+            local = concat_pairs(self._inputs or [_empty_inputs(objective)])
+            metrics = dp_group.only_on_rank0(objective(concat_pairs(dp_group.all_gather_pairs(local))).metrics)
+        else:
+            metrics = merge_metrics(self._metrics) or _empty_metrics(objective)
+        return dp_group.all_reduce_metrics(metrics)[0]
 
 
 def objective_inputs(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInputs:

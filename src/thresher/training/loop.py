@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from thresher.errors import RunStopped, UserError
+from thresher.observability.details import DETAIL
 from thresher.training.skipped_steps import SkippedStep, SkippedStepLog
-from thresher.training.trainer import Record
+from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
+
+logger = logging.getLogger(__name__)
+
+ShowProgress = Callable[[str, int, int], None]
 
 
 class Trainable(Protocol):
@@ -24,8 +30,8 @@ class Trainable(Protocol):
         """The step after which the last `run` stopped on request; None if it reached its end."""
         ...
 
-    def evaluate_and_record(self) -> dict[str, float]:
-        """Evaluate; empty without a validation set."""
+    def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
+        """Evaluate; yield the progress now and then, and the metrics at the end, empty without a validation set."""
         ...
 
     def save(self) -> object:
@@ -65,15 +71,16 @@ def fit(
     settings: LoopSettings,
     log: MetricLogger,
     skipped: SkippedStepLog,
+    show_progress: ShowProgress = lambda what, done, total: None,
 ) -> dict[str, float]:
-    """Train to the end of the plan; return the last evaluation.
+    """Train to the end of the plan; return the last evaluation. show_progress: called during long evaluations.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
     All checkpoints are published when this returns.
     """
     step, last = progress.step, dict(progress.last_evaluation)
     if step == 0 and settings.eval_on_start:
-        last = _evaluate(trainable, step, log)
+        last = _evaluate(trainable, step, log, show_progress)
     while step < num_steps:
         next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
         next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
@@ -86,7 +93,7 @@ def fit(
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _evaluate(trainable, step, log)
+            last = _evaluate(trainable, step, log, show_progress)
         if step == next_checkpoint or stopped_at is not None:
             trainable.save()
         if stopped_at is not None and step < num_steps:
@@ -103,6 +110,17 @@ def _next_due_step(every: int, step: int, num_steps: int) -> int:
 
 def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> None:
     skipped.write(step, record)
+    numbers = [str(pair.number) for pair in record.pairs]
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    logger.warning(
+        "step %d skipped: its %s is not finite (pair%s %s%s); see %s",
+        step,
+        record.reason,
+        "s" if len(numbers) > 1 else "",
+        ", ".join(numbers[:3]),
+        more,
+        skipped.path,
+    )
     if record.ends_run:
         raise UserError(
             f"the loss or gradient was not finite in {record.consecutive} steps in a row, up to step {step}; lower the "
@@ -111,9 +129,16 @@ def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> 
         )
 
 
-def _evaluate(trainable: Trainable, step: int, log: MetricLogger) -> dict[str, float]:
+def _evaluate(trainable: Trainable, step: int, log: MetricLogger, show_progress: ShowProgress) -> dict[str, float]:
     started = time.perf_counter()
-    metrics = trainable.evaluate_and_record()
+    metrics: dict[str, float] = {}
+    for record in trainable.evaluate_and_record():
+        if isinstance(record, EvaluationProgress):
+            show_progress(f"evaluating after step {step}, batches", record.done, record.total)
+        else:
+            metrics = record
     if metrics:
         log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
+        line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        logger.info("evaluation after step %d: %s", step, line, extra=DETAIL)
     return metrics

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observability.heartbeat import set_activity
 from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
-from thresher.strategies.accumulate import evaluate_objective
+from thresher.strategies.accumulate import Evaluation
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
@@ -70,6 +70,17 @@ class TrainerSettings:
 
 
 Record = tuple[int, dict[str, float] | SkippedStep]
+
+
+class EvaluationProgress(NamedTuple):
+    """Evaluated batches of this rank."""
+
+    done: int
+    total: int
+
+
+EvaluationRecord = EvaluationProgress | dict[str, float]
+_SECONDS_BETWEEN_PROGRESS = 2.0
 
 
 class AuxiliaryState(Protocol):
@@ -172,23 +183,39 @@ class DPOTrainer:
         return outcome.metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
-        if self._validation is None:
-            return {}
-        dp_group, num_pairs = self.strategy.dp_group, len(self._validation.store)
-        batches = evaluation_batches(num_pairs, self._settings.pairs_per_eval_batch, dp_group.rank, dp_group.size)
-        with torch.random.fork_rng():
-            torch.manual_seed(self._settings.seed)
-            micro_batches = self._read(self._validation, batches)
-            metrics = evaluate_objective(self._score, micro_batches, self.objective, dp_group)
-        return {f"eval/{name}": metric.mean for name, metric in metrics.items()}
+        """Evaluate without keeping the result."""
+        return dict(deque(self._evaluate(), maxlen=1).pop())  # type: ignore[arg-type]  # the last record is metrics
 
-    def evaluate_and_record(self) -> dict[str, float]:
-        """Evaluate and keep the result: it ranks a checkpoint of this step."""
+    def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
+        """Evaluate and keep the result, which ranks a checkpoint of this step.
+
+        Yields the progress every few seconds, and the metrics at the end; they are empty without a validation set.
+        """
         set_activity(f"evaluating after step {self.state.step}")
         with self._clock.paused():
-            self.last_evaluation, self._last_eval_step = self.evaluate(), self.state.step
-        return self.last_evaluation
+            for record in self._evaluate():
+                if not isinstance(record, EvaluationProgress):
+                    self.last_evaluation, self._last_eval_step = record, self.state.step
+                yield record
+
+    def _evaluate(self) -> Iterator[EvaluationRecord]:
+        """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
+        if self._validation is None:
+            yield {}
+            return
+        dp_group, num_pairs = self.strategy.dp_group, len(self._validation.store)
+        batches = evaluation_batches(num_pairs, self._settings.pairs_per_eval_batch, dp_group.rank, dp_group.size)
+        evaluation = Evaluation(self._score, self.objective, dp_group)
+        due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+        with torch.random.fork_rng():
+            torch.manual_seed(self._settings.seed)
+            for index, micro in enumerate(self._read(self._validation, batches)):
+                if time.monotonic() >= due:
+                    due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+                    yield EvaluationProgress(min(index, len(batches)), len(batches))  # other ranks may have more
+                evaluation.add(micro)
+            metrics = evaluation.metrics()
+        yield {f"eval/{name}": metric.mean for name, metric in metrics.items()}
 
     def save(self) -> Path:
         """Save a checkpoint of this step and return its path; collective.

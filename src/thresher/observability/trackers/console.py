@@ -1,7 +1,7 @@
 """Progress on stderr: a bar on a terminal, otherwise one plain line per log call."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,6 +16,7 @@ _SHOWN = (
     ("rewards/margins", "margin {:.4f}"),
     ("pairs_per_second", "{:.1f} pairs/s"),
 )
+_SHOWN_OF_EVALUATIONS = tuple((f"eval/{name}", pattern) for name, pattern in _SHOWN)
 
 
 class ConsoleTracker:
@@ -54,16 +55,21 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; evaluation metrics get a separate line."""
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        if evaluated:
-            self.print(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in evaluated.items()))
-        shown = "  ".join(pattern.format(metrics[name]) for name, pattern in _SHOWN if name in metrics)
-        if not shown:
+        if evaluated := _format(metrics, _SHOWN_OF_EVALUATIONS):
+            self.print(f"step {step}/{self._total_steps}  evaluation: {evaluated}")
+        if not (shown := _format(metrics, _SHOWN)):
             return
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
         else:
             self.print(f"step {step}/{self._total_steps}  {shown}  eta {self._time_left(step)}")
+
+    def show_in_bar(self, what: str, done: int, total: int) -> bool:
+        """Show the progress of other work in place of the metrics; return False if there is no bar."""
+        if self._progress is None:
+            return False
+        self._progress.update(self._task, shown=f"{what}: {done}/{total}")
+        return True
 
     def close(self, status: Status) -> None:
         """Stop the bar and print how the run ended."""
@@ -81,6 +87,10 @@ class ConsoleTracker:
         if done <= 0:
             return "?"
         return format_seconds((self._clock() - self._started_at) / done * (self._total_steps - step))
+
+
+def _format(metrics: Mapping[str, float], patterns: Iterable[tuple[str, str]]) -> str:
+    return "  ".join(pattern.format(metrics[name]) for name, pattern in patterns if name in metrics)
 
 
 def format_seconds(seconds: float) -> str:

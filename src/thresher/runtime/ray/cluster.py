@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thresher.errors import UserError, WorkerError, WorkerLostError
+from thresher.observability.details import DETAIL
+from thresher.observability.run_log import worker_log
 from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
 from thresher.runtime.ray.resources import ResourceManager
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,11 @@ class Cluster:
         resource_manager: ResourceManager,
         worker_config: WorkerConfig,
         monitor: HeartbeatMonitor | None = None,
+        log_dir: Path | None = None,
     ):
+        """log_dir: the directory of the run's logs, for error messages."""
         self.name = name
+        self.log_dir = log_dir
         self.monitor = monitor or HeartbeatMonitor()
         placements = resource_manager.placements[worker_config.role]
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
@@ -117,7 +126,7 @@ class Call:
             return ray.get(self.ref)
         except RayError as error:
             self.cluster.close()
-            _fail(error, f"{self.cluster.name} worker {self.rank} of {len(self.cluster)}")
+            _fail(error, self)
 
 
 def wait_for(calls: Sequence[Call]) -> list[Any]:
@@ -130,26 +139,42 @@ def wait_for(calls: Sequence[Call]) -> list[Any]:
     return [call.result() for call in calls]
 
 
-def _fail(error: RayError, worker: str) -> NoReturn:
+def _fail(error: RayError, call: Call) -> NoReturn:
     """Raise a worker's failure in this process: a `UserError` unchanged, any other error with the worker's name."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, UserError):
         raise cause from None
+    cluster = call.cluster
+    worker = f"{cluster.name} worker {call.rank} of {len(cluster)}"
     if isinstance(error, RayActorError):
+        logger.info("Ray's report of the death of %s:\n%s", worker, error, extra=DETAIL)
+        log = "" if cluster.log_dir is None else f"; see {worker_log(cluster.log_dir, cluster.name, call.rank)}"
         raise WorkerLostError(
-            f"{worker} died: {_death_cause(error)}\nfinished checkpoints are valid: look for the cause (often out of "
-            "memory), then rerun the same command to resume from the newest"
+            f"{worker} died: {death_cause(error)}{log}\nfinished checkpoints are valid: look for the cause, then rerun "
+            "the same command to resume from the newest"
         ) from None
     lines = str(error).strip().splitlines()
     raise WorkerError(f"{worker} failed: {lines[-1].strip()}\n{error}") from None
 
 
-def _death_cause(error: RayActorError) -> str:
-    """Summarize Ray's report of an actor's death on one line; the report has one fact per line below its first."""
-    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+def death_cause(error: RayActorError) -> str:
+    """Summarize Ray's report of an actor's death in a few words: the exit code if Ray knows it, and the process."""
+    report = str(error)
+    facts = dict(re.findall(r"^\s*(pid|ip): (\S+)$", report, re.MULTILINE))
+    where = f" (process {facts['pid']} on {facts['ip']})" if facts.keys() == {"pid", "ip"} else ""
+    return _death_reason(report) + where
+
+
+def _death_reason(report: str) -> str:
+    lines = [line.strip().rstrip(".") for line in report.splitlines() if line.strip()]
     if "creation task" in lines[0]:  # the constructor failed, and the last line says why
         return lines[-1]
-    where = [line for line in lines[1:] if line.startswith(("pid:", "ip:"))]
+    if "SIGTERM" in report:
+        return "SIGTERM"
+    if code := re.search(r"exit code (\d+)", report):
+        return f"exit code {code[1]}"
+    if "connection error code" in report:  # Ray only sees that the process is gone
+        return "killed by a signal, often SIGKILL because memory ran out"
+    # such as "The actor is dead because its node has died"; without Ray's paragraph of possible causes
     why = [line for line in lines[1:] if line.startswith(("The actor", "Worker ", "The node", "The owner"))]
-    reason = (why or lines)[0]
-    return f"{reason} ({', '.join(where)})" if where else reason
+    return (why or lines)[0].partition(". ")[0]

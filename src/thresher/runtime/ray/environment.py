@@ -8,6 +8,8 @@ import sys
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would print a paragraph on stdout, even without log_to_driver; the run reports the death of its workers
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed while executing a task",
     # a worker without GPUs keeps its CUDA_VISIBLE_DEVICES, which is Ray's announced default
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

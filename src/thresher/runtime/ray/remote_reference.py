@@ -24,6 +24,7 @@ from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.step_zero_check import Forwards
+from thresher.runtime.ray.cluster import death_cause
 from thresher.runtime.ray.logps_transport import unpack_logps
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.trainer import ReferenceScorer, evaluation_batches
@@ -94,10 +95,9 @@ class PrefetchingReference:
         try:
             flat = ray.get(result)
         except RayActorError as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise WorkerLostError(
-                f"a reference worker died: {reason}\nlook for the cause (often out of memory), then rerun the same "
-                "command to resume from the newest checkpoint"
+                f"a reference worker died: {death_cause(error)}\nlook for the cause, then rerun the same command to "
+                "resume from the newest checkpoint"
             ) from None
         logps = unpack_logps(flat, [len(ids) for ids in batches], self._device)
         self._current = {ids.tobytes(): each for ids, each in zip(batches, logps, strict=True)}

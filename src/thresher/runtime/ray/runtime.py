@@ -32,7 +32,7 @@ from thresher.runtime.ray.remote_reference import ReferenceHandle, cached_splits
 from thresher.runtime.ray.resources import ResourceManager, alive_nodes
 from thresher.runtime.ray.session import ray_session
 from thresher.runtime.ray.workers import ActorWorker, ReferenceWorker
-from thresher.training.trainer import Record
+from thresher.training.trainer import EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,8 @@ class RayTrainerGroup:
         stopped_at: int | None = self._cluster.call("stopped_at")[0]
         return stopped_at
 
-    def evaluate_and_record(self) -> dict[str, float]:
-        metrics: dict[str, float] = self._cluster.call("evaluate_and_record")[0]
-        return metrics
+    def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
+        return self._cluster.stream("evaluate_and_record", "evaluate_quietly")
 
     def save(self) -> None:
         self._cluster.call("save")
@@ -134,8 +133,16 @@ class RayRuntime:
         devices = f"{len(policy)} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}"
         notes = (*loaded.notes, *report.notes, *self._scaler.notes)
         trainers = RayTrainerGroup(policy, self._scaler.can_scale_up)
-        layout = loaded.layout.name
-        return RunHandle(trainers, report.progress, report.reference_mode, layout, devices, notes, begin)
+        return RunHandle(
+            trainers,
+            report.progress,
+            report.reference_mode,
+            loaded.layout.name,
+            devices,
+            report.parameter_counts,
+            notes,
+            begin,
+        )
 
     def close(self) -> None:
         """Kill every worker."""
@@ -145,7 +152,7 @@ class RayRuntime:
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
         config = WorkerConfig(role, joins_process_group, self._config.environment_of(role))
-        return Cluster(role, worker_cls, self._resources, config, self._monitor)
+        return Cluster(role, worker_cls, self._resources, config, self._monitor, logging_dir(self._config))
 
     def _open_logs(self, cluster: Cluster) -> list[Call]:
         directory = logging_dir(self._config).resolve()  # a worker may have another working directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import socket
@@ -36,9 +37,10 @@ from thresher.runtime.ray.logps_transport import FlatLogps, pack_logps
 from thresher.runtime.ray.remote_reference import ReferenceHandle, build_worker_reference, cached_splits, refresh_lookup
 from thresher.runtime.ray.rendezvous import Address, init_process_group, start_rendezvous
 from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.parameters import ParameterCounts
 from thresher.strategies.native.train import NativeTrain
 from thresher.training.loop import TrainingProgress
-from thresher.training.trainer import Record, evaluation_batches
+from thresher.training.trainer import EvaluationRecord, Record, evaluation_batches
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class RankReport:
     progress: TrainingProgress
     reference_mode: str
     device: str
+    parameter_counts: ParameterCounts
     node_id: str
     notes: tuple[str, ...]
 
@@ -85,6 +88,7 @@ class Worker:
         """
         if self._log is not None:  # of the previous run
             logging.getLogger("thresher").removeHandler(self._log)
+            faulthandler.disable()  # it writes to this file
             self._log.close()
             self._log = None
         try:
@@ -137,7 +141,14 @@ class ActorWorker(Worker):
         self._bundle = build_trainer(config, inputs, policy, reference, checkpoint)
         logger.info("ready at step %d of %d", self._bundle.progress.step, inputs.plan.num_steps)
         node_id = ray.get_runtime_context().get_node_id()
-        return RankReport(self._bundle.progress, reference.mode, str(policy.device), node_id, self._bundle.notes)
+        return RankReport(
+            self._bundle.progress,
+            reference.mode,
+            str(policy.device),
+            policy.parameter_counts,
+            node_id,
+            self._bundle.notes,
+        )
 
     def score_missing(self, weights: str) -> Iterator[ScoringProgress]:
         """Score the blocks of this rank with the reference on the policy's axes, then free it."""
@@ -168,8 +179,12 @@ class ActorWorker(Worker):
     def stopped_at(self) -> int | None:
         return self._bundle.trainer.stopped_at
 
-    def evaluate_and_record(self) -> dict[str, float]:
-        return self._bundle.trainer.evaluate_and_record()
+    def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
+        """Evaluate, yielding the progress and then the metrics."""
+        yield from self._bundle.trainer.evaluate_and_record()
+
+    def evaluate_quietly(self) -> None:
+        deque(self._bundle.trainer.evaluate_and_record(), maxlen=0)
 
     def save(self) -> None:
         self._bundle.trainer.save()

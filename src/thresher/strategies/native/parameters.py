@@ -13,6 +13,7 @@ The loss is already divided by the pairs of the whole step (see accumulate.py), 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,19 @@ from torch.distributed.tensor import DTensor
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.sharded_tensor import to_local
 from thresher.strategies.native.parallelize import ParallelContext
+
+
+class ParameterCounts(NamedTuple):
+    """Number of parameters of a model, adapters included, and of those that are trained."""
+
+    total: int
+    trained: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterCounts:
+        """Count the parameters of a model that is not sharded."""
+        parameters = list(model.parameters())
+        return cls(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
 class LocalParameters:

@@ -20,7 +20,7 @@ from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
 from thresher.strategies.native.checkpoint import PolicyCheckpoint
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext
-from thresher.strategies.native.parameters import LocalParameters
+from thresher.strategies.native.parameters import LocalParameters, ParameterCounts
 from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
 from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
 
@@ -47,8 +47,11 @@ class NativeTrain:
         compute_dtype: torch.dtype,
         optimizer: OptimizerSettings,
         parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
+        parameter_counts: ParameterCounts | None = None,
     ):
+        """parameter_counts: of the whole model, if this process holds a part of it."""
         self.model = model
+        self.parameter_counts = parameter_counts or ParameterCounts.of(model)
         self.dp_group = parallel.dp_group
         self._infer = NativeInfer(model, layout, compute_dtype, parallel)
         self._pair_model = self._infer.pair_model

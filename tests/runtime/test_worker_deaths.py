@@ -1,0 +1,50 @@
+"""Messages about workers that died: one line instead of Ray's report."""
+
+from __future__ import annotations
+
+import pytest
+
+HEAD = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tactor_id: 82cad2\n\tpid: 27372\n"
+    "\tnamespace: 8c735cfa\n\tip: 192.0.2.2\n"
+)
+GONE = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+CAUSES = (
+    "Some common causes include: (1) the process was killed by the OOM killer due to high memory usage, (2) ray stop"
+)
+
+
+def cause_of(report: str) -> str:
+    # imported here: the environment of Ray must be set before its import
+    from ray.exceptions import RayActorError
+
+    from thresher.runtime.ray.cluster import death_cause
+
+    return death_cause(RayActorError(error_msg=report))
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        (
+            f"{GONE}Worker unexpectedly exits with a connection error code 2. End of file. {CAUSES}",
+            "killed by a signal, often SIGKILL because memory ran out",
+        ),
+        (f"{GONE}Worker exits unexpectedly. Worker exits with an exit code 4.", "exit code 4"),
+        (
+            f"{GONE}Worker exits unexpectedly. Worker exits with an exit code 1. The process receives a SIGTERM.",
+            "SIGTERM",
+        ),
+        (
+            "The actor is dead because it was killed by `ray.kill`.",
+            "The actor is dead because it was killed by `ray.kill`",
+        ),
+        (f"The actor is dead because its node has died. {CAUSES}", "The actor is dead because its node has died"),
+    ],
+)
+def test_a_death_is_reported_by_exit_code_or_signal_and_process(report, cause):
+    assert cause_of(HEAD + report) == f"{cause} (process 27372 on 192.0.2.2)"
+
+
+def test_a_failed_constructor_is_reported_by_its_error():
+    assert cause_of("The actor died because of an error raised in its creation task\nKeyError: 3") == "KeyError: 3"
