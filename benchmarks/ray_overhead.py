@@ -99,6 +99,7 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "pretrain": str(model),
+        "cache_dir": str(directory / "cache"),
         "max_steps": num_steps,
         "sequence_length": 1024,
         "track_with": ["jsonl"],
@@ -107,7 +108,6 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
             "data_args": {"file_name": str(data), "template": "raw"},
             "training_args": {"learning_rate": 1e-6, "per_device_train_batch_size": PAIRS_PER_STEP},
         },
-        "reference": {"cache_dir": str(directory / "cache")},
     }
 
 

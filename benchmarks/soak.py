@@ -129,11 +129,11 @@ def write_rows(directory: Path) -> tuple[Path, Path]:
 
 def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> dict[str, Any]:
     train, validation = write_rows(directory)
-    reference = {"cache_dir": str(directory / "cache")} if place["runtime"] == "local" else {}
     return {
         **place,
         "pretrain": str(MODEL),
         "output_dir": str(directory / "out"),
+        "cache_dir": str(directory / "cache"),
         "max_steps": num_steps,
         "save_steps": max(10, num_steps // 40),
         "eval_steps": max(10, num_steps // 40),
@@ -144,7 +144,7 @@ def values_of_run(directory: Path, num_steps: int, place: Mapping[str, Any]) -> 
             "data_args": {"file_name": str(train), "template": "raw"},
             "training_args": {"learning_rate": 1e-5, "per_device_train_batch_size": 2},
         },
-        "reference": {**place["reference"], **reference},
+        "reference": place["reference"],
         "validation": {"data_args": {"file_name": str(validation), "template": "raw"}},
     }
 

@@ -90,6 +90,17 @@ def canaries_in(content: bytes) -> list[str]:
     return [canary for canary in CANARIES if canary.encode() in content]
 
 
+# the command line, but a run leaves the files of the Ray that it started, to be searched
+KEEP_RAYS_SESSION = """
+from thresher.runtime.ray import environment
+environment.set_environment(None)
+from thresher.runtime.ray import session
+session._remove_session = lambda directory: None
+from thresher.cli import main
+main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.distributed)])
 def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, runtime: str) -> None:
@@ -123,7 +134,9 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
             rows.write('{"prompt": 5}\n')
 
         def thresher(*arguments: object) -> bytes:
-            command = [sys.executable, "-m", "thresher", *map(str, arguments)]
+            starts_ray = runtime == "ray" and arguments[0] == "train"
+            program = ["-c", KEEP_RAYS_SESSION] if starts_ray else ["-m", "thresher"]
+            command = [sys.executable, *program, *map(str, arguments)]
             result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
             assert result.returncode == 0, result.stderr.decode()
             return result.stdout + result.stderr
