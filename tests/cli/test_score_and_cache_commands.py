@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from thresher.cli.cache import _age
+from thresher.reference.cache_admin import CachedReference
 
 pytestmark = pytest.mark.real
 
@@ -245,3 +249,12 @@ def test_prune_covers_prepared_stores_and_runs_prepare_them_again(thresher, conf
     assert printed.count("wrote ") == 2
     code, printed = thresher("precompute-reference", config, "output_dir=third")
     assert (code, printed.count("wrote "), printed.count("using prepared pairs from the cache")) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"),
+    [(5, "just now"), (61, "1 minute ago"), (125, "2 minutes ago"), (3700, "1 hour ago"), (86400 * 3, "3 days ago")],
+)
+def test_the_age_of_a_reference_is_in_plain_english(seconds, age):
+    reference = CachedReference(Path("x"), "m", "fp32", 1, 1, 1, last_used=time.time() - seconds)
+    assert _age(reference) == age

@@ -161,13 +161,21 @@ def test_a_config_group_is_chosen_by_an_override(write, tmp_path):
     assert load_config(path, ["reference=table"]).reference.mode == "precompute"
 
 
+@pytest.mark.parametrize("text", ["<pad>", "<|end|>", "a=b", "données/(1)", "\N{WHITE HEAVY CHECK MARK}"])
+def test_an_override_that_can_only_be_text_needs_no_quotes(write, text):
+    path = write("seed: 1\n")
+    assert load_config(path, [f"exp_name={text}"]).exp_name == text
+    assert load_config(path, [f"exp_name='{text}'"]).exp_name == text
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("beta", "override 'beta' is not of the form key=value"),
         ("=3", "override '=3' is not of the form key=value"),
         ("bta=3", "bta: unknown key; did you mean `beta`?"),
-        ("beta=((", "cannot be read: mismatched input"),
+        ("beta=((", "beta: Input should be a valid number"),
+        ("beta=[(", "override 'beta=[(' cannot be read: no viable alternative at input '[('; balance its brackets and"),
         ("beta=many", "beta: Input should be a valid number"),
     ],
 )

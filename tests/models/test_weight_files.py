@@ -265,7 +265,10 @@ def distributed_checkpoint(path):
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (pickles_only, "has no safetensors weights (model.safetensors or model.safetensors.index.json); load it with"),
+        (
+            pickles_only,
+            "has no safetensors weights, only pickles (pytorch_model.bin), which can run code when they are",
+        ),
         (no_weights, "has no safetensors weights (model.safetensors or model.safetensors.index.json); load it with"),
         (named_file_is_absent, "has no best.safetensors, which its config.json names as transformers_weights; copy"),
         (named_file_is_a_pickle, "names 'adapter_model.bin' as transformers_weights; name a .safetensors file or"),

@@ -67,7 +67,8 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     try:
         yield SkippedStepLog(run.run_dir, resume_step)
     except BaseException as error:
-        is_requested = isinstance(error, (KeyboardInterrupt, RunStopped, RescaleRequested))
+        # SystemExit: a second signal while the run stops
+        is_requested = isinstance(error, (KeyboardInterrupt, SystemExit, RunStopped, RescaleRequested))
         with contextlib.suppress(UserError):  # an error while closing must not hide the one that ended the run
             trackers.close("interrupted" if is_requested else "failed")
         raise

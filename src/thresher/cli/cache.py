@@ -156,7 +156,8 @@ def _name_sources(store: CachedStore) -> str:
 
 def _age(entry: CachedReference | CachedStore) -> str:
     seconds = max(0.0, time.time() - entry.last_used)
-    for unit, length in (("days", _SECONDS_PER_DAY), ("hours", 3600.0), ("minutes", 60.0)):
+    for unit, length in (("day", _SECONDS_PER_DAY), ("hour", 3600.0), ("minute", 60.0)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
+            count = round(seconds / length)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"

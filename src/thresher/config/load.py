@@ -75,5 +75,25 @@ def _added(override: str, config_dir: Path) -> str:
         raise UserError(f"override {override!r} is not of the form key=value")
     if key.endswith("device_mapping") and "(" in value and not value.startswith(("'", '"')):
         override = f'{key}="{value}"'  # Hydra would parse `list(range(0,8))` as one of its functions
+    override = _quoted(override)
     is_group = (config_dir / key.partition("@")[0]).is_dir()
     return override if is_group or override.startswith("+") else f"++{override}"
+
+
+def _quoted(override: str) -> str:
+    """Quote a value that Hydra cannot parse but that can only be text, such as `<pad>`: the shell removes quotes."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        key, _, value = override.partition("=")
+        if value.startswith(("[", "{", "'", '"')) or "'" in value or "\\" in value:
+            shown = redact_overrides(f"override {override!r} cannot be read: {str(error).splitlines()[0]}", [override])
+            raise UserError(f"{shown}; balance its brackets and quotes") from None
+        return f"{key}='{value}'"
+    if parsed.is_sweep_override():
+        shown = redact_overrides(f"override {override!r} has several values", [override])
+        raise UserError(f"{shown}; write a list as [a,b], text with a comma in quotes, or run once per value")
+    return override

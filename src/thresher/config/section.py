@@ -56,7 +56,9 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
             continue
         # a union reports one problem per member, at a path that continues below the key with the member's type
         key = next((key for key in _prefixes(problem["loc"]) if key in spellings), path)
-        invalid.setdefault(key, []).append(problem["msg"].removeprefix("Value error, "))
+        is_section = problem["type"] == "model_type"  # pydantic would name our class
+        text = "a section with keys below it, not a value" if is_section else problem["msg"]
+        invalid.setdefault(key, []).append(text.removeprefix("Value error, "))
         got.setdefault(key, problem["input"])
     for key, messages in invalid.items():
         lines += [f"{key}: {', or '.join(messages)}{_shown(got[key])}"] if key else messages[0].splitlines()

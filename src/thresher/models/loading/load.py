@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from thresher.errors import UserError
 from thresher.models.loading.location import locate_model
@@ -47,11 +48,12 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the transformers config of a model; reject one that names a kernel to download."""
+    """Load the transformers config of a model; reject one that is not causal or names a kernel to download."""
     directory, gguf = locate_model(path)
     with translate_load_errors("model config", path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
     _reject_hub_kernels(config, path)
+    _reject_encoders(config, path)
     return config
 
 
@@ -162,6 +164,20 @@ def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:
             )
 
 
+def _reject_encoders(config: PreTrainedConfig, path: str) -> None:
+    """Raise if the model has no causal mask: its logps would depend on the tokens that it predicts."""
+    kind = None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder model"
+    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        kind = "an encoder"
+    if kind is not None:
+        raise UserError(
+            f"{path} is {kind} ({config.model_type}), but only causal language models can be trained; use a decoder, "
+            "such as a Llama or Qwen model"
+        )
+
+
 def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Rebuild a dequantized model: transformers refuses to save a model that was loaded from GGUF."""
     values = model.config.to_dict()
@@ -180,4 +196,6 @@ def _reason(error: Exception) -> str:
             "it includes Python code, which is not run by default; review the code and, if you trust it, set "
             "actor_train.model_args.trust_remote_code=true (under reference, for a separate reference model)"
         )
+    if "Unrecognized configuration class" in str(error):
+        return "transformers has no causal language model of its type; use a decoder, such as a Llama or Qwen model"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

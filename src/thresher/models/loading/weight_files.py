@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from thresher.errors import UserError
@@ -42,6 +42,12 @@ def find_weight_files(path: str) -> tuple[Path, ...]:
             "with save_pretrained"
         )
     file = _named_file(path) or find_file(path, SAFE_WEIGHTS_NAME) or find_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    if file is None and (pickled := find_file(path, WEIGHTS_NAME) or find_file(path, WEIGHTS_INDEX_NAME)):
+        raise UserError(
+            f"{path} has no safetensors weights, only pickles ({pickled.name}), which can run code when they are "
+            "loaded; if you trust them, load the model with transformers, save it with save_pretrained and use that "
+            "directory"
+        )
     if file is None:
         raise UserError(
             f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}); load it with "
