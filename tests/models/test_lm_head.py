@@ -39,6 +39,16 @@ def _reference_logps(rows, weight, bias, targets, transform):
     return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
 
+def test_a_batch_without_scored_tokens_has_no_logps_and_a_gradient_of_zero():
+    rows, weight, _, targets = _case(0, 5, 33, torch.float64)
+    weight.requires_grad_()
+    head = LMHead(weight, None, torch.float64, LogitTransform())
+    logps = target_logps(head, rows, targets)
+    assert logps.shape == log_sum_squared_probs(head, rows).shape == (0,)
+    logps.sum().backward()
+    assert not weight.grad.any()
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_values_and_gradients_equal_those_of_full_logits(transform, has_bias, at_once):

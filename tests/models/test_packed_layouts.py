@@ -298,6 +298,16 @@ def test_dense_attention_by_segments_equals_the_full_mask_forward_and_backward(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_attention_may_leave_out_the_first_and_last_rows():
+    """As in the last layer, where only segments with scored tokens are computed."""
+    query, key, value = random_heads(17)
+    segments = (Segment(4, 9),)
+    expected = dense_attention(query[:, :, 4:9], key[:, :, 4:9], value[:, :, 4:9], (Segment(0, 5),), 0.3)
+    torch.testing.assert_close(dense_attention(query[:, :, 4:9], key, value, segments, 0.3), expected)
+    flash = SegmentedFlash.apply(query[:, :, 4:9], key, value, segments, 0.3)
+    torch.testing.assert_close(flash, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_dense_attention_keeps_double_precision():
     heads = [part.double() for part in random_heads(17)]
     expected = attention_with_full_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
