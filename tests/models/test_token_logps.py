@@ -11,7 +11,7 @@ from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of,
 from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.forward_check import check_logps
+from thresher.models.forward_check import _layer_outputs, check_logps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.lm_head import LogitTransform
 from thresher.models.loading.load import disable_dropout
@@ -190,3 +190,15 @@ def test_logps_stay_fp32_when_the_backbone_computes_in_bf16():
     mixed = PairModel.for_layout(model, torch.bfloat16, LAYOUT).score(LAYOUT.collate(MIXED)).chosen.values
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - exact).abs().max() < 0.3
+
+
+def test_the_check_compares_the_hidden_states_of_layers_that_return_more():
+    class Layer(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + 1, None
+
+    backbone = torch.nn.Module()
+    backbone.layers = torch.nn.ModuleList([Layer()])
+    with _layer_outputs(backbone) as outputs:
+        backbone.layers[0](torch.zeros(1, 2, 3))
+    assert [states.tolist() for states in outputs] == [[[1.0] * 3] * 2]

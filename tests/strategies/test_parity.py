@@ -26,6 +26,7 @@ from tests.support.strategies.parity_cases import (
     table_in_docs,
 )
 from thresher.distributed.mesh import ParallelDims
+from thresher.strategies.strategy import TokenCounts
 
 distributed = pytest.mark.distributed
 EXACT, OF_WEIGHTS = 1e-5, 2e-5
@@ -144,6 +145,10 @@ def micro_batches_of_ranks(case: Case) -> list[list[int]]:
     num_ranks = case.sizes.num_data_ranks
     steps = [case.plan.pair_ids(step) for step in range(case.plan.num_steps)]
     return [[len(cut(pair_ids, rank, num_ranks)) for rank in range(num_ranks)] for pair_ids in steps]
+
+
+def test_token_counts_are_added_by_kind():
+    assert TokenCounts(7, 5, 3) + TokenCounts(60, 40, 20) == TokenCounts(67, 45, 23)
 
 
 def test_steps_have_several_micro_batches():
