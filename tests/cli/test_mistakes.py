@@ -115,21 +115,24 @@ MISTAKES = {
         ("actor_train.device_mapping=eight",),
         "actor_train.device_mapping: not a device list; write it like `list(range(0,8))` or `[0, 1, 2, 3]` (got",
     ),
-    "resume: true": Mistake(
-        ("resume_from_checkpoint=true",), "use `auto` to resume from the newest checkpoint, or give a path"
+    "devices that are not there": Mistake(
+        ("actor_train.device_mapping=[0]",), "actor_train.device_mapping is [0], but CUDA is not available"
     ),
     "a value that the loss rejects": Mistake(
         ("label_smoothing=0.7",), "sigmoid: label_smoothing must be at least 0 and at most 0.5, got 0.7; try 0"
     ),
     # contradictions and settings without effect
     "a parameter of another loss": Mistake(
-        ("gamma=0.5",), "sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo"
+        ("cpo_alpha=0.5",), "sigmoid has no parameter cpo_alpha, only beta, label_smoothing; cpo_alpha is a parameter"
     ),
     "two losses": Mistake(("ipo=true", "pref_loss=sigmoid"), "ipo: true contradicts pref_loss: sigmoid; keep one"),
     "a modifier that the loss ignores": Mistake(
         ("pref_loss=aot", "use_wpo=true"), "wpo has no effect on aot; turn it off"
     ),
-    "no reference": Mistake(("reference.mode=none",), "reference.mode=none, but this loss needs a reference; use auto"),
+    "no reference": Mistake(
+        ("reference.mode=none", "pref_loss=bco_pair"),
+        "reference.mode=none (reference-free) has no effect on bco_pair; turn it off, or use a loss that supports it",
+    ),
     "a reference for nothing": Mistake(
         ("pref_loss=simpo", "reference.mode=precompute"),
         "this loss needs no reference, so the reference settings would",
@@ -206,7 +209,7 @@ MISTAKES = {
     ),
     "a template that does not exist": Mistake(
         ("actor_train.data_args.template=my.jinja",),
-        "data_args.template='my.jinja': no such file; use auto, raw or the path of a Jinja file",
+        "data_args.template='my.jinja': no such file; use auto, raw, one of chatml, gemma,",
     ),
     "a store that does not exist": Mistake(
         (f"{FILE}=[]", "actor_train.data_args.template=auto", "actor_train.data_args.store=nowhere"),

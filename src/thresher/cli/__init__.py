@@ -44,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(check)
+app.command(cls=ConfigCommand)(check)
 app.command()(prepare)
 app.command()(inspect)
 app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
