@@ -134,7 +134,7 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
             rows.write('{"prompt": 5}\n')
 
         def thresher(*arguments: object) -> bytes:
-            starts_ray = runtime == "ray" and arguments[0] == "train"
+            starts_ray = runtime == "ray" and arguments[0] in ("train", "prepare")
             program = ["-c", KEEP_RAYS_SESSION] if starts_ray else ["-m", "thresher"]
             command = [sys.executable, *program, *map(str, arguments)]
             result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
