@@ -247,6 +247,23 @@ def test_parameters_without_state_have_none_after_loading(tmp_path: Path) -> Non
     assert list(other.state) == [used]
 
 
+@pytest.mark.parametrize("option", [None, "fused", "capturable"])
+def test_the_step_count_is_next_to_the_parameter_if_the_kernel_needs_it(option: str | None) -> None:
+    """On a device other than the CPU, here `meta`."""
+    model = make_mlp()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(1))
+    state = optimizer_state(optimizer, names_of(model))
+    elsewhere = make_mlp().to("meta")
+    loaded = make_optimizer(elsewhere)
+    for group in loaded.param_groups:
+        group.update({option: True} if option else {})
+    load_optimizer_state(loaded, names_of(elsewhere), state)
+    devices = {(key, value.device.type) for values in loaded.state.values() for key, value in values.items()}
+    assert ("exp_avg", "meta") in devices
+    assert {device for key, device in devices if key == "step"} == {"meta" if option else "cpu"}
+
+
 def test_hyper_parameters_after_a_load_are_those_of_the_optimizer(tmp_path: Path) -> None:
     model = make_mlp()
     optimizer = make_optimizer(model)
