@@ -116,7 +116,8 @@ MISTAKES = {
         "actor_train.device_mapping: not a device list; write it like `list(range(0,8))` or `[0, 1, 2, 3]` (got",
     ),
     "devices that are not there": Mistake(
-        ("actor_train.device_mapping=[0]",), "actor_train.device_mapping is [0], but CUDA is not available"
+        ("actor_train.device_mapping=[0]",),
+        "actor_train.device_mapping requests device 0, but this machine has no CUDA device",
     ),
     "a value that the loss rejects": Mistake(
         ("label_smoothing=0.7",), "sigmoid: label_smoothing must be at least 0 and at most 0.5, got 0.7; try 0"
