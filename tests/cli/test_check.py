@@ -79,7 +79,7 @@ def error_of(result) -> str:
 def test_a_config_without_problems_is_described_and_nothing_is_written(command_line, config, models, tmp_path):
     result = command_line("check", config())
     assert result.code == 0
-    assert result.err.splitlines() == [
+    assert result.out.splitlines() == [
         f"policy: {models / 'policy'}, 6,480 parameters, 6,480 of them trained",
         "loss: sigmoid(beta=0.1, label_smoothing=0); reference: precompute; layout: shared",
         "checkpoints: about 77.8 kB each, in out",
@@ -108,7 +108,8 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
         "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",
         "'trl-lib/x' does not exist; its directory 'trl-lib' does not exist either; a data set of the Hugging Face Hub "
         "is named hf://trl-lib/x",
-        "data_args.template='none.jinja': no such file; use auto, raw or the path of a Jinja file",
+        "data_args.template='none.jinja': no such file; use auto, raw, one of chatml, gemma, llama3, mistral, phi4, "
+        "qwen2_5, qwen3, or the path of a Jinja file",
         "stores/none is not a pair store: it has no manifest.json; create one with `thresher prepare`",
         "cannot use pairs.jsonl/out: Not a directory; check the path and its permissions",
         "there is no checkpoint at nowhere; check the path, or resume with `auto`",

@@ -28,6 +28,8 @@ MODIFIERS = {
     "length_penalty": 0.2,
     "rpo_alpha": 0.5,
     "wpo": True,
+    "margin": 0.5,
+    "reference_free": True,
 }
 
 

@@ -112,7 +112,7 @@ RUN_CASES = {
 NO_NUMBERS = {
     ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
     ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
-    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir"},
+    ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir", "system_envs"},
     DPOConfig: {
         *(
             "exp_name",
@@ -134,7 +134,7 @@ NO_NUMBERS = {
         ),
         *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
-        *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node"),
+        *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node", "system_envs"),
     },
 }
 TABLES = {

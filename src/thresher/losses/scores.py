@@ -126,12 +126,11 @@ def score_pairs(
     )
     chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums()
     reference_scores = None
-    if reference is not None or reference_free:
-        reference_logps = (
-            ChosenRejected(torch.zeros_like(logps.chosen), torch.zeros_like(logps.rejected))
-            if reference is None
-            else ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
-        )
+    if reference_free:
+        reference_logps = ChosenRejected(torch.zeros_like(logps.chosen), torch.zeros_like(logps.rejected))
+    elif reference is not None:
+        reference_logps = ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
+    if reference_free or reference is not None:
         log_ratios = ChosenRejected(logps.chosen - reference_logps.chosen, logps.rejected - reference_logps.rejected)
         to_score = f_divergence or FDivergence()
         scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))

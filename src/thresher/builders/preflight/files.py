@@ -40,7 +40,11 @@ def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
 
 def check_models(config: DPOConfig) -> Iterator[Finding]:
     for path in dict.fromkeys((config.policy_path, config.reference_path)):
-        yield from problems_of(lambda path=path: find_model(named_model(path)))
+        yield from problems_of(_find_named_model, path)
+
+
+def _find_named_model(path: str | None) -> None:
+    find_model(named_model(path))
 
 
 def check_data(config: DPOConfig) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from thresher.errors import UserError
 
@@ -15,6 +15,7 @@ class Finding(NamedTuple):
     is_problem: bool = True
 
 
+P = ParamSpec("P")
 Check = Callable[[], Iterable[Finding]]
 
 
@@ -22,10 +23,10 @@ def warning(text: str) -> Finding:
     return Finding(text, is_problem=False)
 
 
-def problems_of(call: Callable[..., object], *arguments: object) -> Iterator[Finding]:
+def problems_of(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
     """Call a function that raises a UserError for a problem."""
     try:
-        call(*arguments)
+        call(*args, **kwargs)
     except UserError as error:
         yield Finding(str(error))
 

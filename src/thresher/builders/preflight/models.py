@@ -94,11 +94,11 @@ def check_context(parts: RunParts) -> Iterator[Finding]:
 
 
 def check_stores(parts: RunParts) -> Iterator[Finding]:
-    limits = [limit for each in parts.model_configs.values() if (limit := max_positions(each)) is not None]
     for args in data_sections(parts.config):
         if args.store:
             store = open_given_store(parts.config, args.store, parts.tokenizer)
-            yield from problems_of(check_pairs, parts.config, parts.objective, min(limits, default=None), [store])
+            for model_config in parts.model_configs.values():
+                yield from problems_of(check_pairs, parts.config, parts.objective, model_config, [store])
 
 
 MODELS = (
