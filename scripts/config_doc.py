@@ -1,7 +1,8 @@
-"""The tables of docs/reference/config.md, made from the config's schema, so that the page cannot part from the code.
+"""The tables of docs/reference/config.md and docs/guides/import.md, made from the code that they describe.
 
 Keys, types and defaults come from the schema, meanings from the docstrings of the fields, earlier names from the table
-of aliases. A key without a docstring is an error. Run scripts/make-config-doc.
+of aliases. A key without a docstring is an error. The keys of other trainers come from the tables that translate them.
+Run scripts/make-config-doc.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from thresher.config.aliases import ALIASES, Aliases
+from thresher.config.dialects import huggingface
+from thresher.config.dialects.read import DIALECTS
+from thresher.config.dialects.rules import Rule
+from thresher.config.dialects.translation import Dialect, iterate_groups
 from thresher.config.dpo import DPOConfig, LossConfig
 from thresher.config.roles import Axes
 from thresher.config.section import Section, inner_section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
+IMPORT_PAGE = PAGE.parents[1] / "guides" / "import.md"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
@@ -128,14 +134,57 @@ def _type(schema: dict[str, Any]) -> str:
     return " ".join([schema["type"], ", ".join(bounds)]).strip()
 
 
+def render_imports() -> str:
+    """Return a table of the keys of each trainer, and one of the keys that several trainers have from transformers."""
+    sections = [_import_section(dialect) for dialect in sorted(DIALECTS, key=lambda dialect: dialect.title.lower())]
+    shared = [
+        "## Keys of transformers",
+        "",
+        "`TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
+        "",
+    ]
+    return "\n".join([*sections, *shared, *_import_table(huggingface.TABLE), ""])
+
+
+def _import_section(dialect: Dialect) -> str:
+    own = {key: rule for key, rule in dialect.table.items() if huggingface.TABLE.get(key) is not rule}
+    lines = [f"## {dialect.title}", "", *_import_table(own), ""]
+    if len(own) < len(dialect.table):
+        lines += ["For its other keys, see [transformers](#keys-of-transformers).", ""]
+    defaults = dialect.defaults({"processes": 1})
+    spelled = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in defaults.items())
+    return "\n".join([*lines, f"Defaults that are written out: {spelled}.", ""])
+
+
+def _import_table(table: dict[str, Rule]) -> list[str]:
+    lines = ["| key | here | what becomes of it |", "|---|---|---|"]
+    for rule, keys in iterate_groups(table):
+        cells = (", ".join(f"`{key}`" for key in keys), ", ".join(f"`{key}`" for key in rule.targets), _fate(rule))
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
+def _fate(rule: Rule) -> str:
+    if rule.differs:
+        fate = "different meaning"
+    elif rule.targets:
+        fate = "applied" if rule.function is None else "translated"
+    elif rule.function is not None:
+        fate = "checked"
+    else:
+        fate = "**no equivalent**" if rule.changes_numbers else "no equivalent"
+    return f"{fate}: {rule.note}" if rule.note else fate
+
+
 def with_tables(page: str, tables: str) -> str:
     """Return the page with the tables between its markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE} must contain the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"the page must contain the lines {BEGIN!r} and {END!r}")
     return f"{before}{begin}\n\n{tables}\n{end}{after}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), render()), encoding="utf-8")
+    for path, tables in ((PAGE, render()), (IMPORT_PAGE, render_imports())):
+        path.write_text(with_tables(path.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/reference/config.md: its tables are what the config's schema says today."""
+"""docs/reference/config.md and docs/guides/import.md: their tables are what the code says today."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.support.paths import ROOT
 from thresher.config import DPOConfig
 from thresher.config.aliases import ALIASES
+from thresher.config.dialects.read import DIALECTS
 from thresher.config.section import Section, inner_section, known_keys
 
 
@@ -26,6 +27,13 @@ def config_doc() -> ModuleType:
 def test_the_page_is_what_the_schema_says(config_doc: ModuleType) -> None:
     page = config_doc.PAGE.read_text(encoding="utf-8")
     assert page == config_doc.with_tables(page, config_doc.render()), "stale; run scripts/make-config-doc"
+
+
+def test_the_page_of_other_trainers_is_what_their_tables_say(config_doc: ModuleType) -> None:
+    page = config_doc.IMPORT_PAGE.read_text(encoding="utf-8")
+    assert page == config_doc.with_tables(page, config_doc.render_imports()), "stale; run scripts/make-config-doc"
+    for dialect in DIALECTS:
+        assert [key for key in dialect.table if f"`{key}`" not in page] == []
 
 
 def test_every_key_has_a_row(config_doc: ModuleType) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from thresher.config import DPOConfig, parse_config
-from thresher.config.aliases import KEYS_OF_OTHER_TRAINERS, LOSS_NAMES
+from thresher.config.aliases import LOSS_NAMES
 from thresher.config.section import known_keys
 from thresher.config.stored import to_stored
 from thresher.errors import UserError
@@ -80,12 +80,6 @@ def test_a_key_in_the_wrong_section_names_the_right_section(typed, home):
 )
 def test_a_key_of_another_trainer_names_ours(typed, ours):
     assert f"  - {typed}: unknown key; did you mean `{ours}`?" in refusal(nested(typed, 1)).splitlines()
-
-
-def test_keys_of_other_trainers_are_not_keys_here_and_lead_to_one():
-    keys = {key for key, _ in known_keys(DPOConfig)}
-    assert set(KEYS_OF_OTHER_TRAINERS.values()) <= keys
-    assert not KEYS_OF_OTHER_TRAINERS.keys() & {key.rpartition(".")[2] for key in keys}
 
 
 def test_another_name_of_a_loss_is_never_stored():

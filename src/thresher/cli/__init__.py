@@ -15,6 +15,7 @@ from thresher.cli.cache import cache_app
 from thresher.cli.check import check
 from thresher.cli.config import config_app
 from thresher.cli.export import export
+from thresher.cli.import_config import import_config
 from thresher.cli.inspect import inspect
 from thresher.cli.losses import losses
 from thresher.cli.precompute_reference import precompute_reference
@@ -53,6 +54,7 @@ app.command(cls=ConfigCommand)(train)
 app.command(cls=ConfigCommand)(submit)
 app.command()(export)
 app.command()(losses)
+app.command("import")(import_config)
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 

@@ -66,43 +66,6 @@ LOSS_NAMES = {
     "aot_pair": "aot",
 }
 
-# keys of TRL, LLaMA-Factory, ColossalChat, axolotl and ms-swift; not accepted, because their meaning or default may
-# differ, but the error names ours
-_TRAINING, _MODEL = "actor_train.training_args", "actor_train.model_args"
-KEYS_OF_OTHER_TRAINERS = {
-    **dict.fromkeys(("loss_type", "rl", "rlhf_type", "preference_loss"), "pref_loss"),
-    **dict.fromkeys(("pref_beta", "dpo_beta", "rl_beta"), "beta"),
-    "dpo_label_smoothing": "label_smoothing",
-    "simpo_gamma": "gamma",
-    "pref_ftx": "rpo_alpha",
-    "use_weighting": "use_wpo",
-    **dict.fromkeys(("model", "base_model", "model_path", "model_id"), "pretrain"),
-    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file"), "actor_train.data_args.file_name"),
-    **dict.fromkeys(("eval_dataset", "val_dataset", "eval_file"), "validation.data_args.file_name"),
-    **dict.fromkeys(("max_length", "cutoff_len", "max_seq_length", "sequence_len", "max_len"), "sequence_length"),
-    **dict.fromkeys(("num_epochs", "max_epochs", "epochs"), "num_train_epochs"),
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "eval_steps"),
-    **dict.fromkeys(("save_strategy", "save_interval"), "save_steps"),
-    "save_dir": "output_dir",
-    "log_dir": "logging_dir",
-    "run_name": "exp_name",
-    "report_to": "track_with",
-    **dict.fromkeys(("use_wandb", "wandb"), "track_with"),
-    **dict.fromkeys(("lr", "max_lr"), f"{_TRAINING}.learning_rate"),
-    **dict.fromkeys(("batch_size", "micro_batch_size"), f"{_TRAINING}.per_device_train_batch_size"),
-    "accumulation_steps": f"{_TRAINING}.gradient_accumulation_steps",
-    "grad_clip": f"{_TRAINING}.max_grad_norm",
-    **dict.fromkeys(("grad_checkpoint", "use_gradient_checkpointing"), f"{_TRAINING}.gradient_checkpointing"),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "mixed_precision"), f"{_MODEL}.dtype"),
-    **dict.fromkeys(("use_peft", "lora_r", "adapter"), f"{_MODEL}.lora_rank"),
-    "lora_target_modules": f"{_MODEL}.lora_target",
-    "use_flash_attn": f"{_MODEL}.attn_implementation",
-    **dict.fromkeys(("ref_model", "ref_model_name_or_path"), "reference.model_args.model_name_or_path"),
-    "precompute_ref_log_probs": "reference.mode",
-    "ref_model_sync_steps": "reference.sync_steps",
-    "ref_model_mixup_alpha": "reference.sync_alpha",
-}
-
 
 def resolve_loss_names(given: Any) -> Any:
     """Return a loss name, a list of names or a mapping of names to weights under our names."""

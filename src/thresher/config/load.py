@@ -23,7 +23,27 @@ _UNFORESEEN = (TypeError, AttributeError, KeyError, AssertionError, RecursionErr
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """Compose a YAML file with overrides and validate the result."""
-    return parse_config(compose_yaml(Path(path), overrides))
+    try:
+        return parse_config(compose_yaml(Path(path), overrides))
+    except UserError:
+        trainer = _find_foreign_trainer(Path(path))
+        if trainer is None:
+            raise
+        raise UserError(
+            f"{path} is a config of {trainer}; convert it with: thresher import {path} -o dpo.yaml"
+        ) from None
+
+
+def _find_foreign_trainer(path: Path) -> str | None:
+    """Return the name of the trainer whose config an invalid file is; the keys of ROLL are ours."""
+    from thresher.config.dialects.read import read_foreign
+    from thresher.config.dialects.roll import ROLL
+
+    try:
+        dialect = read_foreign(path).dialect
+    except UserError:
+        return None
+    return None if dialect is None or dialect is ROLL else dialect.title
 
 
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from thresher.config.aliases import ALIASES, KEYS_OF_OTHER_TRAINERS, Aliases, resolve_aliases
+from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
 from thresher.errors import UserError
 from thresher.spelling import nearest
 
@@ -82,16 +82,20 @@ def _shown(value: object) -> str:
 
 
 def _suggest(path: str, spellings: dict[str, str]) -> str:
-    """Return a hint for an unknown key; an earlier name leads to the current one."""
+    """Return a hint for an unknown key: by its meaning here or in other trainers, then by its spelling."""
+    from thresher.config.dialects.hints import hint, names_of_other_trainers  # large tables, for a hint only
+
     parent, _, key = path.rpartition(".")
     siblings = {_leaf(name): _leaf(meant) for name, meant in spellings.items() if name.rpartition(".")[0] == parent}
     elsewhere = [meant for name, meant in spellings.items() if _leaf(name) == key]
     if elsewhere:
         inside = [name for name in elsewhere if name.startswith(f"{parent}.")]
         return f"it belongs at `{(inside or elsewhere)[0]}`"
+    if foreign := hint(path):
+        return foreign
     if meant := nearest(key, siblings):
         return f"did you mean `{siblings[meant]}`?"
-    all_leaves = KEYS_OF_OTHER_TRAINERS | {_leaf(name): meant for name, meant in spellings.items()}
+    all_leaves = names_of_other_trainers() | {_leaf(name): meant for name, meant in spellings.items()}
     if meant := nearest(key, all_leaves):
         return f"did you mean `{all_leaves[meant]}`?"
     return f"known keys here: {', '.join(sorted(set(siblings.values())))}"

@@ -1,0 +1,86 @@
+"""`thresher import`: writes our config from a config of another trainer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thresher.config.dialects.convert import Conversion
+
+logger = logging.getLogger(__name__)
+
+
+def import_config(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Config file (YAML, JSON) or training script of another trainer.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="CONFIG", help="File to write; default: standard output.")
+    ] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="TRAINER",
+            help="trl, handbook, llama-factory, axolotl, ms-swift, open-instruct, nemo-rl, roll or colossalchat; "
+            "default: recognized by its keys.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Write the config even if a setting that changes the training has no equivalent."),
+    ] = False,
+) -> None:
+    """Translate a config of another trainer, and report what became of each key."""
+    from thresher.cli.terminal import console
+    from thresher.config.dialects.convert import convert
+    from thresher.errors import UserError
+
+    if output is not None and output.exists():
+        raise UserError(f"{output} exists; remove it or name another file")
+    conversion = convert(path, dialect)
+    console.print(entries_table(conversion))
+    lost = conversion.lost
+    if lost and not force:
+        names = ", ".join(entry.key for entry in lost)
+        logger.error(
+            "no config was written: %s changes the training and has no equivalent; --force writes it anyway", names
+        )
+        raise typer.Exit(1)
+    if output is None:
+        typer.echo(conversion.text, nl=False)
+    else:
+        output.write_text(conversion.text, encoding="utf-8")
+        logger.info("wrote %s; check it with: thresher check %s", output, output)
+
+
+def entries_table(conversion: Conversion) -> Table:
+    """Build the table of keys, grouped by what became of them."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from thresher.config.dialects.convert import shown_value
+    from thresher.config.dialects.translation import OUTCOMES
+    from thresher.redact import escape_control_chars
+
+    title = conversion.dialect.title
+    table = Table(title=f"config of {title}", title_justify="left")
+    for heading in (f"key of {title}", "value", "key here", "note"):
+        table.add_column(heading, overflow="fold")
+    for outcome in OUTCOMES:
+        entries = [entry for entry in conversion.entries if entry.outcome == outcome]
+        if entries:
+            table.add_section()
+            table.add_row(f"[bold]{outcome}[/]")
+        for entry in entries:
+            value = f"{shown_value(entry)}{' (default)' if entry.is_default else ''}"
+            style = "bold red" if entry.is_lost else None
+            cells = (entry.key, value, "\n".join(entry.targets), "; ".join(entry.notes))
+            table.add_row(*(escape(escape_control_chars(cell)) if cell else "" for cell in cells), style=style)
+    return table

@@ -1,0 +1,280 @@
+"""Keys of transformers' TrainingArguments, which TRL, LLaMA-Factory and ms-swift share."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from thresher.config.dialects.rules import DATA, MODEL, TRAINING, Function, Rule, by, drop, lack, lacks, part_of, to
+from thresher.config.dialects.translation import Translation
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
+_LOW_PRECISION_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"}
+_PAGED_ADAMW = {"paged_adamw", "paged_adamw_32bit"}
+_DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".zst"}
+_BEST = {
+    "loss": "eval/loss",
+    "rewards/accuracies": "eval/rewards/accuracies",
+    "rewards/margins": "eval/rewards/margins",
+}
+
+
+def source_name(name: str, split: str | None = None, config: str | None = None) -> str:
+    """Name a data set: a path or URL as it is, otherwise a data set of the Hugging Face Hub."""
+    if "://" in name or name.startswith(("/", ".", "~")) or PurePath(name).suffix in _DATA_SUFFIXES:
+        return name
+    parts = [f"hf://{name}", *([split or "train"] if split or config else []), *([config] if config else [])]
+    return ":".join(parts)
+
+
+def ratio(value: Any, peak: Any) -> float:
+    """Divide two rates that a person wrote in decimals: 1e-6 / 1e-5 is 0.1."""
+    return float(f"{float(value) / float(peak):.12g}")
+
+
+def set_optimizer(value: Any, run: Translation) -> None:
+    """AdamW is the only optimizer here."""
+    name = str(value).lower()
+    if name in ADAMW:
+        run.ignore("AdamW is the optimizer here")
+    elif name in _PAGED_ADAMW:
+        run.drop("AdamW without paging is used, with the same numbers")
+    elif name in _LOW_PRECISION_ADAMW:
+        run.differs("AdamW is used, with its state in fp32 instead of 8 bits")
+    else:
+        run.lacks("AdamW is the only optimizer")
+
+
+def set_schedule(value: Any, run: Translation) -> None:
+    """Read a schedule; min_lr and power are in `lr_scheduler_kwargs`."""
+    name = str(value)
+    if name == "cosine_with_restarts":
+        name = "cosine"
+        run.note("one cycle")
+    if name not in SCHEDULES:
+        return run.lacks(f"the schedules are {', '.join(SCHEDULES)}")
+    run.set(f"{TRAINING}lr_scheduler_type", name)
+    if name == "polynomial":
+        run.differs("decays to 0; transformers decays to lr_end, 1e-7 by default")
+    return None
+
+
+def set_schedule_arguments(value: Any, run: Translation) -> None:
+    """Read the arguments of a schedule that has some here."""
+    arguments = dict(value) if isinstance(value, dict) else {}
+    peak = run.get("learning_rate") or 1.0
+    if "min_lr_rate" in arguments or "min_lr" in arguments:
+        rate = arguments.pop("min_lr_rate", None)
+        lowest = arguments.pop("min_lr", None)
+        run.set(f"{TRAINING}min_lr_ratio", rate if rate is not None else ratio(lowest or 0.0, peak))
+    if "power" in arguments:
+        run.set(f"{TRAINING}lr_power", arguments.pop("power"))
+    if arguments:
+        run.lacks(f"no key for {', '.join(arguments)}")
+
+
+def set_warmup_steps(value: Any, run: Translation) -> None:
+    """Read a number of steps; transformers 5 reads a value below 1 as a fraction of the run."""
+    name = "warmup_ratio" if 0 < float(value) < 1 else "warmup_steps"
+    run.set(f"{TRAINING}{name}", float(value) if name == "warmup_ratio" else int(value))
+
+
+def set_trackers(value: Any, run: Translation) -> None:
+    """Read the list of trackers."""
+    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    known = [name for name in names if name in TRACKERS]
+    run.set("track_with", ["console", *known])
+    if others := [name for name in names if name not in (*TRACKERS, "none", "all")]:
+        run.note(f"no tracker {', '.join(others)}; metrics.jsonl is always written")
+
+
+def set_cadence(target: str, strategy_key: str, strategy: str) -> Function:
+    """Make a function that sets a number of steps if its strategy is `steps`."""
+
+    def function(value: Any, run: Translation) -> None:
+        if run.get(strategy_key, strategy) != "steps":
+            run.ignore(f"only with {strategy_key}: steps")
+        elif float(value) < 1:
+            run.drop(f"a fraction of the run cannot be given; set {target} in steps")
+        else:
+            run.set(target, int(value))
+
+    return function
+
+
+def set_strategy(target: str) -> Function:
+    """Make a function that reads `steps`, `epoch` or `no`."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value in ("no", False) and target == "save_steps":
+            run.set("save_steps", 0)
+            run.differs("the final step is always saved")
+        elif value in ("no", False):
+            run.ignore("no evaluation during training")
+        elif value == "steps":
+            run.use(target)
+        else:
+            run.plan(f"{target} by epoch", value, changes_numbers=False)
+
+    return function
+
+
+def set_best_metric(value: Any, run: Translation) -> None:
+    """Read the name of an evaluation metric."""
+    name = str(value).removeprefix("eval_")
+    if name in _BEST:
+        run.set("metric_for_best_model", _BEST[name])
+    else:
+        run.drop("selects the best checkpoint only; eval/loss is used")
+
+
+def set_bf16(value: Any, run: Translation) -> None:
+    """Read the switch of mixed precision."""
+    if value in (True, "auto", "full"):
+        run.set(f"{MODEL}dtype", "bf16")
+    elif run.get("fp16") is True:
+        run.ignore("fp16 is on")
+    else:
+        run.set(f"{MODEL}dtype", "fp32")
+
+
+def set_fp16(value: Any, run: Translation) -> None:
+    """Read the switch of fp16."""
+    if value is True:
+        run.plan("fp16", "fp16")
+    else:
+        run.ignore("off")
+
+
+def set_weight_dtype(is_full: Any) -> Function:
+    """Make a function that reads the dtype of the loaded weights; `is_full(run)` if all weights are trained."""
+
+    def function(value: Any, run: Translation) -> None:
+        name = str(value).removeprefix("torch.")
+        if name in ("float16", "fp16", "half"):
+            run.plan("fp16", "fp16")
+        elif name in ("float32", "fp32"):
+            run.set(f"{MODEL}master_dtype", "fp32")
+        elif not is_full(run):
+            run.ignore("the frozen weights are computed in bf16 in either case")
+        elif run.get("deepspeed") or run.get("fsdp"):
+            run.ignore("DeepSpeed and FSDP keep fp32 master weights, as here")
+        elif name in ("bfloat16", "bf16") and run.value(f"{MODEL}dtype") != "fp32":
+            run.set(f"{MODEL}dtype", "bf16")
+            run.set(f"{MODEL}master_dtype", "bf16")
+            run.note("weights and optimizer state in bf16 lose small updates; remove master_dtype for fp32")
+        else:
+            run.differs("master weights are fp32 here, whatever the dtype of the files")
+
+    return function
+
+
+def set_resume(value: Any, run: Translation) -> None:
+    """A checkpoint of another trainer cannot be resumed."""
+    if value in (True, "true", "True"):
+        run.ignore("a run resumes from the newest checkpoint in its output_dir")
+    elif value in (False, "false", "False"):
+        run.set("resume_from_checkpoint", False)
+    else:
+        run.lacks("checkpoints of another trainer cannot be resumed; give the model as `pretrain`")
+
+
+TABLE: dict[str, Rule] = {
+    "learning_rate": to(f"{TRAINING}learning_rate"),
+    "per_device_train_batch_size": to(f"{TRAINING}per_device_train_batch_size"),
+    "gradient_accumulation_steps": to(f"{TRAINING}gradient_accumulation_steps"),
+    "num_train_epochs": to("num_train_epochs"),
+    "max_steps": by(lambda v, run: run.set("max_steps", v) if v > 0 else run.ignore("no limit"), "max_steps"),
+    "lr_scheduler_type": by(set_schedule, f"{TRAINING}lr_scheduler_type"),
+    "lr_scheduler_kwargs": by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
+    "warmup_ratio": to(f"{TRAINING}warmup_ratio"),
+    "warmup_steps": by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
+    "weight_decay": to(f"{TRAINING}weight_decay"),
+    "adam_beta1": to(f"{TRAINING}adam_beta1"),
+    "adam_beta2": to(f"{TRAINING}adam_beta2"),
+    "adam_epsilon": to(f"{TRAINING}adam_epsilon"),
+    "max_grad_norm": to(f"{TRAINING}max_grad_norm"),
+    "gradient_checkpointing": to(f"{TRAINING}gradient_checkpointing"),
+    "torch_compile": to(f"{TRAINING}torch_compile"),
+    "optim": by(set_optimizer, note="AdamW is the only optimizer"),
+    "bf16": by(set_bf16, f"{MODEL}dtype"),
+    "fp16": by(set_fp16, note="fp16 is not supported"),
+    "seed": to("seed"),
+    "output_dir": to("output_dir"),
+    "logging_dir": to("logging_dir"),
+    "run_name": to("exp_name"),
+    "report_to": by(set_trackers, "track_with"),
+    "logging_steps": by(
+        lambda v, run: run.set("logging_steps", int(v)) if float(v) >= 1 else run.drop("counted in steps here"),
+        "logging_steps",
+    ),
+    "eval_strategy": by(set_strategy("eval_steps"), "eval_steps"),
+    "evaluation_strategy": by(set_strategy("eval_steps"), "eval_steps"),
+    "eval_steps": by(set_cadence("eval_steps", "eval_strategy", "no"), "eval_steps"),
+    "eval_on_start": to("eval_on_start"),
+    "per_device_eval_batch_size": to(f"{TRAINING}per_device_eval_batch_size"),
+    "save_strategy": by(set_strategy("save_steps"), "save_steps"),
+    "save_steps": by(set_cadence("save_steps", "save_strategy", "steps"), "save_steps"),
+    "save_total_limit": to("save_total_limit"),
+    "metric_for_best_model": by(set_best_metric, "metric_for_best_model"),
+    "greater_is_better": by(
+        lambda v, run: (
+            run.set("greater_is_better", v)
+            if run.value("metric_for_best_model")
+            else run.ignore("follows from the metric")
+        ),
+        "greater_is_better",
+    ),
+    "resume_from_checkpoint": by(set_resume, "resume_from_checkpoint"),
+    "dataset_num_proc": to(f"{DATA}preprocessing_num_workers"),
+    "deepspeed": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
+    "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
+    "fsdp_config": part_of("fsdp", "actor_train.device_mapping"),
+    "neftune_noise_alpha": lacks("noise on embeddings is not supported"),
+    "optim_target_modules": lacks("AdamW is the only optimizer"),
+    "train_sampling_strategy": lacks("pairs are shuffled every epoch", "random"),
+    "group_by_length": lacks("pairs are shuffled every epoch; micro-batches are balanced by length"),
+    **drop("the pair order follows from `seed` and differs from the trainer's in any case", "data_seed"),
+    **drop("runs are deterministic", "full_determinism"),
+    **drop("DPO trainers do not read it", "label_smoothing_factor"),
+    **drop("a schedule of activations; numbers do not change", "gradient_checkpointing_kwargs"),
+    **drop("kernels and memory; numbers change by rounding only", "tf32 use_liger_kernel liger_kernel_config"),
+    **drop("memory; numbers do not change", "auto_find_batch_size torch_empty_cache_steps eval_accumulation_steps"),
+    **drop("torch.compile is on or off", "torch_compile_backend torch_compile_mode"),
+    **drop(
+        "data loading; numbers do not change",
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context dataloader_in_order remove_unused_columns length_column_name",
+    ),
+    **drop("an incomplete last batch is trained on", "dataloader_drop_last"),
+    **drop(
+        "communication; numbers do not change",
+        "ddp_timeout ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+        "ddp_static_graph accelerator_config parallelism_config average_tokens_across_devices local_rank",
+    ),
+    **drop(
+        "messages and logs; see docs/guides/logging.md",
+        "log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter "
+        "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug project "
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    ),
+    **drop(
+        "nothing is uploaded; `thresher export` writes a model directory",
+        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision "
+        "hub_model_revision",
+    ),
+    **drop(
+        "`thresher train` trains, and evaluates if there is validation data",
+        "do_train do_eval do_predict eval_delay prediction_loss_only eval_do_concat_batches "
+        "eval_use_gather_object batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval label_names",
+    ),
+    **drop(
+        "checkpoints hold the full state; the best one is kept as well",
+        "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint load_best_model_at_end "
+        "ignore_data_skip restore_callback_states_from_checkpoint overwrite_output_dir",
+    ),
+    **drop("device and cache are chosen by the runtime", "use_cpu use_cache no_cuda"),
+    **lack("optimizer options beyond betas, epsilon and weight decay", "optim_args"),
+}

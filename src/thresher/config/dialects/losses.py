@@ -1,0 +1,86 @@
+"""Names and parameters of the losses, as TRL and the trainers built on it spell them.
+
+The table repeats the loss registry, which config must not import; a test compares them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thresher.config.dialects.rules import Function
+    from thresher.config.dialects.translation import Translation
+
+LOSS_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "aot": ("beta", "label_smoothing"),
+    "aot_unpaired": ("beta", "label_smoothing"),
+    "apo_down": ("beta",),
+    "apo_zero": ("beta",),
+    "bco_pair": ("beta",),
+    "cpo": ("beta", "cpo_alpha"),
+    "discopop": ("beta", "discopop_tau"),
+    "exo_pair": ("beta", "label_smoothing"),
+    "hinge": ("beta",),
+    "ipo": ("beta",),
+    "ipo_sum": ("beta",),
+    "nca_pair": ("beta",),
+    "orpo": ("beta",),
+    "robust": ("beta", "label_smoothing"),
+    "sft": (),
+    "sigmoid": ("beta", "label_smoothing"),
+    "sigmoid_norm": ("beta",),
+    "simpo": ("beta", "gamma"),
+    "sppo_hard": ("beta",),
+}
+_TRL_NAMES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "kto_pair": None, "bco": "bco_pair"}
+
+
+def set_losses(weights_key: str) -> Function:
+    """Make a function that reads a loss or a list of losses, with weights under another key."""
+
+    def function(value: Any, run: Translation) -> None:
+        given = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+        names = [_TRL_NAMES.get(name, name) for name in given]
+        unknown = [text for text, name in zip(given, names, strict=True) if name not in LOSS_PARAMETERS]
+        if unknown:
+            return run.lacks(f"there is no loss {', '.join(map(str, unknown))}; `thresher losses` lists the losses")
+        weights = run.get(weights_key)
+        if isinstance(weights, list) and len(weights) == len(names):
+            return run.set("pref_loss", dict(zip(names, weights, strict=True)))
+        return run.set("pref_loss", names[0] if len(names) == 1 else dict.fromkeys(names, 1.0))
+
+    return function
+
+
+def set_label_smoothing(value: Any, run: Translation) -> None:
+    """Read label smoothing as TRL 1.x does: its sigmoid ignores it, ours does not."""
+    if value and set(run.losses) & {"sigmoid"}:
+        run.drop("ignored with sigmoid by TRL 1.x, so it is left out; set label_smoothing for cDPO")
+    elif value:
+        run.set("label_smoothing", value)
+    else:
+        run.ignore("no label smoothing")
+
+
+def set_if_loss(target: str, *losses: str) -> Function:
+    """Make a function that copies a parameter which only some losses have."""
+
+    def function(value: Any, run: Translation) -> None:
+        if set(run.losses) & set(losses):
+            run.set(target, value)
+        else:
+            run.ignore(f"only for {', '.join(losses)}")
+
+    return function
+
+
+def set_if_positive(target: str) -> Function:
+    """Make a function that copies the weight of a term; 0 turns the term off."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value:
+            run.set(target, value)
+        else:
+            run.ignore("off")
+
+    return function

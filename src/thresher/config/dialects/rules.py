@@ -1,0 +1,124 @@
+"""Rules: what becomes of one key of another trainer's config.
+
+A table maps each key of a trainer to a rule. A rule names the key here, or says why there is none, or translates the
+value with a small function; `translate` applies a table to a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from thresher.config.dialects.planned import PLANNED
+
+if TYPE_CHECKING:
+    from thresher.config.dialects.translation import Translation
+
+Function = Callable[[Any, "Translation"], None]
+
+MODEL = "actor_train.model_args."
+TRAINING = "actor_train.training_args."
+DATA = "actor_train.data_args."
+AXES = "actor_train.strategy_args.strategy_config."
+FILES = f"{DATA}file_name"
+# names of chat templates in other trainers that are a family here
+TEMPLATES = {
+    **{name: name for name in ("chatml", "gemma", "llama3", "mistral", "phi4", "qwen2_5", "qwen3")},
+    "qwen_25": "qwen2_5",
+    "phi_4": "phi4",
+}
+VALIDATION_FILES = "validation.data_args.file_name"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key.
+
+    targets: keys here. note: for people. function: sets the targets; without one, the value is copied to the first
+    target. changes_numbers: without a target, whether the setting changes the training, unless its value is neutral.
+    """
+
+    targets: tuple[str, ...] = ()
+    note: str = ""
+    function: Function | None = None
+    differs: bool = False
+    changes_numbers: bool = False
+    neutral: tuple[Any, ...] = ()
+
+
+def to(target: str, note: str = "", *, differs: bool = False) -> Rule:
+    """Copy the value to a key here; `differs` if the key means something else there, which the note explains."""
+    return Rule((target,), note, differs=differs)
+
+
+def by(function: Function, *targets: str, note: str = "") -> Rule:
+    """Translate the value with a function."""
+    return Rule(targets, note, function)
+
+
+def part_of(key: str, target: str) -> Rule:
+    """The rule of another key reads the value."""
+    return Rule((target,), f"read with `{key}`", lambda _, run: run.use(target))
+
+
+def lacks(note: str, *neutral: Any) -> Rule:
+    """Report a setting without an equivalent that changes the training, unless its value is neutral."""
+    return Rule(note=note, changes_numbers=True, neutral=neutral)
+
+
+def planned(name: str, *neutral: Any) -> Rule:
+    """Copy the value to a key that `planned.py` names, or report that it does not exist yet."""
+    key = PLANNED[name]
+    return lacks(key.reason, *neutral) if key.target is None else to(key.target)
+
+
+def find_rule(table: Mapping[str, Rule], key: str) -> Rule | None:
+    """Find the rule of a key: its own, or that of a family, such as `galore_*`."""
+    if key in table:
+        return table[key]
+    families = (name for name in table if name.endswith("*") and key.startswith(name[:-1]))
+    return table.get(max(families, key=len, default=""))
+
+
+def template(*neutral: str) -> Rule:
+    """Set a chat template by its name."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value in neutral:
+            run.ignore("the tokenizer's template")
+        elif value in TEMPLATES:
+            run.set(f"{DATA}template", TEMPLATES[value])
+        else:
+            run.plan("named_template", value)
+
+    return by(function, f"{DATA}template", note=f"{', '.join(TEMPLATES)}")
+
+
+def template_argument(name: str | None = None) -> Rule:
+    """Set an argument of the chat template, or all of them."""
+
+    def function(value: Any, run: Translation) -> None:
+        given = dict(value) if name is None else {name: value}
+        run.set(f"{DATA}template_arguments", {**(run.value(f"{DATA}template_arguments") or {}), **given})
+
+    return by(function, f"{DATA}template_arguments")
+
+
+def set_reference_free(value: Any, run: Translation) -> None:
+    """Compare with a reference that gives every response the same probability."""
+    if value:
+        run.set("reference.mode", "none")
+    else:
+        run.ignore("there is a reference")
+
+
+def drop(note: str, *keys: str) -> dict[str, Rule]:
+    """Make rules for keys without an equivalent that do not change the training; a text may hold several keys."""
+    return dict.fromkeys(" ".join(keys).split(), Rule(note=note))
+
+
+def lack(note: str, keys: str | Mapping[str, Any]) -> dict[str, Rule]:
+    """Make rules for keys without an equivalent that change the training: joined with spaces, or with defaults."""
+    values = dict.fromkeys(keys.split()) if isinstance(keys, str) else keys
+    return {key: lacks(note, default) for key, default in values.items()}

@@ -1,0 +1,50 @@
+"""`thresher import` on the command line, and the other commands on a config of another trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+@pytest.mark.parametrize("command", [("train",), ("config", "show")])
+def test_a_foreign_config_is_named_with_the_command_that_converts_it(
+    command_line, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("base_model: m\nrl: dpo\n")
+    result = command_line(*command, str(path))
+    assert result.code == 2
+    assert f"{path} is a config of axolotl; convert it with: thresher import {path} -o dpo.yaml" in result.err
+
+
+def test_import_writes_a_config_and_reports_every_key(command_line, tmp_path: Path) -> None:
+    path, output = tmp_path / "theirs.yaml", tmp_path / "dpo.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nmax_length: 64\nlog_level: info\n")
+    result = command_line("import", str(path), "-o", str(output))
+    assert result.code == 0, result.err
+    for word in ("renamed", "translated", "no equivalent", "max_length", "sequence_length", "log_level", "(default)"):
+        assert word in result.err
+    assert yaml.safe_load(output.read_text())["sequence_length"] == 64
+    assert "exists; remove it" in command_line("import", str(path), "-o", str(output)).err
+
+
+def test_import_fails_where_the_numbers_would_change_unless_forced(command_line, tmp_path: Path) -> None:
+    path, output = tmp_path / "theirs.yaml", tmp_path / "dpo.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nload_in_4bit: true\n")
+    result = command_line("import", str(path), "-o", str(output))
+    assert result.code == 1
+    assert "load_in_4bit changes the training and has no equivalent" in " ".join(result.err.split())
+    assert not output.exists()
+    assert command_line("import", str(path), "-o", str(output), "--force").code == 0
+    assert "load_in_4bit: quantized base weights" in output.read_text()
+
+
+def test_import_needs_no_torch() -> None:
+    program = (
+        "import sys, thresher.cli.import_config, thresher.config.dialects.convert; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
