@@ -160,7 +160,7 @@ def test_a_failed_write_names_the_cache_directory(tmp_path):
 
 def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
     one = np.zeros(10, dtype=np.float32)
-    with ShardWriter(tmp_path, ShardLimits(num_bytes=500)) as writer:
+    with ShardWriter(tmp_path, ShardLimits(num_bytes=6 * 96)) as writer:
         for number in range(13):
             writer.add(bytes([number]) * 16, one, one)  # 96 bytes
             writer.end_block()
@@ -170,6 +170,16 @@ def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
             writer.add(bytes([number]) * 16, one, one)
             writer.end_block()
     assert [shard.num_pairs for shard in writer.written] == [1, 1, 1]
+
+
+def test_both_sides_are_read_as_they_were_scored(tmp_path):
+    pairs = NoisePairs(4)
+    reference = lookup(tmp_path, pairs)
+    reference.score_missing(synthetic_logps)
+    batch = pairs.read(np.arange(4))
+    found, expected = reference.logps(batch), synthetic_logps(batch)
+    for side, scored in ((found.chosen, expected.chosen), (found.rejected, expected.rejected)):
+        assert (side.values.tolist(), side.lengths.tolist()) == (scored.values.tolist(), scored.lengths.tolist())
 
 
 def test_an_interrupt_keeps_the_blocks_that_were_scored(tmp_path):
