@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import Canary, CommandLine, Run, update_manifest
+from thresher.errors import UserError
+from thresher.models.loading.load import load_model
 
 CODE = """
 open({canary!r}, "w")
@@ -117,6 +119,8 @@ def test_a_model_cannot_request_a_kernel_download(attacked: Run, thresher: Comma
     result = thresher("train", attacked.config())
     assert result.code == 2
     assert "owner/kernel, which would be downloaded and run" in result.text
+    with pytest.raises(UserError, match="owner/kernel, which would be downloaded and run"):
+        load_model(str(attacked.model))
 
 
 @pytest.mark.parametrize(

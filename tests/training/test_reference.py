@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
+from tests.support.tiny_models import tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders import inputs
 from thresher.builders.checkpoints import config_changes
@@ -20,7 +21,9 @@ from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode, unused_settings
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
+from thresher.models.layouts import PaddedLayout
 from thresher.reference.step_zero_check import check_step_zero, tolerance
+from thresher.strategies.native.infer import NativeInfer
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])
@@ -178,6 +181,14 @@ def test_a_synced_reference_needs_the_shape_of_the_policy(base, tmp_path):
 def unused_settings_of(values: dict) -> list[str]:
     config = parse_config(values)
     return unused_settings(config, reference_mode(config, build_objective(config)))
+
+
+def test_a_synced_reference_moves_by_alpha_towards_the_policy():
+    reference = NativeInfer(tiny_model("llama"), PaddedLayout(pad_id=0), torch.float32)
+    before = {name: weight.clone() for name, weight in reference.weights().items()}
+    reference.ema_update({name: weight + 8.0 for name, weight in before.items()}, alpha=0.25)
+    for name, weight in reference.weights().items():
+        torch.testing.assert_close(weight, before[name] + 2.0)
 
 
 def test_settings_of_an_unused_reference_are_reported(base):
