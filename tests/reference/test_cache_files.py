@@ -15,7 +15,7 @@ import pytest
 from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
-from thresher.reference.cache_admin import cache_root
+from thresher.reference.cache_admin import cache_root, stale_files
 from thresher.reference.shards import (
     CacheShard,
     ShardFile,
@@ -354,6 +354,14 @@ def test_the_cache_directory_is_from_the_config_the_environment_or_the_default(
     for name, value in ({"HOME": "/home/me"} | environment).items():
         monkeypatch.setenv(name, value)
     assert cache_root(cache_dir) == Path(expected)
+
+
+def test_a_partial_file_is_stale_after_a_day(tmp_path):
+    (tmp_path / "reference").mkdir()
+    for hours in (23, 25):
+        (path := tmp_path / "reference" / f".partial-{hours}").touch()
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    assert [path.name for path in stale_files(tmp_path)] == [".partial-25"]
 
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):
