@@ -361,7 +361,7 @@ def test_a_partial_file_is_stale_after_a_day(tmp_path):
     for hours in (23, 25):
         (path := tmp_path / "reference" / f".partial-{hours}").touch()
         os.utime(path, (time.time() - hours * 3600,) * 2)
-    assert [path.name for path in stale_files(tmp_path)] == [".partial-25"]
+    assert [path.name for path in stale_files(tmp_path, tmp_path / "stores")] == [".partial-25"]
 
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):
