@@ -136,7 +136,7 @@ def test_the_same_forward_of_another_model_is_an_error_even_within_the_rounding_
 def test_the_tolerance_at_step_zero_follows_precision_forwards_and_tokens():
     limits = [tolerance(torch.bfloat16, forwards, 1000) for forwards in ("same", "other batches", "other axes")]
     assert limits == sorted(limits)
-    assert tolerance(torch.float32, "other axes", 1000) < 1e-3 * tolerance(torch.bfloat16, "other axes", 1000)
+    assert tolerance(torch.float32, "other axes", 1000) < 1e-2 * tolerance(torch.bfloat16, "other axes", 1000)
     assert tolerance(torch.bfloat16, "other axes", 1) > tolerance(torch.bfloat16, "other axes", 1000)
     assert tolerance(torch.bfloat16, "other axes", 1000) < 0.1
 

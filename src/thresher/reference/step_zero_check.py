@@ -21,8 +21,9 @@ MEASURED_NOISE = {
     torch.float32: {"other batches": 3e-7, "other axes": 2.2e-6},
     torch.bfloat16: {"other batches": 2.5e-2, "other axes": 2.9e-2},
 }
-# deeper models are noisier than the measured ones; in bf16 there is less room below the effect of a wrong setting
-_NOISE_FACTORS = {torch.float32: 10.0, torch.bfloat16: 3.0}
+# deeper models and other kernels are noisier than what was measured, and a false alarm stops a run; in bf16 there is
+# less room below the effect of a wrong setting
+_NOISE_FACTORS = {torch.float32: 100.0, torch.bfloat16: 3.0}
 _SAME_FORWARD = 1e-6
 
 
