@@ -250,16 +250,18 @@ def test_run_log_has_all_messages_at_every_terminal_level(command_line, config, 
 def test_run_log_has_the_error_of_a_run_with_secrets_masked(base, tmp_path):
     from thresher.pipeline import DPOPipeline
 
-    data = {**base["actor_train"]["data_args"], "file_name": f"http://me:hunter2@127.0.0.1:9/a.jsonl?token={SECRET}"}
+    rows = tmp_path / f"token={SECRET}" / "a.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"prompt": 3, "chosen": "a", "rejected": "b"}\n')  # found by the run, not by the checks before it
+    data = {**base["actor_train"]["data_args"], "file_name": str(rows)}
     values = {**base, "output_dir": str(tmp_path), "actor_train": {**base["actor_train"], "data_args": data}}
     with pytest.raises(UserError):
         DPOPipeline(parse_config(values)).run()
     text = (tmp_path / "logs" / "run.log").read_text()
     assert " ERROR thresher.observability.run_log: the run ended: " in text
-    assert "http://***@127.0.0.1:9/a.jsonl" in text
+    assert "token=***" in text
     assert "Traceback" not in text
-    for secret in (SECRET, "hunter2"):
-        assert secret not in text
+    assert SECRET not in text
 
 
 def test_run_log_has_the_traceback_of_a_bug_with_further_lines_indented(tmp_path):

@@ -144,7 +144,7 @@ def test_a_bad_row_is_an_error_with_file_and_line(
     with pytest.raises(UserError) as error:
         prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
     assert str(error.value).startswith(f"{name}, line 3: `chosen` must be text or messages, got int.")
-    assert "data_args.on_bad_row=skip" in str(error.value)
+    assert "data_args.on_bad_row to skip" in str(error.value)
     assert not (tmp_path / "s").exists()
 
 

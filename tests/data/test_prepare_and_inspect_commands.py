@@ -193,7 +193,7 @@ NO_CHOSEN = {"prompt": "a", "chosn": "b", "rejected": "c"}
         (
             ROWS[0],
             ("--template", "no.jinja"),
-            "--template 'no.jinja': no such file; use auto, raw or the path of a Jinja file",
+            "--template 'no.jinja': no such file; use auto, raw, one of chatml, gemma,",
         ),
         (
             ROWS[0],

@@ -245,7 +245,7 @@ def test_a_missing_chat_template_suggests_both_alternatives() -> None:
 
 
 def test_a_missing_template_file_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"'chat.jinja': no such file; use auto, raw or the path"):
+    with pytest.raises(UserError, match=r"'chat.jinja': no such file; use auto, raw, one of chatml, "):
         load_template(make_tokenizer(), "chat.jinja", {})
 
 
