@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from thresher.cli.prepare_options import name_options_in_errors, reject_config_options, spell_setting
-from thresher.cli.prepare_report import format_examples, log_report, show_progress
+from thresher.cli.prepare_report import format_examples, log_report, show_progress, summarize_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -223,7 +223,7 @@ def build_and_report(
     except NoPairsError as error:
         log_report(error.report, in_full=in_full)
         raise
-    logger.info("wrote %s pairs to %s", f"{report.pairs_kept:,}", output)
+    logger.info("wrote %s pairs to %s%s", f"{report.pairs_kept:,}", output, summarize_changes(report))
     log_report(report, in_full=in_full)
     return report
 

@@ -117,6 +117,12 @@ def _percentile_names() -> list[str]:
     return ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
 
 
+def summarize_changes(report: PrepareReport) -> str:
+    """Name what became of rows that are not pairs as they were, as the end of a line."""
+    _, _, *changes = _count_rows(report)
+    return "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""
+
+
 def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
     yield "rows read", report.rows_read
     yield "pairs kept", report.pairs_kept
