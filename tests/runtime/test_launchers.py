@@ -132,7 +132,9 @@ def test_a_user_error_in_a_worker_ends_the_command_with_its_message_and_exit_cod
     done = train(*tiny, *diverging, f"output_dir={tmp_path}", f"ray_address={head.address}")
     assert done.returncode == 2, done.stderr
     message = done.stderr.rpartition("error: ")[2]
-    assert re.match(r"the loss or gradient was not finite in 1 steps in a row, up to step [23]; lower the learn", message)
+    assert re.match(
+        r"the loss or gradient was not finite in 1 steps in a row, up to step [23]; lower the learn", message
+    )
     assert f"listed in {tmp_path}/logs/skipped_steps.jsonl" in message
     assert len((tmp_path / "logs" / "skipped_steps.jsonl").read_text().splitlines()) == 1
     assert "Traceback" not in done.stderr
