@@ -164,7 +164,8 @@ def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluste
     # the node joined during step 8, and is used after the next checkpoint
     assert [line for line in lines if line.startswith("resuming from ")][-1].endswith("step-00000009")
 
-    local = merge(values, {"ray_address": None, "runtime": "local", "actor_train": {"num_workers": None}})
+    in_one_process = {"elastic": False, "ray_address": None, "runtime": "local", "actor_train": {"num_workers": None}}
+    local = merge(values, in_one_process)
     local["actor_train"] = merge(local["actor_train"], {"training_args": {"global_batch_size": 6}})
     DPOPipeline(parse_config({**local, "output_dir": str(tmp_path / "local")})).run()
     assert_same_run(tmp_path / "elastic", tmp_path / "local")
