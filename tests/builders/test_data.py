@@ -1,0 +1,29 @@
+"""The data settings of a run, read from its config."""
+
+from __future__ import annotations
+
+from thresher.builders.data import data_settings
+from thresher.config import parse_config
+
+
+def file_names(*names: str, dataset_dir: str | None) -> tuple[str, ...]:
+    config = parse_config({"actor_train": {"data_args": {"file_name": list(names), "dataset_dir": dataset_dir}}})
+    return data_settings(config, config.actor_train.data_args).file_names
+
+
+def test_a_relative_file_name_that_does_not_exist_is_found_in_dataset_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("here.jsonl", "data/here.jsonl", "data/there.jsonl"):
+        (tmp_path / name).touch()
+    names = ("here.jsonl", "there.jsonl", "data/there.jsonl", "nowhere.jsonl", "hf://org/name")
+    found = ("here.jsonl", "data/there.jsonl", "data/there.jsonl", "nowhere.jsonl", "hf://org/name")
+    assert file_names(*names, dataset_dir="data") == found
+    assert file_names(*names, dataset_dir=None) == names
+
+
+def test_template_arguments_reach_the_preparation():
+    config = parse_config(
+        {"actor_train": {"data_args": {"template_arguments": {"enable_thinking": False}, "file_name": "a"}}}
+    )
+    assert data_settings(config, config.actor_train.data_args).template_arguments == {"enable_thinking": False}
