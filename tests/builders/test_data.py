@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from thresher.builders.data import data_settings
+from thresher.builders.preflight.files import check_data
 from thresher.config import parse_config
 
 
@@ -16,8 +17,8 @@ def test_a_relative_file_name_that_does_not_exist_is_found_in_dataset_dir(tmp_pa
     (tmp_path / "data").mkdir()
     for name in ("here.jsonl", "data/here.jsonl", "data/there.jsonl"):
         (tmp_path / name).touch()
-    names = ("here.jsonl", "there.jsonl", "data/there.jsonl", "nowhere.jsonl", "hf://org/name")
-    found = ("here.jsonl", "data/there.jsonl", "data/there.jsonl", "nowhere.jsonl", "hf://org/name")
+    names = ("here.jsonl", "there.jsonl", "data/there.jsonl", "t*.jsonl", "nowhere.jsonl", "hf://org/name")
+    found = ("here.jsonl", "data/there.jsonl", "data/there.jsonl", "data/t*.jsonl", "nowhere.jsonl", "hf://org/name")
     assert file_names(*names, dataset_dir="data") == found
     assert file_names(*names, dataset_dir=None) == names
 
@@ -27,3 +28,10 @@ def test_template_arguments_reach_the_preparation():
         {"actor_train": {"data_args": {"template_arguments": {"enable_thinking": False}, "file_name": "a"}}}
     )
     assert data_settings(config, config.actor_train.data_args).template_arguments == {"enable_thinking": False}
+
+
+def test_the_check_before_a_run_finds_files_in_dataset_dir(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    data = {"file_name": ["rows.jsonl", "other.jsonl"], "dataset_dir": str(tmp_path)}
+    problems = list(check_data(parse_config({"actor_train": {"data_args": data}})))
+    assert [problem.text.partition(" ")[0] for problem in problems] == ["'other.jsonl'"]

@@ -15,6 +15,7 @@ from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import report_of
 from thresher.data.settings import DataSettings
+from thresher.data.sources.resolve import find_in_directory
 from thresher.data.store.cache import StoreCache
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -28,7 +29,7 @@ StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
 def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
     return DataSettings(
-        file_name=[_located(name, args.dataset_dir) for name in args.file_name],
+        file_name=[find_in_directory(name, args.dataset_dir) for name in args.file_name],
         template=args.template,
         template_arguments=args.template_arguments,
         sequence_length=config.sequence_length,
@@ -40,13 +41,6 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         prompt_key=config.prompt_key,
         num_processes=args.preprocessing_num_workers,
     )
-
-
-def _located(name: str, directory: str | None) -> str:
-    """Find a relative file name in `dataset_dir`, unless it exists as it is or is a URL."""
-    if directory is None or "://" in name or Path(name).exists() or not (Path(directory) / name).exists():
-        return name
-    return str(Path(directory) / name)
 
 
 def open_stores(

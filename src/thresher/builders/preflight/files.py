@@ -12,7 +12,7 @@ from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.checkpoint.retention import resolve_resume
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.settings import DataSettings
-from thresher.data.sources.resolve import resolve_sources
+from thresher.data.sources.resolve import find_in_directory, resolve_sources
 from thresher.errors import unusable_path
 from thresher.models.loading.location import find_model, named_model
 from thresher.observability.trackers.factory import check_name
@@ -55,7 +55,7 @@ def check_data(config: DPOConfig) -> Iterator[Finding]:
         if not args.file_name:
             yield from problems_of(DataSettings, args.file_name)
         for name in args.file_name:
-            yield from problems_of(resolve_sources, [name])
+            yield from problems_of(resolve_sources, [find_in_directory(name, args.dataset_dir)])
         if args.template not in ("auto", "raw"):
             yield from problems_of(_find_template, args.template)
 

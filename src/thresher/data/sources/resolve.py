@@ -6,6 +6,7 @@ Order: names as listed, files of a glob sorted. A digest depends on content only
 from __future__ import annotations
 
 import difflib
+import glob
 import hashlib
 import re
 from collections.abc import Sequence
@@ -34,6 +35,14 @@ FORMAT_OF_SUFFIX: dict[str, Format] = {
 COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _HUB = "hf://"
 _HUB_DATASET = re.compile(r"\w[\w-]*/\w[\w.-]*(:[\w./-]+)*")
+
+
+def find_in_directory(name: str, directory: str | None) -> str:
+    """Return a relative path or glob in `directory`, unless it exists as it is, exists nowhere or is a URL."""
+    if directory is None or "://" in name:
+        return name
+    inside = str(Path(directory) / name)
+    return inside if not glob.glob(name) and glob.glob(inside) else name  # noqa: PTH207
 
 
 @dataclass(frozen=True)
