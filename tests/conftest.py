@@ -6,12 +6,22 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
 
 from tests.support.paths import ROOT, shared_path
 from thresher.runtime.ray.environment import set_environment
+
+# Ray reads its environment when it is first imported, so set what a run sets before any test file is. The token of the
+# tests is in a directory of its own, so that none is written into a home directory.
+_RAY_DIRECTORY = TemporaryDirectory(prefix="thresher-tests-")
+if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+    token = Path(_RAY_DIRECTORY.name) / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+set_environment(None)
 
 # a shared machine pauses at any moment: the time of one example says nothing
 settings.register_profile("no deadline", deadline=None)
@@ -32,18 +42,6 @@ def no_cache_of_the_user(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THRESHER_CACHE_DIR", str(tmp_path_factory.mktemp("reference_cache")))
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Set what a run sets for Ray, and a token for the tests, so that none is written into a home directory.
-
-    Ray reads this when it is first imported, so it comes before all tests.
-    """
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))
-    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
-    set_environment(None)
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ class Callbacks:
 
 
 @pytest.fixture
-def cluster(ray_environment) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     """A head node without cores, which notices a dead node within seconds."""
     from ray.cluster_utils import Cluster
 
