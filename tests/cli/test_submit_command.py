@@ -82,3 +82,16 @@ def test_a_default_output_dir_is_resolved_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values, _ = resolve_paths(parse_config({}), has_uploads=False)
     assert Path(values["output_dir"]).parent.is_relative_to(tmp_path)
+
+
+def test_a_template_by_name_stays_a_name_and_files_are_found_in_dataset_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "pairs.jsonl").touch()
+    data = {"file_name": "pairs.jsonl", "dataset_dir": "data", "template": "chatml"}
+    values, _ = resolve_paths(parse_config({"actor_train": {"data_args": data}}), has_uploads=False)
+    assert values["actor_train"]["data_args"] == {
+        "file_name": [str(tmp_path / "data" / "pairs.jsonl")],
+        "dataset_dir": str(tmp_path / "data"),
+        "template": "chatml",
+    }

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from thresher.config.dialects.rules import TEMPLATES
 from thresher.data.rows.formats import PreferenceRow
 from thresher.data.tokenization.chat_template import load_template, render, template_names
 from thresher.errors import UserError
@@ -72,7 +73,7 @@ def text_of(name: str, prompt: list[dict], **arguments: object) -> tuple[str, st
 
 
 def test_every_template_has_an_expected_text():
-    assert template_names() == sorted(EXPECTED)
+    assert template_names() == sorted(EXPECTED) == sorted(set(TEMPLATES.values()))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -214,6 +214,14 @@ def test_settings_of_reference_workers_that_a_run_does_not_start_are_reported(ba
     ]
 
 
+def test_the_environment_of_a_reference_without_workers_is_reported(base):
+    environment = {"reference": {"system_envs": {"A": "1"}}}
+    note = "reference.system_envs has no effect: the reference has no workers of its own"
+    assert unused_settings_of(merge(base, environment)) == [note]
+    workers = {"runtime": "ray", "reference": {"mode": "concurrent", "num_workers": 1}}
+    assert unused_settings_of(merge(merge(base, environment), workers)) == []
+
+
 def test_a_resumed_run_reports_changed_settings(base, tmp_path):
     then, now = parse_config(base), parse_config(merge(base, {"beta": 0.3, "layout": "padded", "output_dir": "other"}))
     (tmp_path / "config.json").write_text(json.dumps(then.model_dump(mode="json")))

@@ -58,4 +58,6 @@ def unused_settings(config: DPOConfig, mode: ReferenceMode) -> list[str]:
             f"reference.{name} has no effect: a synced reference runs in the policy workers"
             for name in reference.non_default("device_mapping", "num_workers")
         ]
+    if not (config.uses_ray and reference_has_workers(config, mode)) and reference.non_default("system_envs"):
+        notes.append("reference.system_envs has no effect: the reference has no workers of its own")
     return notes

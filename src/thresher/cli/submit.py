@@ -27,10 +27,9 @@ _INPUTS = (
     *(
         f"{role}.data_args.{name}"
         for role in ("actor_train", "validation")
-        for name in ("file_name", "store", "template")
+        for name in ("file_name", "dataset_dir", "store", "template")
     ),
 )
-_NOT_PATHS = {"auto", "raw"}
 # the error that ends a job for a path that the nodes do not have, within the last characters of its log
 _PATH_ERROR = re.compile(r"does not exist|cannot use|no such file", re.IGNORECASE)
 _CHARS_OF_ERROR = 2000
@@ -126,6 +125,10 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
 
     A job runs in a temporary directory. Paths of inputs stay relative if files are uploaded to that directory.
     """
+    from thresher.data.sources.resolve import find_in_directory
+    from thresher.data.tokenization.chat_template import template_names
+
+    names = {"auto", "raw", *template_names()}
     values = config.model_dump(mode="json", exclude_unset=True)
     values["output_dir"] = config.output_dir  # the default is relative too
     resolved: list[str] = []
@@ -135,7 +138,10 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
         for each in sections:
             section = section.get(each) or {}
         old = section.get(name)
-        paths = [_absolute(path, must_exist=key in _MODELS) for path in ([old] if isinstance(old, str) else old or [])]
+        given = [old] if isinstance(old, str) else old or []
+        if name == "file_name":
+            given = [find_in_directory(path, section.get("dataset_dir")) for path in given]
+        paths = [path if path in names else _absolute(path, must_exist=key in _MODELS) for path in given]
         new = paths[0] if isinstance(old, str) else paths
         if paths and new != old:
             section[name] = new
@@ -145,6 +151,6 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
 
 def _absolute(path: str, *, must_exist: bool) -> str:
     """must_exist: the path of a model may also be a name on the hub, if it does not exist here."""
-    if "://" in path or path.startswith(("~", "$")) or path in _NOT_PATHS or (must_exist and not Path(path).exists()):
+    if "://" in path or path.startswith(("~", "$")) or (must_exist and not Path(path).exists()):
         return path
     return os.path.abspath(path)  # noqa: PTH100  # normalizes `..`, and keeps symlinks

@@ -316,7 +316,7 @@ class DPOConfig(LossConfig):
         return policy and self.reference_path == self.policy_path if own is None else own
 
     def environment_of(self, role: str) -> dict[str, str]:
-        """Environment variables of a role's workers; in one process, of both roles."""
+        """Environment variables of a role's workers; a run in one process has those of actor_train."""
         roles = {"actor_train": self.actor_train, "reference": self.reference}
         return self.system_envs | roles[role].system_envs
 

@@ -94,7 +94,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     f"{_REFERENCE}.model_args.disable_gradient_checkpointing": _NO_GRADIENTS,
 }
 # ROLL renders these with the tokenizer's own chat template
-_TOKENIZER_TEMPLATES = ("native", "qwen2_5")
+TOKENIZER_TEMPLATES = ("native", "qwen2_5")
 
 
 def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -123,7 +123,7 @@ def _template(config: dict[str, Any]) -> str | None:
     name = _pop(config, "global_template")
     if name is None or name is _ABSENT:
         return None
-    template = "auto" if name in _TOKENIZER_TEMPLATES else name
+    template = "auto" if name in TOKENIZER_TEMPLATES else name
     for section in (_POLICY, "validation"):
         if section == _POLICY or _section(config, f"{section}.data_args"):
             _set_default(config, f"{section}.data_args.template", template)
@@ -134,7 +134,6 @@ def _template(config: dict[str, Any]) -> str | None:
 def _resume(config: dict[str, Any]) -> str | None:
     if config.get("resume_from_checkpoint") is not True:
         return None
-    config["resume_from_checkpoint"] = "auto"
     return "resume_from_checkpoint: true is read as auto: resume from the newest checkpoint in output_dir"
 
 

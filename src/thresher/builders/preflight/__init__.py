@@ -42,9 +42,9 @@ def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
     of_parts = (*models.MODELS, *resources.DEVICES, *(resources.TRAINING if trains else ()))
     checks = [partial(check, config) for check in settings.SETTINGS] + [partial(check, parts) for check in of_parts]
     warnings += report(checks)
-    total, trained = parts.num_parameters
+    counts = parts.parameters
     summary = (
-        f"policy: {parts.policy_path}, {total:,} parameters, {trained:,} of them trained",
+        f"policy: {parts.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
         f"loss: {describe_losses(parts.objective)}; reference: {parts.mode}; layout: {parts.layout.name}",
         f"checkpoints: about {filesize.decimal(resources.checkpoint_size(parts))} each, in {config.output_dir}",
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thresher.builders.preflight.findings import Finding, problems_of, warning
-from thresher.checkpoint.retention import resolve_resume
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import find_in_directory, resolve_sources
@@ -69,8 +68,7 @@ def check_directories(config: DPOConfig) -> Iterator[Finding]:
 def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
     setting = config.resume_from_checkpoint
     if setting and setting != "auto":
-        # sizes only: digests are verified when the checkpoint is loaded
-        yield from problems_of(lambda: resolve_resume(setting, Path(), digests=False))
+        yield from problems_of(_find_checkpoint, setting)
 
 
 SETTINGS = (check_tracker_names, check_evaluation_steps)
@@ -88,11 +86,17 @@ def existing_parent(directory: Path) -> Path:
     return next(each for each in (directory, *directory.absolute().parents) if os.access(each, os.F_OK))
 
 
-# imported on use: numpy and pyarrow, which most wrong paths need not wait for
+# imported on use: what most wrong paths need not wait for, such as numpy and pyarrow
 def _open_store(path: str) -> None:
     from thresher.data.store.reader import PairStore
 
     PairStore.open(path)
+
+
+def _find_checkpoint(path: str) -> None:
+    from thresher.checkpoint.retention import resolve_resume
+
+    resolve_resume(path, Path(), digests=False)  # sizes only: digests are verified when the checkpoint is loaded
 
 
 def _find_template(name: str) -> None:

@@ -42,7 +42,7 @@ def check_tokenizer(parts: RunParts) -> Iterator[Finding]:
     yield from problems_of(eos_token, tokenizer)
     for args in data_sections(parts.config):
         if not args.store:
-            yield from problems_of(load_template, tokenizer, args.template, {})
+            yield from problems_of(load_template, tokenizer, args.template, args.template_arguments)
     used = dict.fromkeys(tokenizer("a")["input_ids"], "a token")
     if tokenizer.eos_token_id is not None:
         used[tokenizer.eos_token_id] = f"the EOS token {tokenizer.eos_token!r}"

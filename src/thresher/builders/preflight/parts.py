@@ -19,6 +19,7 @@ from thresher.models.layouts import Layout
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.reference.modes import ReferenceMode
+from thresher.strategies.native.parameters import ParameterCounts
 
 
 class RunParts:
@@ -81,7 +82,5 @@ class RunParts:
         return attach_adapters(model, args)
 
     @property
-    def num_parameters(self) -> tuple[int, int]:
-        """Parameters of the policy, and how many of them are trained."""
-        sizes = [(each.numel(), each.requires_grad) for each in self.policy.parameters()]
-        return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    def parameters(self) -> ParameterCounts:
+        return ParameterCounts.of(self.policy)

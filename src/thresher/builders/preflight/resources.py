@@ -66,9 +66,9 @@ def check_disk_space(parts: RunParts) -> Iterator[Finding]:
 
 def checkpoint_size(parts: RunParts) -> int:
     """Estimate the bytes of a checkpoint: trained weights and optimizer state, and a reference that moves."""
-    num_parameters, num_trained = parts.num_parameters
-    num_values = _TENSORS_PER_PARAMETER * num_trained
-    num_values += num_parameters if parts.config.reference.sync_steps is not None else 0
+    counts = parts.parameters
+    num_values = _TENSORS_PER_PARAMETER * counts.trained
+    num_values += counts.total if parts.config.reference.sync_steps is not None else 0
     return num_values * DTYPES[parts.config.actor_train.model_args.master_dtype].itemsize
 
 

@@ -25,6 +25,7 @@ from thresher.config.dialects.rules import (
     template,
     template_argument,
     to,
+    track,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
 from thresher.config.dialects.trl import if_lora, lora_alpha, lora_targets
@@ -141,16 +142,6 @@ def _set_attention(name: str) -> Any:
     return function
 
 
-def _track(name: str) -> Any:
-    def function(value: Any, run: Translation) -> None:
-        if value:
-            run.set("track_with", [*(run.value("track_with") or ["console"]), name])
-        else:
-            run.ignore("off")
-
-    return function
-
-
 def _set_wandb_project(value: Any, run: Translation) -> None:
     run.set("tracker_kwargs.wandb_project", value)
     if "wandb" not in (run.value("track_with") or []):
@@ -245,9 +236,9 @@ _OWN: dict[str, Rule] = {
     "context_parallel_size": axis("cp_size"),
     "sequence_parallel_degree": axis("cp_size"),
     "dp_replicate_size": axis("dp_replicate"),
-    "use_wandb": by(_track("wandb"), "track_with"),
-    "use_mlflow": by(_track("mlflow"), "track_with"),
-    "use_tensorboard": by(_track("tensorboard"), "track_with"),
+    "use_wandb": by(track("wandb"), "track_with"),
+    "use_mlflow": by(track("mlflow"), "track_with"),
+    "use_tensorboard": by(track("tensorboard"), "track_with"),
     "wandb_project": by(_set_wandb_project, "tracker_kwargs.wandb_project", "track_with"),
     "wandb_entity": to("tracker_kwargs.wandb_entity"),
     "wandb_name": to("exp_name"),

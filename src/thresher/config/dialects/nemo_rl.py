@@ -22,6 +22,7 @@ from thresher.config.dialects.rules import (
     template,
     template_argument,
     to,
+    track,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
 from thresher.config.dialects.trl import if_lora, lora_targets
@@ -164,16 +165,6 @@ def _set_devices(value: Any, run: Translation) -> None:
     return None
 
 
-def _track(name: str) -> Function:
-    def function(value: Any, run: Translation) -> None:
-        if value:
-            run.set("track_with", [*(run.value("track_with") or ["console"]), name])
-        else:
-            run.ignore("off")
-
-    return function
-
-
 def _if_tracked(name: str, target: str) -> Function:
     def function(value: Any, run: Translation) -> None:
         if run.get(f"logger.{name}_enabled"):
@@ -291,9 +282,9 @@ TABLE: dict[str, Rule] = {
     ),
     **lack("give the model as policy.model_name", "checkpointing.pretrained_checkpoint"),
     "logger.log_dir": to("logging_dir"),
-    "logger.wandb_enabled": by(_track("wandb"), "track_with"),
-    "logger.tensorboard_enabled": by(_track("tensorboard"), "track_with"),
-    "logger.mlflow_enabled": by(_track("mlflow"), "track_with"),
+    "logger.wandb_enabled": by(track("wandb"), "track_with"),
+    "logger.tensorboard_enabled": by(track("tensorboard"), "track_with"),
+    "logger.mlflow_enabled": by(track("mlflow"), "track_with"),
     "logger.wandb.project": by(_if_tracked("wandb", "tracker_kwargs.wandb_project"), "tracker_kwargs.wandb_project"),
     "logger.wandb.name": by(_if_tracked("wandb", "exp_name"), "exp_name"),
     "logger.wandb.entity": by(_if_tracked("wandb", "tracker_kwargs.wandb_entity"), "tracker_kwargs.wandb_entity"),

@@ -25,6 +25,7 @@ from thresher.config.dialects.rules import (
 )
 from thresher.config.dialects.translation import Dialect, Translation
 from thresher.config.dialects.trl import lora_targets
+from thresher.config.roll import TOKENIZER_TEMPLATES
 
 _AXES = {
     "tensor_model_parallel_size": "tp_size",
@@ -129,7 +130,7 @@ def _set_trackers(value: Any, run: Translation) -> None:
 
 
 def _set_template(value: Any, run: Translation) -> None:
-    if value == "native":
+    if value in TOKENIZER_TEMPLATES:
         run.set(f"{DATA}template", "auto")
     elif value in TEMPLATES:
         run.set(f"{DATA}template", TEMPLATES[value])

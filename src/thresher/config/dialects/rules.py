@@ -105,6 +105,18 @@ def template_argument(name: str | None = None) -> Rule:
     return by(function, f"{DATA}template_arguments")
 
 
+def track(name: str) -> Function:
+    """Add a tracker if the value is true."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value:
+            run.set("track_with", [*(run.value("track_with") or ["console"]), name])
+        else:
+            run.ignore("off")
+
+    return function
+
+
 def set_reference_free(value: Any, run: Translation) -> None:
     """Compare with a reference that gives every response the same probability."""
     if value:
