@@ -25,14 +25,16 @@ from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.sharded import Communicator
 from thresher.data.batching.balance import CostModel
+from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
@@ -68,14 +70,14 @@ def made_up_pairs(count: int) -> list[Pair]:
     ]
 
 
-def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[DPOTrainer, TimedKeeper]:
+def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[RankTrainer, TimedKeeper]:
     store = write_store(made_up_pairs(PAIRS_PER_STEP * 4), directory / "pairs")
     plan = Plan(len(store), seed=0, pairs_per_step=PAIRS_PER_STEP, num_steps=num_steps)
     keeper = TimedKeeper(directory / "checkpoints", 1, "eval/loss", False)
     policy = NativeTrain(
         MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)
     )
-    trainer = DPOTrainer(
+    trainer = RankTrainer(
         strategy=policy,
         objective=Objective(terms=((make_loss("simpo", {}), 1.0),)),
         plan=plan,
@@ -83,7 +85,7 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
         schedule=LRSchedule("constant", LEARNING_RATE, 0, num_steps),
         train=ScoredDataset(store, None),
         validation=None,
-        settings=TrainerSettings(pairs_per_eval_batch=8, async_save=async_save),
+        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=8), async_save=async_save),
         checkpoints=keeper,
         identity={},
         config={},
@@ -91,7 +93,7 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
     return trainer, keeper
 
 
-def time_block(trainer: DPOTrainer, keeper: TimedKeeper, steps: int, timing: Timing, *, saves: bool) -> None:
+def time_block(trainer: RankTrainer, keeper: TimedKeeper, steps: int, timing: Timing, *, saves: bool) -> None:
     """Save, make some steps, and wait for a pending save, as the next save would."""
     started = time.perf_counter()
     if saves:

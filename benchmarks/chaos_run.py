@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from resident import has_title, titles
 
@@ -20,6 +20,7 @@ HOOK = Path(__file__).resolve().parent / "chaos_hook"
 # metrics that depend on the clock or the process, and not on the numbers of a run
 NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 SECONDS_TO_RECOVER = 240.0
+SECONDS_TO_EXIT = 60.0
 
 
 class RunFailedError(Exception):
@@ -28,6 +29,13 @@ class RunFailedError(Exception):
 
 class RunOverError(Exception):
     """The run finished before a fault could be injected."""
+
+
+class Process(NamedTuple):
+    """A process; started: in clock ticks."""
+
+    pid: int
+    started: int
 
 
 @dataclass
@@ -40,7 +48,7 @@ class ChaosRun:
     highest: int = 0
     repeated: int = 0
     struck: float = 0.0
-    started: set[int] = field(default_factory=set)
+    started: dict[Process, str] = field(default_factory=dict)
 
     @property
     def disk(self) -> Path:
@@ -72,16 +80,18 @@ class ChaosRun:
         assert self.driver is not None
         found = []
         for pid, own in titles(self.driver.pid):
-            self.started.add(pid)
+            if (started := _start_time(pid)) is not None:
+                self.started[Process(pid, started)] = own
             if has_title(own, title):
                 found.append(pid)
         return found
 
-    def left_behind(self) -> list[int]:
-        """Return the processes that the run started and that outlived it."""
-        deadline = time.monotonic() + 20
+    def left_behind(self) -> dict[int, str]:
+        """Return the processes that the run started and that outlived it, with their titles."""
+        deadline = time.monotonic() + SECONDS_TO_EXIT
         while True:
-            alive = [pid for pid in self.started if _is_alive(pid)]
+            # a later process can get the same pid
+            alive = {each.pid: title for each, title in self.started.items() if _start_time(each.pid) == each.started}
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.2)
@@ -148,8 +158,10 @@ class ChaosRun:
         return {"log": records, "checkpoint": newest.name, "files": files}
 
 
-def _is_alive(pid: int) -> bool:
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks; None if it has exited."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

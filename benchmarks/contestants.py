@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
+from thresher.data.batching.blocks import Blocks, ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
@@ -33,9 +34,10 @@ from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # index of a batch in, loss out
@@ -104,7 +106,7 @@ def score_reference(column: Column, store: PairStore, plan: Plan) -> Precomputed
         cache,
         store,
         plan.visited_pairs(),
-        pairs_per_block=plan.pairs_per_step,
+        blocks=Blocks.by_pairs(len(store), plan.pairs_per_step),
         device=torch.device("cpu"),
         num_visits=plan.num_visits,
     )
@@ -122,7 +124,7 @@ def thresher_trainer(
     max_tokens: int | None = DEFAULT_TOKENS_PER_MICRO_BATCH,
     checkpointing: bool = False,
     compiled: bool = False,
-) -> DPOTrainer:
+) -> RankTrainer:
     """Build the complete trainer: store, plan, micro-batches, precomputed reference, engine."""
     directory = Path(tempfile.mkdtemp())
     model = column.model()
@@ -133,7 +135,7 @@ def thresher_trainer(
     policy = NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE))
     if compiled:
         policy.compile()
-    return DPOTrainer(
+    return RankTrainer(
         strategy=policy,
         objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
         plan=plan,
@@ -143,7 +145,7 @@ def thresher_trainer(
         schedule=LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps),
         train=ScoredDataset(store, reference),
         validation=None,
-        settings=TrainerSettings(pairs_per_eval_batch=8),
+        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=8)),
         checkpoints=CheckpointManager(directory / "checkpoints", 1, "eval/loss", False),
         identity={},
         config={},
@@ -162,7 +164,7 @@ def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan) -> floa
     return float(np.median(seconds[1:]))
 
 
-def thresher_step(trainer: DPOTrainer) -> Step:
+def thresher_step(trainer: RankTrainer) -> Step:
     def step(number: int) -> float:
         trainer.state.step = number
         return trainer.training_step()["loss"].mean

@@ -228,10 +228,10 @@ class Discarding:
 
 
 def time_driver(ranks: Sequence[int], repeats: int) -> None:
+    from thresher.runtime.group import TrainerGroup
     from thresher.runtime.ray.cluster import Cluster, WorkerConfig
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager
-    from thresher.runtime.ray.runtime import RayTrainerGroup
 
     report_messages()
     with ray_with_cores(None):
@@ -242,7 +242,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
             cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train", False))
             cluster.call("run_quietly", 0)  # wait for all workers
-            report_driver(size, time_ranges(RayTrainerGroup(cluster), repeats))
+            report_driver(size, time_ranges(TrainerGroup(cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()

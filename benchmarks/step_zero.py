@@ -15,12 +15,18 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig
 
 from tests.support.strategies.parity import save_model
 from tests.support.strategies.rank_pool import RankPool
-from tests.support.strategies.step_zero import Distance, StepZero, long_pairs, measure, with_trained_vectors
+from tests.support.strategies.step_zero import (
+    Distance,
+    StepZero,
+    long_pairs,
+    measure,
+    save_wide_model,
+    with_trained_vectors,
+)
 
 AXES: list[tuple[str, int, dict[str, int]]] = [
     ("one process", 1, {}),
@@ -37,24 +43,14 @@ AXES: list[tuple[str, int, dict[str, int]]] = [
     ("cp 2 x tp 2", 4, {"cp_size": 2, "tp_size": 2}),
     ("pp 2 x tp 2", 4, {"pp_size": 2, "tp_size": 2}),
 ]
-# the base of an adapter and a concurrent reference see the policy's micro-batches, a cache has blocks of 8 pairs
-REFERENCES = ("adapter", "concurrent", "precomputed", "one process")
-
-
-def save_wide_model(directory: Path) -> Path:
-    """A model as wide as the smallest in use: its matrix products round differently for other numbers of rows."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        initializer_range=0.05,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return with_trained_vectors(directory)
+# the base of an adapter and a concurrent reference see the policy's micro-batches, a cache has blocks of its own
+REFERENCES: list[tuple[str, int | None]] = [
+    ("adapter", None),
+    ("concurrent", None),
+    ("precomputed", 4096),
+    ("precomputed", None),
+    ("one process", None),
+]
 
 
 def main() -> None:
@@ -71,7 +67,7 @@ def main() -> None:
             *given.models,
         ]
         for dtype in given.dtypes:
-            print(f"\n{dtype}\n| axes of the policy | " + " | ".join(REFERENCES) + " |")
+            print(f"\n{dtype}\n| axes of the policy | " + " | ".join(_title(*each) for each in REFERENCES) + " |")
             print("|---" * (len(REFERENCES) + 1) + "|")
             pools: dict[int, RankPool] = {}
             for text, size, axes in AXES:
@@ -79,21 +75,32 @@ def main() -> None:
                     continue
                 if size > 1 and size not in pools:
                     pools[size] = RankPool(size)
-                cells = [_cell(pools.get(size), reference, axes, dtype, models, directory) for reference in REFERENCES]
+                cells = [_cell(pools.get(size), each, axes, dtype, models, directory) for each in REFERENCES]
                 print(f"| {text} | " + " | ".join(cells) + " |", flush=True)
             for pool in pools.values():
                 pool.close()
 
 
+def _title(reference: str, tokens: int | None) -> str:
+    return reference if tokens is None else f"{reference}, {tokens} tokens per batch"
+
+
 def _cell(
-    pool: RankPool | None, reference: str, axes: dict[str, int], dtype: str, models: list[Path], directory: Path
+    pool: RankPool | None,
+    of: tuple[str, int | None],
+    axes: dict[str, int],
+    dtype: str,
+    models: list[Path],
+    directory: Path,
 ) -> str:
     """The largest mean distance of all models, and in brackets the largest margin per token."""
     run: Callable[..., list[Distance | None]] = pool.run if pool else lambda function, *rest: [function(*rest)]
-    step = StepZero(reference, axes, {"lora_rank": 4} if reference == "adapter" else {}, dtype=dtype)
+    reference, tokens = of
+    step = StepZero(reference, axes, {"lora_rank": 4} if reference == "adapter" else {}, dtype=dtype, tokens=tokens)
+    count = 30 if tokens is None else 100
     found = []
     for model in models:
-        pairs = long_pairs(AutoConfig.from_pretrained(model).vocab_size)
+        pairs = long_pairs(AutoConfig.from_pretrained(model).vocab_size, count)
         with tempfile.TemporaryDirectory(dir=directory) as cache:
             found += [each for each in run(measure, step, model, Path(cache), pairs) if each is not None]
     mean, margin = max(each.mean for each in found), max(each.margin for each in found)

@@ -18,8 +18,8 @@ from thresher.config.dialects.read import DIALECTS
 from thresher.config.dialects.rules import Rule
 from thresher.config.dialects.translation import Dialect, iterate_groups
 from thresher.config.dpo import DPOConfig, LossConfig
-from thresher.config.roles import Axes
 from thresher.config.section import Section, inner_section
+from thresher.config.strategies import find_strategy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
 IMPORT_PAGE = PAGE.parents[1] / "guides" / "import.md"
@@ -30,8 +30,12 @@ TITLES = {
     "DPOConfig": "Run",
     "LossConfig": "Objective",
     "TrackerArgs": "Trackers",
-    "Axes": "`strategy_config` of fsdp2",
+    "FSDP2Settings": "`strategy_config` of fsdp2",
+    "DeepSpeedTrainSettings": "`strategy_config` of deepspeed_train",
+    "DeepSpeedInferSettings": "`strategy_config` of deepspeed_infer",
+    "MegatronSettings": "`strategy_config` of megatron",
 }
+ENGINES = ("fsdp2", "deepspeed", "megatron")
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
@@ -40,7 +44,8 @@ def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
     yield prefix, section
     for name in type(section).model_fields:
         if name == "strategy_config":  # a plain mapping, so that every engine can have keys of its own
-            yield f"{prefix}{name}.", Axes()
+            role = "infer" if prefix.startswith("reference") else "train"
+            yield from ((f"{prefix}{name}.", find_strategy(f"{engine}_{role}").settings()) for engine in ENGINES)
         elif (inner := inner_section(type(section), name)) is not None:
             yield from find_sections(getattr(section, name) or inner(), f"{prefix}{name}.")
 

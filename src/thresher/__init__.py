@@ -7,26 +7,31 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thresher.api.trainer import DPOTrainer, TrainResult, train
     from thresher.config import DPOConfig, load_config
     from thresher.errors import UserError
     from thresher.pipeline import DPOPipeline
-    from thresher.training.trainer import DPOTrainer
 
 __version__ = "0.2.0"
 
-__all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "UserError", "load_config"]
+__all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "TrainResult", "UserError", "load_config", "train"]
+
 
 _HOMES = {
     "DPOConfig": "thresher.config",
     "DPOPipeline": "thresher.pipeline",
-    "DPOTrainer": "thresher.training.trainer",
+    "DPOTrainer": "thresher.api.trainer",
+    "TrainResult": "thresher.api.trainer",
     "UserError": "thresher.errors",
     "load_config": "thresher.config",
+    "train": "thresher.api.trainer",
 }
 
 
 # an application decides what is shown; without a handler Python would print warnings by itself
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+# transformers imports DeepSpeed if it is installed, and on a CPU DeepSpeed prints this to stdout
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 def __getattr__(name: str) -> object:

@@ -5,6 +5,8 @@ not `UserError`s are control flow or report an unexpected failure of a worker; a
 """
 
 import errno
+import signal
+from collections.abc import Sequence
 
 from thresher.redact import redact_text
 
@@ -51,6 +53,14 @@ class ResourceError(UserError):
     """The cluster lacks the requested resources: a user error at start-up, a missing node later."""
 
 
+class PeerError(UserError):
+    """Another rank of a launched run failed and has shown this error; the command line exits with its exit code."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class RescaleRequested(Exception):  # noqa: N818  # control flow, not an error
     """The run should restart with a different number of workers; its state is saved."""
 
@@ -65,7 +75,35 @@ class WorkerError(RuntimeError):
 class RunStopped(Exception):  # noqa: N818  # control flow, not an error
     """The run stopped on request; the command line exits with exit_code."""
 
-    def __init__(self, step: int | None, exit_code: int = 0):
+    def __init__(self, step: int | None, exit_code: int = 0, message: str | None = None):
         saved = f"after step {step} (checkpoint saved)" if step is not None else "before the last steps were saved"
-        super().__init__(f"stopped on request {saved}; rerun the same command to resume")
+        super().__init__(message or f"stopped on request {saved}; rerun the same command to resume")
+        self.step = step
         self.exit_code = exit_code
+
+
+class HealthStopped(RunStopped):
+    """A health rule ended the run, because of `health: stop`; step is that of the newest checkpoint."""
+
+    EXIT_CODE = 3
+
+    def __init__(self, step: int, rules: Sequence[str]):
+        message = (
+            f"stopped by health after step {step} (checkpoint saved): {', '.join(rules)}; change a setting and add "
+            "resume_from_checkpoint=auto to continue with it, or set health=warn to continue unchanged"
+        )
+        super().__init__(step, self.EXIT_CODE, message)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error."""
+    match error:
+        case RunStopped() | PeerError():
+            return error.exit_code
+        case UserError():
+            return 2
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+        case SystemExit(code=int(code)):
+            return code
+    return 1

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
-from thresher.builders.inputs import open_inputs
+from thresher.builders.health import check_not_stopped, watch_health
+from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.preflight import check_run
 from thresher.builders.run import (
+    build_callbacks,
     build_supervisor,
     build_tracking,
     logging_dir,
     loop_settings,
+    run_facts,
     stop_file,
     summarize_run,
     track,
 )
+from thresher.builders.run_description import describe_run
 from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
+from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.observability.run_log import run_log
+from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.runtime import open_runtime
-from thresher.training.loop import fit
+from thresher.runtime import RunHandle, launch_session, open_runtime
+from thresher.runtime.launch import find_launch, fit_to_launch
+from thresher.training.evaluated_pairs import EvaluatedPairsLog
+from thresher.training.loop import evaluate, fit
 from thresher.training.preemption import stop_on_signals
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
@@ -36,27 +47,87 @@ logger = logging.getLogger(__name__)
 
 
 class DPOPipeline:
-    """A training run, in this process or on a Ray cluster, depending on the config.
+    """A training run, in this process, on a Ray cluster or on the processes of torchrun, depending on the config.
 
-    console: shows the training metrics. progress: called with (what, done, total) during long work. build_store:
-    tokenizes pairs that are not prepared yet. Messages go to the logger `thresher` and to logs/run.log.
+    pipeline_config: another name of `config`, as in ROLL. console: shows the training metrics. progress: called with
+    (what, done, total) during long work. build_store: tokenizes pairs that are not prepared yet. callbacks: objects
+    with methods of transformers' TrainerCallback. Messages go to the logger `thresher` and to logs/run.log.
     """
 
     def __init__(
         self,
-        config: DPOConfig,
+        config: DPOConfig | None = None,
         *,
+        pipeline_config: DPOConfig | None = None,
         console: ConsoleTracker | None = None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
         build_store: StoreBuilder = prepare,
+        callbacks: Sequence[object] = (),
     ):
-        self.config = config
+        given = [each for each in (config, pipeline_config) if each is not None]
+        if len(given) != 1:
+            raise UserError("DPOPipeline takes one config, as `config` or `pipeline_config`")
+        self.config = fit_to_launch(given[0], find_launch(os.environ))
         self._console = console
         self._progress = progress
         self._build_store = build_store
+        self._callbacks = callbacks
+        self._run: RunHandle | None = None
+
+    @property
+    def actor_train(self) -> Any:
+        """The policy, in `with pipeline.open():`: a `RankTrainer` in this process, or the `Cluster` of its workers."""
+        return self._opened.actor_train
+
+    @property
+    def reference(self) -> Any:
+        """The reference: a `ReferenceBundle` in this process, the `Cluster` of its workers, or None without workers."""
+        return self._opened.reference
 
     def run(self) -> dict[str, float]:
-        """Prepare, train, evaluate, save; return the last evaluation."""
+        """Prepare, train, evaluate, save; return the last evaluation. Ranks that follow rank 0 return none."""
+        return self._lead(self._train)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest checkpoint, or the initial policy if there is none, on the validation pairs."""
+        return self._lead(self._evaluate)
+
+    @contextmanager
+    def open(self) -> Iterator[RunHandle]:
+        """Load the models of the newest checkpoint without training, for use by hand until the block ends."""
+        if self.config.runtime == "torchrun":
+            raise UserError("a pipeline cannot be opened under torchrun or srun; use one process or Ray")
+        with self._open() as run:
+            yield run
+
+    def _lead(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Do the work in this process, or follow rank 0 until it has done it."""
+        with launch_session() as session:
+            if session is not None and session.launch.rank:
+                session.follow()
+                return {}
+            return work()
+
+    def _train(self) -> dict[str, float]:
+        callbacks = build_callbacks(self.config, self._callbacks)
+        with self._reserve_directory() as objective:
+            checkpoint = find_checkpoint(self.config)
+            attempt = partial(self._attempt, objective, callbacks)
+            return build_supervisor(self.config).run(attempt, checkpoint)
+
+    def _evaluate(self) -> dict[str, float]:
+        with self._open() as run:
+            return evaluate(run.trainable, run.progress.step, self._progress)
+
+    @contextmanager
+    def _open(self) -> Iterator[RunHandle]:
+        with self._reserve_directory() as objective, self._start(objective, find_checkpoint(self.config)) as (run, _):
+            run.begin(to_evaluate=True)
+            yield run
+
+    @contextmanager
+    def _reserve_directory(self) -> Iterator[Objective]:
+        """Check the run, then lock its directory and open its log."""
         config = self.config
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
         checked = check_run(config)
@@ -65,33 +136,55 @@ class DPOPipeline:
             for text in checked.warnings:
                 logger.warning("%s", text)
             stop_file(config).unlink(missing_ok=True)  # left by an earlier run
-            checkpoint = find_checkpoint(config)
-            return build_supervisor(config).run(partial(self._attempt, objective), checkpoint)
+            yield objective
 
-    def _attempt(self, objective: Objective, supervisor: Supervisor, checkpoint: Path | None) -> dict[str, float]:
-        """Run from a checkpoint to the end on fresh workers; the supervisor handles failures."""
-        config = self.config
-        trackers = build_tracking(config, self._console)
-
-        # opened first: missing devices are reported before pairs are prepared
-        with open_runtime(config, objective) as runtime:
-            inputs = open_inputs(config, objective, self._build_store)
-            plan = inputs.plan
-
-            run = runtime.start(inputs, checkpoint, self._progress)
+    @contextmanager
+    def _start(self, objective: Objective, checkpoint: Path | None) -> Iterator[tuple[RunHandle, RunInputs]]:
+        # the runtime is opened first: missing devices are reported before pairs are prepared
+        with open_runtime(self.config, objective) as runtime:
+            inputs = open_inputs(self.config, objective, self._build_store)
+            run = self._run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.notes:
                 logger.warning("%s", note)
-            summary = summarize_run(
-                config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts, checkpoint
-            )
-            for line in summary:
+            try:
+                yield run, inputs
+            finally:
+                self._run = None
+
+    def _attempt(
+        self,
+        objective: Objective,
+        callbacks: CallbackTracker | None,
+        supervisor: Supervisor,
+        checkpoint: Path | None,
+    ) -> dict[str, float]:
+        """Run from a checkpoint to the end on fresh workers; the supervisor handles failures."""
+        config = self.config
+        check_not_stopped(config, checkpoint)
+        trackers = build_tracking(config, self._console, callbacks)
+
+        with self._start(objective, checkpoint) as (run, inputs):
+            plan = inputs.plan
+            facts = run_facts(config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts)
+            for line in summarize_run(facts, plan, checkpoint):
                 logger.info("%s", line)
             run.begin()
 
             with (
                 stop_on_signals(stop_file(config), config.graceful_stop_timeout),
-                track(trackers, config, plan, resume_step=supervisor.resume_step) as skipped,
+                track(trackers, config, plan, max_tokens=run.max_tokens, resume_step=supervisor.resume_step) as skipped,
+                watch_health(config, inputs, trackers, checkpoint, resume_step=supervisor.resume_step) as watched,
             ):
-                log = supervisor.track_progress(trackers)
-                settings = loop_settings(config)
-                return fit(run.trainable, run.progress, plan.num_steps, settings, log, skipped, self._progress)
+                describe_run(config, inputs, facts)
+                log = supervisor.track_progress(watched)
+                pairs = EvaluatedPairsLog(logging_dir(config), supervisor.resume_step)
+                settings = loop_settings(config, plan)
+                return fit(
+                    run.trainable, run.progress, plan.num_steps, settings, log, skipped, self._progress, pairs.write
+                )
+
+    @property
+    def _opened(self) -> RunHandle:
+        if self._run is None:
+            raise UserError("the models are not loaded; use `with pipeline.open():`")
+        return self._run

@@ -6,11 +6,11 @@ import pytest
 from safetensors.torch import save_file
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
-from thresher.builders.axes import axis_sizes
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
+from thresher.strategies.native import build
 
 SHAPE = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 4}
 
@@ -44,11 +44,16 @@ def error_message(config) -> str:
     return str(caught.value)
 
 
+def axis_sizes(role) -> ParallelDims:
+    return build.axis_sizes(role.strategy_args.settings, role.num_processes)
+
+
 def test_remaining_workers_go_to_dp_shard(config):
     assert axis_sizes(config(num_workers=8, tp_size=2).actor_train) == ParallelDims(dp_shard=4, tp=2)
     assert axis_sizes(config(num_workers=8, dp_replicate=2).actor_train) == ParallelDims(dp_replicate=2, dp_shard=4)
-    assert axis_sizes(config(num_workers=8, dp_replicate=8).actor_train).is_replicated
-    assert axis_sizes(config(num_workers=8, role="reference").reference) == ParallelDims(dp_replicate=8)
+    assert config(num_workers=8, dp_replicate=8).actor_train.is_replicated
+    assert config(num_workers=8, role="reference").reference.is_replicated
+    assert not config(num_workers=8, role="reference", strategy="fsdp2_infer").reference.is_replicated
     sharded = config(num_workers=8, role="reference", strategy="fsdp2_infer", tp_size=2).reference
     assert axis_sizes(sharded) == ParallelDims(dp_shard=4, tp=2)
 

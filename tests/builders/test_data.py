@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from tests.support.logged import logged
+from tests.support.small_runs import save_small_model
 from thresher.builders.data import data_settings
+from thresher.builders.inputs import build_layout
 from thresher.builders.preflight.files import check_data
 from thresher.config import parse_config
 
@@ -35,3 +42,23 @@ def test_the_check_before_a_run_finds_files_in_dataset_dir(tmp_path):
     data = {"file_name": ["rows.jsonl", "other.jsonl"], "dataset_dir": str(tmp_path)}
     problems = list(check_data(parse_config({"actor_train": {"data_args": data}})))
     assert [problem.text.partition(" ")[0] for problem in problems] == ["'other.jsonl'"]
+
+
+@pytest.mark.parametrize(("layout", "pad_id"), [("auto", None), ("shared", None), ("packed", None), ("padded", 2)])
+def test_a_tokenizer_without_a_pad_token_needs_one_only_to_pad_and_uses_eos(tmp_path, layout, pad_id):
+    model = save_small_model(tmp_path / "model", 0)
+    file = model / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["pad_token"]
+    file.write_text(json.dumps(settings))
+    with logged() as messages:
+        tokenizer, found = build_layout(parse_config({"pretrain": str(model), "layout": layout}))
+    assert (tokenizer.pad_token, getattr(found, "pad_id", None)) == (None, pad_id)
+    assert messages == []
+
+
+def test_a_revision_names_the_hub_data_sets_of_a_run():
+    config = parse_config(
+        {"actor_train": {"data_args": {"file_name": ["a.jsonl", "hf://org/b:test"], "revision": "v2"}}}
+    )
+    assert data_settings(config, config.actor_train.data_args).file_names == ("a.jsonl", "hf://org/b@v2:test")

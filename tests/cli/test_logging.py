@@ -389,4 +389,4 @@ def test_completion_is_offered_and_completes_commands():
     script = bash("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_THRESHER_COMPLETE=complete_bash" in script
     words = bash(_THRESHER_COMPLETE="complete_bash", COMP_WORDS="thresher p", COMP_CWORD="1").split()
-    assert words == ["prepare", "precompute-reference"]
+    assert words == ["plan", "prepare", "precompute-reference"]

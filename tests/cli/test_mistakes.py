@@ -109,7 +109,7 @@ MISTAKES = {
         ("actor_train=7",), "actor_train: a section with keys below it, not a value (got 7)"
     ),
     "an unsupported precision": Mistake(
-        (f"{MODEL}.dtype=fp16",), "dtype: Input should be 'fp32' or 'bf16' (got 'fp16')"
+        (f"{MODEL}.dtype=fp8",), "dtype: Input should be 'fp32', 'bf16' or 'fp16' (got 'fp8')"
     ),
     "a device list in words": Mistake(
         ("actor_train.device_mapping=eight",),
@@ -155,7 +155,7 @@ MISTAKES = {
         ("tracker_kwargs.wandb_project=p",), "has no effect without wandb in track_with; add wandb there or remove it"
     ),
     "evaluation of nothing": Mistake(
-        ("eval_steps=5",), "eval_steps has no effect without validation.data_args; set that"
+        ("eval_steps=5",), "eval_steps has no effect without validation.data_args or validation.split"
     ),
     "two warm-ups": Mistake(
         (f"{TRAINING}.warmup_steps=3", f"{TRAINING}.warmup_ratio=0.1"),
@@ -183,8 +183,8 @@ MISTAKES = {
     ),
     "a cluster that is not there": Mistake(("ray_address=127.0.0.1:1",), "127.0.0.1:1"),
     "an engine that does not exist": Mistake(
-        ("actor_train.strategy_args.strategy_name=megatron_train",),
-        "strategy_name megatron_train is not available in this version; use fsdp2_train",
+        ("actor_train.strategy_args.strategy_name=fsdp_train",),
+        "there is no strategy fsdp_train; did you mean fsdp2_train?",
     ),
     # files
     "a file that does not exist": Mistake(

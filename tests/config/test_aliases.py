@@ -30,7 +30,7 @@ EARLIER = {
     "pretrain": "model",
     "pref_loss": "ipo",
     "ipo": True,
-    "reference": {"mode": "concurrent", "steps_ahead": 4},
+    "reference": {"mode": "concurrent", "infer_batch_size": 8, "steps_ahead": 4},
     "validation": {"data_args": {"file_name": "held_out.jsonl"}},
     "actor_train": {
         "data_args": {"file_name": "pairs.jsonl", "special_tokens_in_text": "refuse"},
@@ -49,7 +49,7 @@ CURRENT = {
     "pretrain": "model",
     "pref_loss": "ipo",
     "ipo": True,
-    "reference": {"mode": "concurrent", "prefetch_steps": 4},
+    "reference": {"mode": "concurrent", "infer_batch_size": 8, "prefetch_steps": 4},
     "validation": {"data_args": {"file_name": "held_out.jsonl", "special_tokens_in_text": "keep_as_text"}},
     "actor_train": {
         "data_args": {"file_name": "pairs.jsonl", "special_tokens_in_text": "reject"},
@@ -92,7 +92,7 @@ def test_every_alias_is_in_the_compared_configs():
     examples = yaml.safe_dump(EARLIER)
     for aliases in ALIASES.values():
         assert all(f"{old}:" in examples for old in aliases.keys)
-    assert set(ALIASES) == {"DPOConfig", "ReferenceConfig", "DataArgs", "Axes"}
+    assert set(ALIASES) == {"DPOConfig", "ReferenceConfig", "DataArgs", "FSDP2Settings"}
 
 
 def test_an_alias_leads_to_a_key_and_hides_none():
@@ -126,12 +126,12 @@ def test_sections_built_in_python_take_earlier_spellings():
     assert ReferenceConfig(steps_ahead=4).prefetch_steps == 4
     assert DataArgs(special_tokens_in_text="text") == DataArgs()
     assert DataArgs(special_tokens_in_text="refuse").special_tokens_in_text == "reject"
-    assert StrategyArgs(strategy_config={"pp_size": 2, "pp_chunks": 2}).axes.virtual_pp_size == 2
+    assert StrategyArgs(strategy_config={"pp_size": 2, "pp_chunks": 2}).settings.virtual_pp_size == 2
 
 
-def test_a_strategy_config_of_another_engine_is_left_alone():
-    args = StrategyArgs(strategy_name="megatron_train", strategy_config={"pp_chunks": 2})
-    assert args.strategy_config == {"pp_chunks": 2}
+def test_an_earlier_name_belongs_to_its_own_engine():
+    with pytest.raises(ValueError, match="strategy_config has no key pp_chunks"):
+        StrategyArgs(strategy_name="megatron_train", strategy_config={"pp_size": 2, "pp_chunks": 2})
 
 
 def test_a_wrong_value_under_an_earlier_name_is_reported_under_the_current_one():

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from thresher.config import DPOConfig, parse_config
 from thresher.config.aliases import LOSS_NAMES
+from thresher.config.roles import TrainingArgs
 from thresher.config.section import known_keys
 from thresher.config.stored import to_stored
 from thresher.errors import UserError
@@ -303,13 +304,32 @@ def test_a_setting_without_effect_is_rejected(path, values, message):
 
 @pytest.mark.parametrize(
     ("policy", "reference"),
-    [({"dtype": "fp32"}, {"master_dtype": "bf16"}), ({"dtype": "bf16", "master_dtype": "bf16"}, {"dtype": "fp32"})],
+    [
+        ({"dtype": "fp32"}, {"master_dtype": "bf16"}),
+        ({"dtype": "bf16", "master_dtype": "bf16"}, {"dtype": "fp32"}),
+        ({"dtype": "fp16"}, {"master_dtype": "bf16"}),
+        ({"dtype": "fp16"}, {"master_dtype": "fp16"}),
+    ],
 )
 def test_an_invalid_precision_of_the_reference_is_rejected(policy, reference):
     values = {"actor_train": {"model_args": policy}, "reference": {"model_args": reference}}
-    assert "the reference cannot compute in fp32 from bf16 weights; remove its dtype and master_dtype" in refusal(
-        values
+    dtype, stored = {**policy, **reference}["dtype"], {**policy, **reference}["master_dtype"]
+    assert (
+        f"the reference cannot compute in {dtype} from {stored} weights; remove its dtype and master_dtype"
+        in refusal(values)
     )
+
+
+@pytest.mark.parametrize(
+    ("model_args", "message"),
+    [
+        ({"dtype": "fp16", "master_dtype": "fp16"}, "master_dtype fp16 would round most updates to zero; set master"),
+        ({"master_dtype": "fp16"}, "master_dtype fp16 would round most updates to zero; set master_dtype to fp32"),
+        ({"dtype": "fp16", "master_dtype": "bf16"}, "dtype fp16 cannot compute from master_dtype bf16; set master"),
+    ],
+)
+def test_fp16_needs_fp32_master_weights(model_args, message):
+    assert message in refusal({"actor_train": {"model_args": model_args}})
 
 
 @pytest.mark.parametrize("key", ["lora_rank", "pad_token"])
@@ -429,3 +449,10 @@ def test_the_direction_of_the_best_metric_is_stored_as_a_boolean():
     assert to_stored(parse_config({}))["greater_is_better"] is False
     with pytest.raises(UserError, match="greater_is_better has no effect without validation"):
         parse_config({"greater_is_better": True})
+
+
+def test_a_token_budget_of_auto_is_stored_as_no_value():
+    """So that checkpoints that are older than the word belong to the same run."""
+    assert TrainingArgs(max_tokens_per_micro_batch="auto") == TrainingArgs()
+    with pytest.raises(ValueError, match="valid integer"):
+        TrainingArgs(max_tokens_per_micro_batch="automatic")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.imported import MODEL, TRAINING, entry, imported, lost, value
+from tests.support.imported import TRAINING, entry, imported, lost, value
 from tests.support.paths import SHARED, shared_path
 from thresher.config import load_config, parse_config
 from thresher.config.dialects.convert import convert
 from thresher.config.dialects.hints import flat_names, hint
+from thresher.config.dialects.llama_factory import LLAMA_FACTORY
 from thresher.config.dialects.losses import LOSS_PARAMETERS
 from thresher.config.dialects.planned import PLANNED
 from thresher.config.dialects.read import DIALECTS, recognize
@@ -23,22 +24,21 @@ from thresher.errors import UserError
 
 # settings that change the training and have no equivalent yet; all other files need no --force
 LOST = {
-    "axolotl/llama3-instruct-dpo-lora-8b.yml": {"load_in_8bit", "val_set_size", "special_tokens"},
+    "axolotl/llama3-instruct-dpo-lora-8b.yml": {"load_in_8bit", "special_tokens"},
     "axolotl/mistral-dpo-qlora.yml": {
         "load_in_4bit",
-        "val_set_size",
         "special_tokens",
         "lora_modules_to_save",
     },
     "axolotl/qlora-1b-kto.yaml": {"rl", "load_in_4bit"},
     "axolotl/qwen2-dpo.yaml": set(),
-    "colossalchat/benchmark_simpo.sh": {"dataset"},
-    "colossalchat/train_dpo.sh": {"dataset"},
-    "llama-factory/qwen3_lora_dpo.yaml": {"template", "max_samples"},
-    "llama-factory/qwen3_lora_kto.yaml": {"stage", "template", "max_samples"},
-    "ms-swift/dpo-full.sh": {"split_dataset_ratio"},
-    "ms-swift/dpo-lora.sh": {"split_dataset_ratio"},
-    "ms-swift/megatron-dpo-dense.sh": {"split_dataset_ratio"},
+    "colossalchat/benchmark_simpo.sh": set(),
+    "colossalchat/train_dpo.sh": set(),
+    "llama-factory/qwen3_lora_dpo.yaml": {"template"},
+    "llama-factory/qwen3_lora_kto.yaml": {"stage", "template"},
+    "ms-swift/dpo-full.sh": set(),
+    "ms-swift/dpo-lora.sh": set(),
+    "ms-swift/megatron-dpo-dense.sh": set(),
     "nemo-rl/dpo.yaml": {"data.train"},
     "open-instruct/final_best_70b_dpo_config.yaml": set(),
     "open-instruct/final_best_8b_dpo_config.yaml": set(),
@@ -81,10 +81,10 @@ def test_the_table_of_losses_is_the_registry() -> None:
 
 def test_every_target_is_a_key_of_ours() -> None:
     from thresher.config import DPOConfig
-    from thresher.config.roles import Axes
+    from thresher.strategies.native.declaration import FSDP2Settings
 
     axes = {f"{role}.strategy_args.strategy_config.{axis}" for role in ("actor_train", "reference")
-            for axis in Axes.model_fields}  # fmt: skip
+            for axis in FSDP2Settings.model_fields}  # fmt: skip
     known = {key for key, _ in known_keys(DPOConfig)} | axes
     targets = {target for dialect in DIALECTS for rule in dialect.table.values() for target in rule.targets}
     assert targets | {key.target for key in PLANNED.values() if key.target} <= known
@@ -96,9 +96,9 @@ def test_every_rule_without_a_target_has_a_reason() -> None:
 
 
 def test_a_planned_key_is_applied_once_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLANNED, "fp16", PLANNED["fp16"]._replace(target=f"{MODEL}dtype"))
-    done = translate(TRL, {"model_name_or_path": "m", "fp16": True})
-    assert done.value(f"{MODEL}dtype") == "fp16"
+    monkeypatch.setitem(PLANNED, "kto", PLANNED["kto"]._replace(target="exp_name"))
+    done = translate(LLAMA_FACTORY, {"model_name_or_path": "m", "stage": "kto", "finetuning_type": "full"})
+    assert done.value("exp_name") == "kto"
     assert not done.lost
 
 
@@ -174,7 +174,7 @@ def test_secrets_are_not_shown_and_not_written(tmp_path: Path) -> None:
         ("loss_type", "did you mean `pref_loss`?"),
         ("bf16", "did you mean `actor_train.model_args.dtype`?"),
         ("report_to", "did you mean `track_with`?"),
-        ("eval_strategy", "did you mean `eval_steps`?"),
+        ("evaluation_strategy", "did you mean `eval_strategy`?"),
         ("pref_beta", "did you mean `beta`?"),
         (
             "micro_batch_size",

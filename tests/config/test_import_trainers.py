@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.imported import FILES, MODEL, TRAINING, entry, imported, lost, value
+from thresher.config.dialects.read import NAMES
+from thresher.config.dialects.translation import translate
 
 
 def test_trl_defaults_are_written_out(tmp_path: Path) -> None:
@@ -53,6 +55,22 @@ dtype: bfloat16
     assert value(done, "pref_loss") == {"sigmoid": 0.8, "sft": 0.2}
     assert value(done, f"{TRAINING}warmup_ratio") == 0.1
     assert not lost(done)
+
+
+def test_trl_evaluates_and_saves_per_epoch(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\neval_strategy: epoch\nsave_strategy: epoch\n"
+    done = imported(tmp_path, text)
+    assert (value(done, "eval_strategy"), value(done, "save_strategy")) == ("epoch", "epoch")
+    assert value(done, "save_steps") is None
+    assert value(imported(tmp_path, text.replace("epoch", "no")), "save_strategy") == "no"
+
+
+def test_a_share_to_hold_out_is_a_split_and_zero_is_not(tmp_path: Path) -> None:
+    text = "stage: dpo\nmodel_name_or_path: m\ndataset: my_pairs\nval_size: "
+    done = imported(tmp_path, f"{text}0.1\neval_strategy: steps\neval_steps: 5\n")
+    assert (value(done, "validation.split"), value(done, "eval_steps")) == (0.1, 5)
+    assert value(imported(tmp_path, f"{text}0.0\n"), "validation.split") is None
+    assert lost(imported(tmp_path, f"{text}200\n")) == {"val_size"}
 
 
 def test_trl_ignores_label_smoothing_of_sigmoid_and_we_do_not(tmp_path: Path) -> None:
@@ -217,7 +235,8 @@ def test_megatron_swift(tmp_path: Path) -> None:
     assert value(done, f"{TRAINING}global_batch_size") == 32
     assert value(done, f"{TRAINING}lr_scheduler_type") == "cosine_with_min_lr"
     assert value(done, f"{TRAINING}min_lr_ratio") == 0.1
-    assert value(done, "actor_train.strategy_args.strategy_config.tp_size") == 2
+    assert value(done, "actor_train.strategy_args.strategy_name") == "megatron_train"
+    assert value(done, "actor_train.strategy_args.strategy_config.tensor_model_parallel_size") == 2
 
 
 def test_open_instruct(tmp_path: Path) -> None:
@@ -313,8 +332,9 @@ actor_train:
     assert value(done, f"{MODEL}lora_rank") == 8
     assert value(done, "num_train_epochs") == 2
     assert value(done, "max_steps") == 500
-    assert value(done, "actor_train.strategy_args.strategy_name") == "fsdp2_train"
-    assert value(done, "reference.strategy_args.strategy_name") == "fsdp2_infer"
+    assert value(done, "actor_train.strategy_args.strategy_name") == "megatron_train"
+    assert value(done, "reference.strategy_args.strategy_name") == "megatron_infer"
+    assert value(done, "reference.strategy_args.strategy_config") == {"tensor_model_parallel_size": 2}
     assert value(done, "actor_train.data_args.on_bad_row") == "skip", "a key of ours in a config of ROLL is kept"
     assert not lost(done)
 
@@ -342,7 +362,8 @@ colossalai run --nproc_per_node 2 --hostfile hosts train_dpo.py \\
     assert value(done, f"{TRAINING}gradient_checkpointing") is True
     assert "set `pretrain`" in entry(done, "pretrain").notes[0]
     assert value(done, "gamma") == 0.3
-    assert lost(done) == {"dataset"}
+    assert value(done, "actor_train.data_args.template") == "raw", "token ids are not rendered"
+    assert not lost(done)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +379,87 @@ def test_colossalchat_losses(tmp_path: Path, options: str, loss: str) -> None:
     done = imported(tmp_path, f"torchrun train_dpo.py --pretrain m --mixed_precision bf16 {options}\n", "train.sh")
     assert value(done, "pref_loss") == loss
     assert value(done, "gamma") == (1.4 if "simpo_loss" in options else 0.0 if loss == "simpo" else None)
+
+
+def test_a_system_message_and_a_number_of_rows_are_settings_of_the_data(tmp_path: Path) -> None:
+    text = "stage: dpo\nmodel_name_or_path: m\ndataset: my_pairs\ndefault_system: Be brief.\nmax_samples: 100\n"
+    done = imported(tmp_path, text)
+    assert value(done, "actor_train.data_args.system_prompt") == "Be brief."
+    assert value(done, "actor_train.data_args.max_samples") == 100
+    assert not lost(done)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "target", "expected"),
+    [
+        ("colossalchat", {"pretrain": "m", "tokenizer_dir": "t"}, "tokenizer_name_or_path", "t"),
+        ("colossalchat", {"pretrain": "m", "tokenizer_dir": "m"}, "tokenizer_name_or_path", None),
+        ("open-instruct", {"model_name_or_path": "m", "tokenizer_name": "t"}, "tokenizer_name_or_path", "t"),
+        ("axolotl", {"base_model": "m", "tokenizer_config": "t"}, "tokenizer_name_or_path", "t"),
+        ("trl", {"router_aux_loss_coef": 0.01}, "moe_aux_loss_coef", 0.01),
+        ("llama-factory", {"moe_aux_loss_coef": 0.0}, "moe_aux_loss_coef", None),
+        ("open-instruct", {"load_balancing_loss": True}, "moe_aux_loss_coef", 0.5),
+        ("open-instruct", {"load_balancing_loss": True, "load_balancing_weight": 0.1}, "moe_aux_loss_coef", 0.1),
+        ("ms-swift", {"tuner_type": "full", "freeze_parameters": ["lm_head"]}, "freeze_module_prefix", ["lm_head"]),
+        ("llama-factory", {"adapter_name_or_path": "a", "finetuning_type": "lora"}, "adapter_name_or_path", "a"),
+        ("llama-factory", {"adapter_name_or_path": "a", "finetuning_type": "lora"}, "lora_rank", None),
+        ("llama-factory", {"adapter_name_or_path": "a,b"}, "adapter_name_or_path", None),
+        ("ms-swift", {"adapters": ["a"]}, "adapter_name_or_path", "a"),
+        ("llama-factory", {"finetuning_type": "lora", "pissa_init": True}, "lora_init", "pissa_niter_16"),
+        ("llama-factory", {"finetuning_type": "lora", "pissa_init": True, "pissa_iter": -1}, "lora_init", "pissa"),
+        ("trl", {"model_revision": "v1"}, "revision", "v1"),
+        ("trl", {"model_revision": "main"}, "revision", None),
+    ],
+)
+def test_settings_of_the_model_reach_ours(
+    trainer: str, given: dict[str, object], target: str, expected: object
+) -> None:
+    assert translate(NAMES[trainer], given).value(f"{MODEL}{target}") == expected
+
+
+AXOLOTL = "base_model: m\nrl: dpo\ndatasets: [{path: d, type: chatml.intel}]\nbf16: false\n"
+FACTORY = "model_name_or_path: m\nstage: dpo\nfinetuning_type: full\ndataset: d\ntemplate: default\n"
+COLOSSAL = "colossalai run train_dpo.py --pretrain m --dataset d --plugin zero2"
+FP16 = {
+    "TRL": "model_name_or_path: m\ndataset_name: d\nfp16: true\nbf16: false\nloss_type: [sigmoid]\n",
+    "axolotl, mixed": f"{AXOLOTL}fp16: true\n",
+    "axolotl, pure": f"{AXOLOTL}float16: true\n",
+    "LLaMA-Factory": f"{FACTORY}fp16: true\n",
+    "ms-swift": "swift rlhf --rlhf_type dpo --model m --dataset a.jsonl --torch_dtype float16",
+    "NeMo-RL": "policy: {model_name: m, precision: float16}\ndpo: {max_num_steps: 5}\n",
+    "ROLL": "exp_name: e\npretrain: m\nactor_train: {model_args: {dtype: fp16, disable_gradient_checkpointing: true}}",
+    "ColossalChat": f"{COLOSSAL} --mixed_precision fp16",
+    "ColossalChat's default": COLOSSAL,
+}
+
+
+@pytest.mark.parametrize("text", FP16.values(), ids=FP16)
+def test_fp16_is_the_precision_and_master_weights_stay_fp32(tmp_path: Path, text: str) -> None:
+    done = imported(tmp_path, text, "train.sh" if "--" in text else "theirs.yaml")
+    assert value(done, f"{MODEL}dtype") == "fp16"
+    assert value(done, f"{MODEL}master_dtype") in (None, "fp32")
+    assert not lost(done) & {"fp16", "float16", "torch_dtype", "precision", "policy.precision", "mixed_precision"}
+
+
+def test_fp16_weights_of_trl_are_computed_in_bf16(tmp_path: Path) -> None:
+    done = imported(tmp_path, "model_name_or_path: m\ndataset_name: d\ndtype: float16\nloss_type: [sigmoid]\n")
+    assert value(done, f"{MODEL}dtype") == "bf16"
+    assert entry(done, "dtype").outcome == "different meaning"
+
+
+def test_the_loss_scale_of_deepspeed_in_roll_is_kept(tmp_path: Path) -> None:
+    done = imported(
+        tmp_path,
+        """
+exp_name: e
+pretrain: m
+actor_train:
+  model_args: {dtype: fp16, disable_gradient_checkpointing: true}
+  strategy_args:
+    strategy_name: deepspeed_train
+    strategy_config: {fp16: {enabled: true, initial_scale_power: 12, loss_scale_window: 500}}
+""",
+    )
+    assert value(done, f"{TRAINING}initial_scale_power") == 12
+    assert value(done, f"{TRAINING}loss_scale_window") == 500
+    assert not lost(done)

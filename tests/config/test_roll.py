@@ -10,7 +10,9 @@ import yaml
 
 from tests.support.paths import ROOT
 from thresher.config import load_config, parse_config
-from thresher.config.roll import MOVED, WITHOUT_EFFECT, translate
+from thresher.config.dialects.convert import convert
+from thresher.config.dialects.roll import TABLE
+from thresher.config.roll import MOVED, WITHOUT_EFFECT, translate, without_effect
 from thresher.errors import UserError
 
 PUBLISHED = sorted((ROOT.parent / "shared" / "peer-configs" / "roll").glob("*.yaml"))
@@ -47,7 +49,9 @@ def test_a_published_config_loads_unchanged_and_every_foreign_key_is_named(path,
     assert config.actor_train.data_args.template == "auto"
     assert config.tracker_kwargs.tensorboard_dir == given["tracker_kwargs"]["log_dir"]
     config_of_engine = given["actor_train"]["strategy_args"]["strategy_config"]
-    assert config.actor_train.strategy_args.strategy_config == config_of_engine
+    # a field of Megatron-Core that has a key here is taken out of additional_configs
+    config_of_engine |= config_of_engine.pop("additional_configs", {})
+    assert config.actor_train.strategy_args.strategy_config.items() >= config_of_engine.items()
     for key in ("checkpoint_config", "num_nodes", "reference.model_args.disable_gradient_checkpointing"):
         assert f"config: {key} has no effect: " in notes
     if "is_offload_states" in given:
@@ -167,3 +171,32 @@ def test_a_config_of_ours_is_not_changed():
 def test_a_section_of_a_wrong_type_is_reported(values):
     with pytest.raises(UserError, match="invalid configuration"):
         parse_config(values)
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_an_import_moves_a_key_as_reading_does(key):
+    """Except the API key: an import does not write a secret to a file."""
+    targets = () if key == "tracker_kwargs.api_key" else (MOVED[key].target,)
+    assert TABLE[key].targets == targets
+
+
+def test_an_import_gives_the_reason_of_a_key_without_effect():
+    assert {key: TABLE[key].note for key in without_effect()} == without_effect()
+
+
+def test_ulysses_size_is_the_context_parallel_size_when_read_and_when_imported(tmp_path):
+    values = {"pretrain": "m", "actor_train": {"model_args": {"ulysses_size": 2}, "device_mapping": [0, 1]}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "ours.yaml").write_text(convert(tmp_path / "theirs.yaml", "roll").text)
+    for name in ("theirs.yaml", "ours.yaml"):
+        assert load_config(tmp_path / name).actor_train.strategy_args.settings.cp_size == 2
+
+
+def test_a_moved_key_does_not_replace_ours_in_an_import(tmp_path):
+    values = {"pretrain": "m", "seed": 3, "max_ckpt_to_keep": 0, "actor_train": {"training_args": {"seed": 4}}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
+    done = convert(tmp_path / "theirs.yaml", "roll")
+    assert done.translation.value("seed") == 3
+    assert done.translation.value("save_total_limit") is None
+    notes = {entry.key: entry.notes for entry in done.entries}
+    assert notes["actor_train.training_args.seed"] == ["seed is set too and counts"]

@@ -34,7 +34,7 @@ ON_STORES = {"actor_train": {"data_args": STORE}, "validation": {"data_args": ST
 ON_FILES = {"actor_train": {"data_args": {"file_name": "a.jsonl"}}, "validation": {"data_args": STORE}}
 NO_FILES = "has no effect on a store, which is already prepared; remove it"
 VALIDATION = {"validation": {"data_args": {"file_name": "b.jsonl"}}}
-TO_EVALUATE = "has no effect without validation.data_args; set that or remove it"
+TO_EVALUATE = "has no effect without validation.data_args or validation.split; set one or remove it"
 LORA = {"actor_train": {"model_args": {"lora_rank": 4}}}
 MODELS = {
     "actor_train": {"model_args": {"model_name_or_path": "a"}},
@@ -60,7 +60,14 @@ NEEDS = {
     "rejected_key": Needs("c", f"rejected_key {NO_FILES}", without=ON_STORES, having=ON_FILES),
     "prompt_key": Needs("c", f"prompt_key {NO_FILES}", without=ON_STORES, having=ON_FILES),
     "pretrain": Needs("c", "pretrain has no effect if actor_train and reference name their models", without=MODELS),
+    "eval_strategy": Needs("epoch", f"eval_strategy {TO_EVALUATE}", having=VALIDATION),
     "eval_steps": Needs(2, f"eval_steps {TO_EVALUATE}", having=VALIDATION),
+    "save_steps": Needs(
+        2,
+        "save_steps has no effect with save_strategy: epoch; remove it or set save_strategy: steps",
+        without={"save_strategy": "epoch"},
+        having={"save_strategy": "steps"},
+    ),
     "eval_on_start": Needs(True, f"eval_on_start {TO_EVALUATE}", having=VALIDATION),
     "metric_for_best_model": Needs("eval/sft_loss", f"metric_for_best_model {TO_EVALUATE}", having=VALIDATION),
     "greater_is_better": Needs(True, f"greater_is_better {TO_EVALUATE}", having=VALIDATION),
@@ -103,6 +110,14 @@ NEEDS = {
         "gradient_accumulation_steps has no effect with global_batch_size",
         without={"actor_train": {"training_args": {"global_batch_size": 8}}},
     ),
+    **{
+        f"actor_train.training_args.{key}": Needs(
+            value,
+            f"actor_train: training_args.{key} has no effect without model_args.dtype fp16; remove it",
+            having={"actor_train": {"model_args": {"dtype": "fp16"}}},
+        )
+        for key, value in (("initial_scale_power", 8), ("loss_scale_window", 100))
+    },
     "actor_train.training_args.min_lr_ratio": Needs(
         0.3,
         "min_lr_ratio has no effect without lr_scheduler_type=cosine_with_min_lr",
@@ -115,8 +130,16 @@ NEEDS = {
     ),
     **{
         f"actor_train.model_args.{key}": Needs(value, f"{key} has no effect without lora_rank", having=LORA)
-        for key, value in (("lora_alpha", 4.0), ("lora_dropout", 0.1), ("lora_target", ["q_proj"]))
+        for key, value in (
+            ("lora_alpha", 4.0),
+            ("lora_dropout", 0.1),
+            ("lora_target", ["q_proj"]),
+            ("lora_init", "pissa"),
+        )
     },
+    "actor_train.model_args.freeze_module_prefix": Needs(
+        "lm_head", "freeze_module_prefix has no effect with lora_rank", without=LORA
+    ),
     **{
         f"{section}.data_args.{key}": Needs(value, f"{key} {NO_FILES}", without={section: {"data_args": STORE}})
         for section in ("actor_train", "validation")
@@ -127,9 +150,26 @@ NEEDS = {
             ("truncation", "prompt_start"),
             ("on_bad_row", "skip"),
             ("special_tokens_in_text", "reject"),
+            ("system_prompt", "Be brief."),
+            ("max_samples", 5),
             ("preprocessing_num_workers", 2),
         )
     },
+    **{
+        f"{section}.data_args.revision": Needs(
+            "v1",
+            "revision has no effect without a data set of the Hub, hf://OWNER/NAME, in file_name",
+            without={section: {"data_args": {"file_name": ["a.jsonl"]}}},
+            having={section: {"data_args": {"file_name": ["a.jsonl", "hf://org/pairs"]}}},
+        )
+        for section in ("actor_train", "validation")
+    },
+    "validation.split": Needs(
+        0.1,
+        "validation: data_args.file_name has no effect with split, which holds out training pairs; keep one",
+        without=VALIDATION,
+        having={"actor_train": {"data_args": STORE}},
+    ),
     **{
         f"{section}.data_args.file_name": Needs(
             "a.jsonl", "file_name and store are both set", without={section: {"data_args": STORE}}
@@ -146,13 +186,24 @@ NEEDS = {
 # keys that always have an effect, or whose effect depends on more than the config: on the losses (rejected by
 # `build_objective`), on the model, or on the mode of the reference (reported by `unused_settings`)
 ALWAYS = {
-    *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "num_train_epochs", "save_steps", "async_save"),
+    *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "num_train_epochs", "save_strategy", "async_save"),
     *("logging_steps", "resume_from_checkpoint", "save_total_limit", "max_consecutive_skipped_steps"),
-    *("graceful_stop_timeout", "runtime", "layout", "sequence_length", "track_with", "system_envs", "cache_dir"),
+    *(
+        "graceful_stop_timeout",
+        "health",
+        "runtime",
+        "layout",
+        "apply_loss_mask",
+        "sequence_length",
+        "track_with",
+        "system_envs",
+        "cache_dir",
+    ),
     *("actor_train.system_envs", "reference.system_envs"),
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
+    "actor_train.training_args.log_num_zeros_in_grad",
     *(f"actor_train.training_args.{name}" for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
     *(f"actor_train.training_args.{name}" for name in ("lr_scheduler_type", "gradient_checkpointing", "torch_compile")),
     *(f"{section}.data_args.store" for section in ("actor_train", "validation")),
@@ -164,6 +215,9 @@ BY_LOSS = {
 BY_MODEL_OR_MODE = {
     *(f"actor_train.model_args.{name}" for name in ("model_name_or_path", "model_type", "dtype", "master_dtype")),
     *(f"actor_train.model_args.{name}" for name in ("attn_implementation", "pad_token", "trust_remote_code")),
+    *(f"actor_train.model_args.{name}" for name in ("tokenizer_name_or_path", "moe_aux_loss_coef", "revision")),
+    "actor_train.model_args.adapter_name_or_path",
+    "reference.model_args.revision",
     "actor_train.model_args.lora_rank",
     *(f"reference.model_args.{name}" for name in ("model_name_or_path", "model_type", "dtype", "master_dtype")),
     *(f"reference.model_args.{name}" for name in ("attn_implementation", "trust_remote_code")),
@@ -189,10 +243,37 @@ def test_a_setting_that_a_run_would_ignore_is_rejected(key):
         parse_config(merge(case.having, nested(key, case.value)))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("ray_address", "a:1", "ray_address has no effect with runtime: torchrun; use runtime: ray"),
+        ("max_restarts", 2, "max_restarts has no effect with runtime: torchrun; set runtime: ray or remove it"),
+        ("heartbeat_timeout", 16, "heartbeat_timeout has no effect with runtime: torchrun"),
+        ("elastic", True, "elastic has no effect with runtime: torchrun"),
+        *(
+            (f"reference.{name}", value, f"reference.{name} has no effect with runtime: torchrun, where the policy's")
+            for name, value in (
+                ("num_workers", 2),
+                ("device_mapping", [0]),
+                ("strategy_args", {"strategy_name": "hf_infer"}),
+            )
+        ),
+    ],
+)
+def test_settings_of_ray_and_of_reference_workers_are_rejected_with_torchrun(key, value, reason):
+    assert reason in refusal(merge({"runtime": "torchrun"}, nested(key, value)))
+
+
 @pytest.mark.parametrize("key", NEEDS)
 def test_a_default_that_is_written_out_is_accepted(key):
     default = dict(known_keys(DPOConfig))[key].get_default()
     parse_config(merge(NEEDS[key].without, nested(key, default)))
+
+
+def test_steps_between_evaluations_have_no_effect_with_another_strategy():
+    for strategy in ("epoch", "no"):
+        values = {**VALIDATION, "eval_strategy": strategy, "eval_steps": 5}
+        assert f"eval_steps has no effect with eval_strategy: {strategy}; remove it or set" in refusal(values)
 
 
 def test_all_settings_without_effect_are_reported_at_once():
@@ -200,7 +281,7 @@ def test_all_settings_without_effect_are_reported_at_once():
     assert refusal(values).splitlines() == [
         "invalid configuration:",
         "  - max_restarts, elastic have no effect in one process; set runtime: ray or remove them",
-        "  - eval_steps has no effect without validation.data_args; set that or remove it",
+        "  - eval_steps has no effect without validation.data_args or validation.split; set one or remove it",
         "  - tracker_kwargs.wandb_project has no effect without wandb in track_with; add wandb there or remove it",
     ]
 
@@ -214,18 +295,26 @@ def test_all_settings_without_effect_are_reported_at_once():
     ],
     ids=["one process", "replicas", "tensor parallel only"],
 )
-def test_offloading_needs_workers_that_shard_the_model(role):
-    config = parse_config({"actor_train": merge(role, {"strategy_args": {"strategy_config": {"cpu_offload": True}}})})
+@pytest.mark.parametrize(("key", "value"), [("cpu_offload", True), ("zero_stage", 2)])
+def test_settings_of_shards_need_workers_that_shard_the_model(role, key, value):
+    config = parse_config({"actor_train": merge(role, {"strategy_args": {"strategy_config": {key: value}}})})
     with pytest.raises(UserError) as caught:
         check_engine(config, "actor_train")
     assert str(caught.value) == (
-        "actor_train.strategy_args.strategy_config.cpu_offload has no effect: no two workers shard the model; use more "
+        f"actor_train.strategy_args.strategy_config.{key} has no effect: no two workers shard the model; use more "
         "workers or remove it"
     )
 
 
-def test_offloading_is_accepted_where_workers_shard_the_model():
-    strategy = {"strategy_config": {"cpu_offload": True}}
+@pytest.mark.parametrize(("key", "value", "default"), [("cpu_offload", True, False), ("zero_stage", 2, 3)])
+def test_settings_of_shards_are_accepted_where_workers_shard_the_model(key, value, default):
+    strategy = {"strategy_config": {key: value}}
     check_engine(parse_config({"actor_train": {"num_workers": 2, "strategy_args": strategy}}), "actor_train")
-    off = {"strategy_config": {"cpu_offload": False}}
-    check_engine(parse_config({"actor_train": {"strategy_args": off}}), "actor_train")
+    written_out = {"strategy_config": {key: default}}
+    check_engine(parse_config({"actor_train": {"strategy_args": written_out}}), "actor_train")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 4, True, "two"])
+def test_a_stage_that_fsdp2_does_not_have_is_rejected(stage):
+    values = {"actor_train": {"num_workers": 2, "strategy_args": {"strategy_config": {"zero_stage": stage}}}}
+    assert "strategy_config.zero_stage: Input should be 2 or 3" in refusal(values)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from thresher.data.batching.balance import CostModel, assign_ranks, bin_by_tokens
 from thresher.data.batching.micro_batches import MicroBatching
-from thresher.data.batching.plan import make_plan
+from thresher.data.batching.plan import make_plan, permuted
 
 unhurried = settings(deadline=None, max_examples=60)
 SHARED = CostModel(attention_per_key=1 / 3072, shares_prompt=True)
@@ -167,3 +167,18 @@ def test_splitting_a_step_of_a_hundred_million_pairs_takes_milliseconds(tmp_path
     assert sum(map(len, batches)) == 128
     print(f"{min(times) * 1e3:.0f} ms per step")
     assert min(times) < 0.1, times  # 16 to 29 ms measured
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch", "first"),
+    [
+        (10, 0, 0, [4, 5, 2, 9, 6, 7, 3, 0]),
+        (10, 0, 1, [4, 8, 2, 1, 9, 5, 3, 6]),
+        (1000, 42, 3, [203, 198, 588, 640, 620, 651, 676, 458]),
+        (100_000, 7, 1, [67861, 71030, 96740, 93830, 55051, 44265, 28541, 89117]),
+        (3_000_000, 7, 0, [2702942, 2160092, 2444825, 370416, 807042, 2858822, 264135, 1847516]),
+    ],
+)
+def test_the_order_of_pairs_is_that_of_earlier_versions(size, seed, epoch, first):
+    """Otherwise a resumed run would see some pairs twice and others never."""
+    assert permuted(np.arange(8, dtype=np.uint64), size, seed, epoch).tolist() == first

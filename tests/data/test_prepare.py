@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.prepare.executor import local_executor
-from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
+from thresher.data.prepare.fingerprint import fingerprinted_settings, store_fingerprint, tokenizer_digest
 from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
 from thresher.data.prepare.report import PrepareReport, report_of
 from thresher.data.settings import DataSettings
@@ -352,3 +352,35 @@ def test_the_last_rows_of_a_file_are_kept(
     assert report.pairs_kept == len(store) == 1025
     assert [shard["num_pairs"] for shard in store.manifest["shards"]] == [512, 512, 1]
     assert "q1024?" in chat_tokenizer.decode(store[1024].prompt_ids)
+
+
+def test_max_samples_limits_each_file_and_is_part_of_the_fingerprint(
+    tmp_path: Path, stories_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    rows = [{"prompt": "Why? ", "chosen": f"yes {number}", "rejected": "no"} for number in range(6)]
+    names = [write_rows(*rows, name="a.jsonl"), write_rows(*rows[::-1], name="b.jsonl")]
+    limited = DataSettings(names, template="raw", max_samples=2)
+    report = prepare(limited, stories_tokenizer, tmp_path / "store")
+    assert [file.rows for file in report.files] == [2, 2]
+    assert report.pairs_kept == 4
+    store = PairStore.open(tmp_path / "store")
+    texts = [stories_tokenizer.decode(store[number].chosen_ids, skip_special_tokens=True) for number in range(4)]
+    assert [text[-1] for text in texts] == ["0", "1", "5", "4"]
+    fingerprints = {store_fingerprint(replace(limited, max_samples=n), stories_tokenizer) for n in (None, 2, 3)}
+    assert len(fingerprints) == 3
+    assert "max_samples" not in fingerprinted_settings(replace(limited, max_samples=None))
+
+
+@pytest.mark.parametrize("template", ["auto", "raw"])
+def test_the_system_prompt_is_that_of_rows_without_one(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any, template: str
+) -> None:
+    plain, given = row(), row("And?", system="Be kind.")
+    default = DataSettings(write_rows(plain, given), template=template, system_prompt="Be brief.")
+    written = DataSettings(write_rows({**plain, "system": "Be brief."}, given, name="written.jsonl"), template=template)
+    for name, settings in (("default", default), ("written", written)):
+        prepare(settings, chat_tokenizer, tmp_path / name)
+    assert PairStore.open(tmp_path / "default").digest == PairStore.open(tmp_path / "written").digest
+    assert store_fingerprint(default, chat_tokenizer) != store_fingerprint(
+        replace(default, system_prompt=None), chat_tokenizer
+    )

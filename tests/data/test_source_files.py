@@ -5,17 +5,20 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
+from thresher.data.rows.parsing import parse_row
 from thresher.data.settings import DataSettings
 from thresher.data.sources import readers
 from thresher.data.sources.readers import ROWS_PER_BLOCK, read_blocks
-from thresher.data.sources.resolve import resolve_sources, source_digest
+from thresher.data.sources.resolve import at_revision, resolve_sources, source_digest
 from thresher.errors import UserError
 
 ROWS = [{"prompt": f"p{n}", "chosen": f"c{n} é\u2028", "rejected": f"r{n}"} for n in range(1200)]
@@ -81,6 +84,11 @@ def test_every_format_yields_the_same_rows(tmp_path: Path, name: str) -> None:
 )
 def test_a_json_object_with_one_list_of_objects_is_read_as_that_list(tmp_path: Path, name: str, others: dict) -> None:
     (tmp_path / "a.json").write_text(json.dumps({**others, name: ROWS}))
+    assert read(tmp_path / "a.json") == ROWS
+
+
+def test_a_json_object_with_one_list_alone_is_that_list_under_any_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"pairs of 2024": ROWS}))
     assert read(tmp_path / "a.json") == ROWS
 
 
@@ -265,3 +273,48 @@ def test_a_plain_directory_is_an_error_that_suggests_a_glob(tmp_path: Path) -> N
 def test_invalid_settings_are_rejected(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         DataSettings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 512, 700])
+def test_only_the_first_rows_of_each_file_are_read(tmp_path: Path, limit: int) -> None:
+    """Blank lines are not rows; formats that are read in several spans or record batches stop as well."""
+    rows = [{"prompt": f"p{number}", "chosen": "a", "rejected": "b"} for number in range(600)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n" + lines(rows))
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=100)
+    for name in ("a.jsonl", "b.json", "c.parquet"):
+        (source,) = resolve_sources([str(tmp_path / name)])
+        blocks = list(read_blocks(replace(source, max_rows=limit)))
+        found = [parse_row(content)["prompt"] for block in blocks for content in block.contents]
+        assert found == [row["prompt"] for row in rows[:limit]]
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "asked"),
+    [
+        ("hf://org/pairs", None, ("org/pairs", None, "train", None)),
+        ("hf://org/pairs", "v1.0", ("org/pairs", None, "train", "v1.0")),
+        ("hf://org/pairs-1.5:test:small", "refs/pr/1", ("org/pairs-1.5", "small", "test", "refs/pr/1")),
+        ("hf://org/pairs@abc:test", "v1.0", ("org/pairs", None, "test", "abc")),
+    ],
+)
+def test_the_revision_of_a_hub_data_set_reaches_the_reader(
+    monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, asked: tuple[str | None, ...]
+) -> None:
+    calls = []
+
+    def load_dataset(repo: str, config: str | None, *, split: str, revision: str | None) -> datasets.Dataset:
+        calls.append((repo, config, split, revision))
+        return datasets.Dataset.from_list([{"prompt": "p", "chosen": "a", "rejected": "b"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    (source,) = resolve_sources([at_revision(name, revision)])
+    assert len(list(read_blocks(source))) == 1
+    source_digest(source)
+    assert calls == [asked, asked]
+
+
+def test_a_revision_is_part_of_the_path_of_a_file_on_the_hub_and_of_no_other_name() -> None:
+    assert at_revision("hf://datasets/org/pairs/a.parquet", "v1") == "hf://datasets/org/pairs@v1/a.parquet"
+    for name in ("a.jsonl", "s3://bucket/a.jsonl", "dir/hf"):
+        assert at_revision(name, "v1") == name

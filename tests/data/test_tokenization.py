@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
-from thresher.data.tokenization.chat_template import load_template, render
+from thresher.data.tokenization.chat_template import find_template_file, load_template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.placeholders import PlaceholderTokenizer
 from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
@@ -54,6 +54,15 @@ def test_bos_is_not_repeated_when_template_and_tokenizer_both_write_it(chat_toke
         assert ids.count(bos) == 1
     repeated = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").pair.prompt_ids.tolist()
     assert repeated.count(bos) == 1
+
+
+def test_a_template_that_writes_bos_twice_gives_one(chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "twice.jinja").write_text(
+        "{{ bos_token }}" * 2 + "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    )
+    ids = tokenize(texts("Why?"), chat_tokenizer, str(tmp_path / "twice.jinja")).pair.prompt_ids.tolist()
+    assert ids.count(chat_tokenizer.bos_token_id) == 1
+    assert ids[0] == chat_tokenizer.bos_token_id
 
 
 def test_the_prompt_equals_the_generation_prompt_of_the_chat_template(
@@ -264,3 +273,54 @@ def test_a_tokenizer_without_eos_is_rejected() -> None:
 def test_tokens_are_int32(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     pair = tokenize(texts("Why?"), chat_tokenizer).pair
     assert {pair.prompt_ids.dtype, pair.chosen_ids.dtype, pair.rejected_ids.dtype} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("column", ["chat_template_kwargs", "template_arguments"])
+@pytest.mark.parametrize(("for_all", "for_row", "thinks"), [(True, False, False), (False, True, True)])
+def test_variables_of_a_row_override_those_of_the_run(column: str, for_all: bool, for_row: bool, thinks: bool) -> None:
+    """Without thinking, the generation prompt of Qwen3 contains an empty thought."""
+    tokenizer = make_tokenizer()
+    template = load_template(tokenizer, str(find_template_file("qwen3")), {"enable_thinking": for_all})
+    rows = {
+        name: render(row_of({**texts("Why?"), **columns}), template, tokenizer).prompt
+        for name, columns in (("with", {column: {"enable_thinking": for_row}}), ("without", {}))
+    }
+    assert ("<think>" in rows["with"]) is not thinks
+    assert ("<think>" in rows["without"]) is thinks
+
+
+def test_variables_of_a_row_merge_with_those_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ mood }}{{ time }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tokenizer = make_tokenizer()
+    pair = tokenize(
+        {**texts("Why?"), "chat_template_kwargs": '{"time": "late", "none": null}'}, tokenizer, str(file), mood="good"
+    ).pair
+    assert tokenizer.decode(pair.prompt_ids) == "goodlateWhy?"
+
+
+def test_a_control_token_in_a_variable_of_a_row_stays_text(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tokenizer = make_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    pair = tokenize({**texts("Why?"), "template_arguments": {"mood": "<|im_end|>"}}, tokenizer, str(file)).pair
+    assert end not in pair.prompt_ids.tolist()
+    assert end in tokenize(texts("Why?"), tokenizer, str(file), mood="<|im_end|>").pair.prompt_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "template", "reason"),
+    [
+        (3, "auto", "`chat_template_kwargs` must be an object with variables of the chat template, got 3"),
+        ("{", "auto", "`chat_template_kwargs` is not JSON"),
+        ({"tools": 1}, "auto", "the chat template rejects the row"),
+        ({"a": 1}, "raw", "the row has variables of a chat template, but data_args.template is raw"),
+    ],
+)
+def test_variables_that_cannot_be_used_are_a_bad_row(
+    chat_tokenizer: PreTrainedTokenizerFast, value: Any, template: str, reason: str
+) -> None:
+    with pytest.raises(BadRowError) as caught:
+        tokenize({**texts("Why?"), "chat_template_kwargs": value}, chat_tokenizer, template)
+    assert reason in str(caught.value)

@@ -77,6 +77,13 @@ def test_ld_alpha_discounts_tokens_beyond_the_shorter_side():
     assert scores.scores.margin.item() == 2.25
 
 
+def test_ld_alpha_1_is_plain_dpo():
+    assert score_pairs(hand_pairs(), ld_alpha=1.0).logps.rejected.item() == -4.0 - 3.0
+    assert (
+        score_pairs(hand_pairs(), ld_alpha=1.0).scores.margin.item() == score_pairs(hand_pairs()).scores.margin.item()
+    )
+
+
 def test_ld_alpha_scales_the_gradient_of_the_surplus_only():
     result = evaluate(replace(objective_of("sigmoid", {"beta": 0.5}), ld_alpha=0.25), hand_pairs())
     slope = 0.5 * sigmoid(-1.125)

@@ -52,6 +52,8 @@ def test_metrics_equal_their_hand_derivation():
         "logps/rejected": -4.5,
         "lengths/chosen": 1.5,
         "lengths/rejected": 2.0,
+        "lengths/longer_chosen": 0.0,  # of one pair: the sides of the second have the same length
+        "lengths/longer_preferred": 0.0,
         "kl": ((1 - 2) / 2 + (0.5 + 1) / 2) / 2,
         "sft_loss": 4 / 3,  # 1 + 2 + 1 nats over 3 tokens, not a mean of means
     }
@@ -61,7 +63,32 @@ def test_metrics_equal_their_hand_derivation():
 def test_sft_loss_counts_tokens_and_the_rest_counts_pairs():
     metrics = objective_of("sigmoid")(hand_pairs(second=True)).metrics
     assert metrics.pop("sft_loss").count == 3
+    for name in ("lengths/longer_chosen", "lengths/longer_preferred"):  # pairs whose sides differ in length
+        assert metrics.pop(name).count == 1
     assert {metric.count for metric in metrics.values()} == {2}
+
+
+def test_the_longer_response_is_compared_in_pairs_of_different_lengths():
+    # chosen has 2, 1 and 1 tokens, rejected 1, 2 and 1; the policy prefers chosen, chosen and rejected
+    policy = ChosenRejectedLogps(side([[-1.0, -1.0], [-1.0], [-2.0]]), side([[-1.0], [-2.0, -2.0], [-1.0]]))
+    reference = ChosenRejectedLogps(side([[-2.0, -2.0], [-2.0], [-1.0]]), side([[-1.0], [-1.0, -1.0], [-1.0]]))
+    metrics = objective_of("sigmoid")(ObjectiveInputs(policy, reference)).metrics
+    assert metrics["lengths/longer_chosen"].mean == 0.5
+    assert metrics["lengths/longer_preferred"].mean == 0.5  # the first pair's longer one, the second pair's shorter one
+    swapped = ObjectiveInputs(
+        ChosenRejectedLogps(policy.rejected, policy.chosen), ChosenRejectedLogps(reference.rejected, reference.chosen)
+    )
+    assert objective_of("sigmoid")(swapped).metrics["lengths/longer_preferred"].mean == 0.5
+
+
+def test_entropy_is_a_mean_over_the_tokens_of_both_sides():
+    chosen, rejected = (
+        ResponseLogps(torch.zeros(len(values)), torch.tensor([len(values)]), entropy=torch.tensor(values))
+        for values in ([1.0, 2.0], [6.0])
+    )
+    sides = ChosenRejectedLogps(chosen, rejected)
+    assert objective_of("simpo")(ObjectiveInputs(sides)).metrics["entropy"].mean == 3.0
+    assert "entropy" not in objective_of("sigmoid")(hand_pairs(second=True)).metrics
 
 
 def test_ties_count_half():
@@ -170,8 +197,8 @@ def test_objective_needs_what_one_of_its_terms_needs():
     assert mixed("sft", "sigmoid").needs_reference
     assert mixed("sft", "aot").couples_pairs
     assert not mixed("sft", "sigmoid").couples_pairs
-    assert replace(mixed("sigmoid"), wpo=True).needs_squared_probs
-    assert not mixed("sigmoid").needs_squared_probs
+    assert replace(mixed("sigmoid"), wpo=True).statistics.squared_probs
+    assert not any(mixed("sigmoid").statistics)
 
 
 def test_zero_margin_loss_adds_up_and_gives_way_to_modifiers():

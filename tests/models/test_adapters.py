@@ -14,7 +14,8 @@ from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
 
 LAYOUT = PaddedLayout(pad_id=0)

@@ -78,3 +78,12 @@ def test_a_token_id_beyond_the_smallest_vocabulary_is_a_user_error(name):
                 f"pair 1 contains the token id {outside}, but the model's vocabulary has 50 tokens; use the tokenizer "
                 "that belongs to the model, and prepare the pairs again"
             )
+
+
+def test_only_the_padded_layout_needs_a_pad_token():
+    for name in ("auto", "shared", "packed"):
+        assert choose_layout(name, [LlamaConfig()], None, None)[0].name in ("shared", "packed")
+    with pytest.raises(
+        UserError, match="layout padded needs a pad token, and the tokenizer has neither a pad token nor"
+    ):
+        choose_layout("padded", [LlamaConfig()], None, None)

@@ -12,7 +12,13 @@ from tests.support.tiny_models import pair_of
 from thresher.data.pair import PairBatch
 from thresher.models import lm_head as head_module
 from thresher.models.layouts import PackedLayout
-from thresher.models.lm_head import LMHead, LogitTransform, log_sum_squared_probs, target_logps
+from thresher.models.lm_head import (
+    LMHead,
+    LogitTransform,
+    log_sum_squared_probs,
+    target_logps,
+    target_logps_and_entropy,
+)
 from thresher.models.logps import PairModel
 
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(0.7, 1.5)]
@@ -75,6 +81,17 @@ def test_squared_probabilities_do_not_depend_on_slices(at_once):
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-12)
 
 
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.5, softcap=3.0)])
+def test_entropy_does_not_depend_on_slices_and_leaves_the_logps_bitwise(at_once, transform):
+    rows, weight, bias, targets = _case(7, 5, 33, torch.float64)
+    head = LMHead(weight, bias, torch.float64, transform)
+    distribution = torch.distributions.Categorical(logits=transform(rows @ weight.T + bias))
+    logps, entropy = target_logps_and_entropy(head, rows.requires_grad_(), targets)
+    torch.testing.assert_close(entropy, distribution.entropy(), atol=1e-13, rtol=1e-12)
+    assert not entropy.requires_grad
+    assert torch.equal(logps, target_logps(head, rows, targets))
+
+
 def test_a_frozen_head_gets_no_gradient_but_its_input_does():
     rows, weight, _, targets = _case(4, 5, 33, torch.float32)
     rows.requires_grad_()
@@ -94,6 +111,17 @@ def test_bf16_rounds_factors_and_not_logits():
     assert (found - exact).abs().max() < 1e-3
     rounded = (rows.bfloat16() @ weight.bfloat16().T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert (rounded - exact).abs().max() > 0.05
+
+
+def test_fp16_rounds_factors_and_not_logits():
+    """Logits near 100 are 0.06 apart in fp16; these must be as exact as the rounded factors allow."""
+    rows, weight, _, targets = _case(64, 128, 500, torch.float32)
+    rounded = [(rows * 3).half().double(), weight.half().double()]
+    exact = _reference_logps(*rounded, None, targets, LogitTransform())
+    found = target_logps(LMHead(weight, None, torch.float16, LogitTransform()), rows * 3, targets)
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 1e-4
+    assert (_reference_logps(rows * 3, weight, None, targets, LogitTransform()) - exact).abs().max() > 1e-3
 
 
 def test_other_matmuls_keep_their_precision():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.tiny_models import batch_of
+from tests.support.tiny_models import batch_of, pair_of, tiny_model
 from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.models.layouts import PaddedLayout
+from thresher.models.logps import PairModel
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -67,3 +69,18 @@ def test_a_response_without_a_scored_token_has_length_zero():
 def test_an_empty_prompt_is_rejected_with_its_pair_id():
     with pytest.raises(UserError, match="pair 1 has an empty prompt, so nothing predicts its first token"):
         PaddedLayout(pad_id=9).collate(batch_of(SHORT, Pair(ids(), ids(20), ids(30))))
+
+
+def test_the_pad_token_changes_no_logp_and_is_never_scored():
+    """EOS, 2, is a token of the responses; as padding it is masked."""
+    model = tiny_model("llama")
+    pairs = batch_of(pair_of(2, 3, 9, seed=1), Pair(ids(5, 6, 7), ids(8, 2), ids(9, 10, 11, 2)))
+    scored = []
+    for pad_id in (0, 2, 30):
+        layout = PaddedLayout(pad_id)
+        sides = PairModel.for_layout(model, torch.float32, layout).score(layout.collate(pairs))
+        assert sides.chosen.lengths.tolist() == [3, 2]
+        assert sides.rejected.lengths.tolist() == [9, 4]
+        scored.append(torch.cat([sides.chosen.values, sides.rejected.values]))
+    for other in scored[1:]:
+        torch.testing.assert_close(other, scored[0], atol=0, rtol=0)

@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_leaves
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.pair import Pair
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import _layer_outputs, check_logps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.lm_head import LogitTransform
 from thresher.models.loading.load import disable_dropout
-from thresher.models.logps import PairModel, logit_transform
+from thresher.models.logps import PairModel
+from thresher.models.scored_rows import logit_transform
 
 LAYOUT = PaddedLayout(pad_id=0)
 
@@ -103,7 +104,7 @@ def test_gradients_equal_those_of_the_logits(model):
 
 
 def test_log_sum_squared_probs_is_the_log_of_the_sum_of_squared_probabilities(model):
-    scored = score(model, MIXED, with_squared_probs=True)
+    scored = score(model, MIXED, statistics=TokenStatistics(squared_probs=True))
     inputs = LAYOUT.collate(MIXED)
     with torch.no_grad():
         logits = model(**inputs.model_inputs, use_cache=False).logits
@@ -111,6 +112,17 @@ def test_log_sum_squared_probs_is_the_log_of_the_sum_of_squared_probabilities(mo
     expected = probabilities.square().sum(-1).log().float()
     found = torch.cat([scored.chosen.log_sum_squared_probs, scored.rejected.log_sum_squared_probs])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert not found.requires_grad
+
+
+def test_entropy_is_that_of_the_distribution_at_every_scored_token(model):
+    scored = score(model, MIXED, statistics=TokenStatistics(entropy=True))
+    inputs = LAYOUT.collate(MIXED)
+    with torch.no_grad():
+        logits = model(**inputs.model_inputs, use_cache=False).logits
+    rows = logits.reshape(-1, logits.shape[-1])[inputs.scored_rows].double()
+    found = torch.cat([scored.chosen.entropy, scored.rejected.entropy])
+    torch.testing.assert_close(found, torch.distributions.Categorical(logits=rows).entropy().float(), atol=1e-5, rtol=0)
     assert not found.requires_grad
 
 
@@ -139,7 +151,7 @@ def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
     """8 scored rows of 2 x 84 positions; the transposed head weight has 32 rows."""
     batch = batch_of(pair_of(80, 4, 4, seed=7))
     with LargestTensor() as largest:
-        scored = score(model, batch, with_squared_probs=True)
+        scored = score(model, batch, statistics=TokenStatistics(squared_probs=True))
         (scored.chosen.values.sum() + scored.rejected.values.sum()).backward()
     assert 8 <= largest.rows <= 32
     model.zero_grad()
@@ -147,9 +159,9 @@ def test_only_rows_that_predict_scored_tokens_reach_the_head(model):
 
 def test_soft_cap_and_scale_are_read_from_the_config_and_applied():
     """The other tests cover them only if these models have them."""
-    assert logit_transform(tiny_model("gemma2")) == LogitTransform(1.0, 2.0)
-    assert logit_transform(tiny_model("granite")) == LogitTransform(1 / 8, None)
-    assert logit_transform(tiny_model("cohere")) == LogitTransform(0.25, None)
+    assert logit_transform(FAMILIES["gemma2"]) == LogitTransform(1.0, 2.0)
+    assert logit_transform(FAMILIES["granite"]) == LogitTransform(1 / 8, None)
+    assert logit_transform(FAMILIES["cohere"]) == LogitTransform(0.25, None)
     logits = torch.tensor([4.0, -1.0])
     assert LogitTransform(0.5, 2.0)(logits).tolist() == pytest.approx([2 * 0.7615942, 2 * -0.2449187])
 

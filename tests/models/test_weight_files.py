@@ -372,6 +372,13 @@ def test_a_gguf_file_is_read_in_one_process_and_by_the_digest_and_is_never_shard
     assert "cannot be sharded" in message(read_sharded, path)
 
 
+def test_a_model_from_a_gguf_file_is_saved_as_a_plain_model(models, tmp_path):
+    load_model(str(write_gguf(tmp_path / "model.gguf", models["right"]))).save_pretrained(tmp_path / "plain")
+    right, saved = load_file(models["right"] / SINGLE), load_file(tmp_path / "plain" / SINGLE)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in right.items())
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
 def write_gguf(file: Path, model: Path) -> Path:
     """Write a tiny Llama to a GGUF file, with the names and the head permutation of llama.cpp."""
     from gguf import GGUFWriter

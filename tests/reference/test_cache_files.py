@@ -172,6 +172,21 @@ def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
     assert [shard.num_pairs for shard in writer.written] == [1, 1, 1]
 
 
+def test_a_shard_is_named_by_the_time_at_which_it_was_written(tmp_path):
+    before = time.time()
+    file = write_shard(tmp_path, [b"0" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+    assert before - 0.001 <= file.created <= time.time()
+
+
+def test_scoring_is_reported_in_seconds_per_pair_that_the_run_visits(tmp_path):
+    pairs = NoisePairs(4)
+    reference = lookup(tmp_path, pairs)
+    started = time.perf_counter()
+    reference.score_missing(synthetic_logps)
+    elapsed = time.perf_counter() - started
+    assert 0.5 * elapsed / 4 < reference.seconds_per_pair <= elapsed / 4
+
+
 def test_both_sides_are_read_as_they_were_scored(tmp_path):
     pairs = NoisePairs(4)
     reference = lookup(tmp_path, pairs)

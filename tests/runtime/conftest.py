@@ -7,22 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_runs import make_base
+from tests.support.small_run_fixtures import base, ray_for_megatron, ray_here
 
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_base(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    """A local Ray session with enough logical cores for several clusters; runs reuse it."""
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+__all__ = ["base", "ray_for_megatron", "ray_here", "reference_cluster"]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ import pytest
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
-from thresher.builders.run import build_tracking, loop_settings, track
+from thresher.builders.run import build_tracking, logging_dir, loop_settings, track
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
+from thresher.training.evaluated_pairs import EvaluatedPairsLog
 from thresher.training.loop import fit
 
 pytestmark = pytest.mark.distributed
@@ -80,7 +81,15 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         started.begin()
         trackers = build_tracking(config, None)
         with track(trackers, config, inputs.plan, resume_step=None) as skipped:
-            fit(started.trainable, started.progress, inputs.plan.num_steps, loop_settings(config), trackers, skipped)
+            fit(
+                started.trainable,
+                started.progress,
+                inputs.plan.num_steps,
+                loop_settings(config, inputs.plan),
+                trackers,
+                skipped,
+                keep_pairs=EvaluatedPairsLog(logging_dir(config), None).write,
+            )
 
     yield run
     for cluster in clusters:
@@ -88,6 +97,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
     resources.close()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_workers_equals_the_run_in_one_process(in_process, on_workers, tmp_path, name):
     local = in_process(name)

@@ -163,6 +163,7 @@ def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-m", "thresher", "submit", CONFIG, *arguments, **changes)
 
 
+@pytest.mark.hand  # CI submits a job without waiting and follows it
 def test_a_submitted_job_on_two_workers_equals_the_launcher(tiny, base, dashboard, launched, tmp_path):
     # relative paths of inputs refer to the uploaded files
     uploaded = tmp_path / "uploaded"

@@ -168,7 +168,7 @@ def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahea
             log.append((step, metrics))
 
     skipped = SkippedStepLog(tmp_path, resume_step=None)
-    fit(started.trainable, started.progress, inputs.plan.num_steps, loop_settings(config), Log(), skipped)
+    fit(started.trainable, started.progress, inputs.plan.num_steps, loop_settings(config, inputs.plan), Log(), skipped)
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
     scored = [span for worker in runtime.reference.call("trace") for span in worker]
     trained = runtime.policy.call("trace")

@@ -57,7 +57,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 
-@pytest.mark.parametrize("step", [1, 3])
+# CI: after step 1, before the first checkpoint. A run recovers from a checkpoint in the test of a hung worker
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.hand)])
 def test_a_killed_policy_worker_does_not_change_the_results(values, uninterrupted, tmp_path, capsys, step):
     killer = Killer(step, "ActorWorker")
     lines = run(values, tmp_path / "killed", killer)

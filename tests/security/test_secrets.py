@@ -102,7 +102,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.distributed, pytest.mark.hand])])
 def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, runtime: str) -> None:
     """A run in a separate process, with every tracker; its home and Ray's session are in directories to search."""
     home, written, session = tmp_path / "home", tmp_path / "written", Path(tempfile.mkdtemp(prefix="ray-"))

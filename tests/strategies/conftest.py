@@ -22,15 +22,18 @@ _MAX_THREADS = 150
 
 
 @pytest.fixture(scope="module")
-def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks, started on first use; a dead pool or one with too many threads is replaced."""
+def pool_of(request) -> Iterator[Callable[[int], RankPool]]:
+    """Pools by number of ranks, started on first use; a dead pool or one with too many threads is replaced.
+
+    PRELOADED of a test file: modules that its ranks import.
+    """
     pools: dict[int, RankPool] = {}
 
     def find(size: int) -> RankPool:
         if size in pools and pools[size].is_alive and pools[size].num_threads > _MAX_THREADS:
             pools[size].close()
         if size not in pools or not pools[size].is_alive:
-            pools[size] = RankPool(size)
+            pools[size] = RankPool(size, getattr(request.module, "PRELOADED", ()))
         return pools[size]
 
     yield find
@@ -66,7 +69,8 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
     train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
     plain = Case(ParallelDims())
     ignored_by_oracle = {
-        name: getattr(plain, name) for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size")
+        name: getattr(plain, name)
+        for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size", "zero_stage", "engine")
     }
     return lambda case: train(replace(case, recomputes_activations=False, **ignored_by_oracle))
 
@@ -75,7 +79,9 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """The outcome of the native engine in one process."""
     train = cache(lambda case: train_single_process(case, *model_dirs(case.family)))
-    return lambda case: train(replace(case, sizes=ParallelDims(), also="", virtual_pp_size=1))
+    return lambda case: train(
+        replace(case, sizes=ParallelDims(), also="", virtual_pp_size=1, zero_stage=3, engine=None)
+    )
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.support.strategies.communication import count_step
-from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, PairsInMemory, axes_text, micro_batching_of
+from tests.support.strategies.communication import count_calls_of_step, count_step
+from tests.support.strategies.parity import LAYOUTS, PAIRS, Case, PairsInMemory, micro_batching_of
 from thresher.distributed.mesh import ParallelDims
 
 pytestmark = pytest.mark.distributed
@@ -31,9 +31,10 @@ MESHES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: P, L, H, A and K of the docs."""
+    """Sizes of a model: P, Q, L, H, A and K of the docs."""
 
     parameters: int
+    matrices: int
     layers: int
     hidden: int
     queries: int
@@ -55,6 +56,7 @@ def shape_of(model_dir) -> Shape:
     config = model.config
     return Shape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        matrices=sum(each.numel() for each in model.model.layers.parameters() if each.ndim > 1),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         queries=config.num_attention_heads * config.head_dim,
@@ -74,13 +76,14 @@ def work_of(case: Case, data_rank: int) -> Work:
     return Work(len(cut), tokens, sum(len(batch.scored_rows) for batch in inputs), kept)
 
 
-def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
+def formula(sizes: ParallelDims, shape: Shape, work: Work, zero_stage: int = 3) -> dict[str, float]:
     """The formulas of docs/concepts/parallelism.md, per process."""
     weights = shape.parameters / sizes.tp
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
     if sizes.fsdp_size > 1:
-        numbers["all_gather"] += 2 * weights * work.micro_batches
+        kept = shape.matrices / sizes.tp if zero_stage == 2 else 0
+        numbers["all_gather"] += (2 * weights - kept) * work.micro_batches
         numbers["reduce_scatter"] += weights * work.micro_batches
     if sizes.dp_replicate > 1:
         numbers["all_reduce"] += weights if sizes.fsdp_size == 1 else weights / sizes.fsdp_size * work.micro_batches
@@ -93,19 +96,45 @@ def formula(sizes: ParallelDims, shape: Shape, work: Work) -> dict[str, float]:
     return {kind: BYTES * number for kind, number in numbers.items()}
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=axes_text)
-def test_a_step_sends_the_bytes_of_the_formula(sizes, pool_of, model_dirs):
-    case = Case(sizes, loss="simpo")  # no reference: only the policy sends
+CASES = [
+    *(Case(sizes, loss="simpo") for sizes in MESHES),  # no reference: only the policy sends
+    *(
+        Case(sizes, loss="simpo", zero_stage=2, also="zero_stage 2")
+        for sizes in (MESHES[0], ParallelDims(dp_shard=2, cp=2))
+    ),
+]
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_sends_the_bytes_of_the_formula(case, pool_of, model_dirs):
+    sizes = case.sizes
     model_dir, _ = model_dirs("llama")
     shape = shape_of(model_dir)
 
     for process, counted in enumerate(pool_of(sizes.num_processes).run(count_step, case, model_dir)):
-        expected = formula(sizes, shape, work_of(case, process // (sizes.cp * sizes.tp)))
+        expected = formula(sizes, shape, work_of(case, process // (sizes.cp * sizes.tp)), case.zero_stage)
         assert counted.keys() <= expected.keys()
         # counts, metrics and norms add a few hundred bytes per step
         small = sum(expected.values()) / 100
         for kind, number in expected.items():
             assert counted.get(kind, 0) == pytest.approx(number, rel=0.02, abs=small)
+
+
+def test_zero_stage_2_gathers_each_layer_once_per_micro_batch(two_ranks, model_dirs):
+    plain = Case(ParallelDims(dp_shard=2), loss="simpo")
+    model_dir, _ = model_dirs("llama")
+    num_layers, num_micro_batches = shape_of(model_dir).layers, work_of(plain, 0).micro_batches
+    assert num_micro_batches > 1
+
+    stage_3 = two_ranks.run(count_calls_of_step, plain, model_dir)
+    stage_2 = two_ranks.run(count_calls_of_step, replace(plain, zero_stage=2), model_dir)
+
+    others = 2 * 2  # the embedding, and the root with the head and all norms: in the forward and in the backward
+    for before, after in zip(stage_3, stage_2, strict=True):
+        assert before["all_gather"] == (2 * num_layers + others) * num_micro_batches
+        assert after["all_gather"] == (num_layers + others) * num_micro_batches
+        assert after["reduce_scatter"] == before["reduce_scatter"]
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches():

@@ -50,7 +50,7 @@ def check(pool, model_dir, axes, layout, tolerance=1e-5, **model_args):
 
 
 @pytest.mark.parametrize("model_args", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("axes", [{}, {"tp_size": 2}, {"cp_size": 2}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, {"tp_size": 2}, {"cp_size": 2}, {"dp_replicate": 2}, {"zero_stage": 2}], ids=str)
 def test_two_ranks(two_ranks, model_dir, axes, model_args):
     check(two_ranks, model_dir, axes, "shared", **model_args)
 

@@ -43,6 +43,7 @@ def check_weights(expected: dict[str, Tensor], weights: dict[str, Tensor]) -> No
         torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=0, msg=name)
 
 
+@pytest.mark.every(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, case):
@@ -59,8 +60,9 @@ def test_a_loss_that_couples_pairs_trains_as_in_one_process(two_ranks, model_dir
 
 
 @pytest.mark.distributed
-def test_bf16_losses_equal_those_of_one_process(two_ranks, model_dirs):
-    case = Case(TWO_STAGES, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_losses_in_half_precision_equal_those_of_one_process(two_ranks, model_dirs, dtype):
+    case = Case(TWO_STAGES, dtype=dtype)
     alone = train_single_process(case, *model_dirs("llama"))
     for rank in two_ranks.run(train_parallel, case, *model_dirs("llama")):
         losses = [step["loss"] for step in rank.metrics]
@@ -108,6 +110,7 @@ def test_every_stage_receives_the_logps(two_ranks, model_dirs, layout, virtual_p
                 torch.testing.assert_close(
                     ours_of_side.log_sum_squared_probs, theirs_of_side.log_sum_squared_probs, atol=1e-5, rtol=0
                 )
+                torch.testing.assert_close(ours_of_side.entropy, theirs_of_side.entropy, atol=1e-5, rtol=0)
                 assert torch.equal(ours_of_side.lengths, theirs_of_side.lengths)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.support.strategies.parity import PAIRS, Case
-from tests.support.strategies.skipped_runs import train_with_nonfinite_step
+from tests.support.strategies.skipped_runs import train_until_the_scale_fits, train_with_nonfinite_step
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.distributed.mesh import ParallelDims
 from thresher.training.skipped_steps import NonFinitePair
@@ -51,3 +54,31 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_both(sizes, pool_of
         assert [pair.number for pair in outcome.skipped[1].pairs] == case.plan.pair_ids(1).tolist()
         assert {pair.source for pair in outcome.skipped[1].pairs} == {None}
         assert outcome.digests[0] == outcome.digests[1] != outcome.digests[2]
+
+
+@pytest.mark.parametrize("sizes", [ParallelDims(dp_replicate=2), ParallelDims(dp_shard=2)], ids=["replicate", "shard"])
+def test_an_fp16_overflow_on_one_rank_halves_the_loss_scale_of_both(sizes, pool_of, model_dirs):
+    case = Case(sizes, dtype=torch.float16)
+    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family), 1e6):
+        assert [skipped is not None for skipped in outcome.skipped] == [False, True, False]
+        overflow = outcome.skipped[1]
+        assert (overflow.reason, overflow.pairs, overflow.consecutive) == ("overflow", (), 0)
+        assert overflow.loss_scale == 2**15
+        assert outcome.digests[0] == outcome.digests[1] != outcome.digests[2]
+
+
+AXES = [ParallelDims(**{axis: 2}) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]
+
+
+@pytest.mark.parametrize("sizes", AXES, ids=lambda sizes: str(Case(sizes)))
+def test_a_loss_scale_that_is_too_large_falls_alike_on_all_ranks_and_leaves_no_trace(sizes, pool_of, model_dirs):
+    """The steps after the overflows equal those of a run that starts with the scale they end at, bitwise."""
+    case = Case(sizes, dtype=torch.float16, initial_loss_scale=2.0**27)
+    first, second = pool_of(2).run(train_until_the_scale_fits, case, *model_dirs(case.family))
+    assert first.scales == second.scales
+    assert len(first.scales) > 1
+    fits = replace(case, initial_loss_scale=first.scales[-1])
+    restarted = pool_of(2).run(train_until_the_scale_fits, fits, *model_dirs(case.family))
+    for found, expected in zip((first, second), restarted, strict=True):
+        assert expected.scales == [first.scales[-1]]
+        assert found.digests == expected.digests

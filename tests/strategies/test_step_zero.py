@@ -1,7 +1,8 @@
 """In bf16, policy and reference are equal in the first step, on every axis and for every kind of reference.
 
-The model is narrow: its matrix products do not depend on the other rows, so that a cache equals the policy as well.
-Wide models and four workers: `benchmarks/step_zero.py`.
+Most tests use a narrow model: its matrix products do not depend on the other rows, so that a cache equals the policy
+for every size of a batch. Those of a wide model do not depend on them in batches of thousands of tokens. Wide models on
+every axis, and four workers: `benchmarks/step_zero.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 import pytest
 
 from tests.support.strategies.parity import save_model
-from tests.support.strategies.step_zero import StepZero, long_pairs, measure, with_trained_vectors
+from tests.support.strategies.step_zero import (
+    StepZero,
+    long_pairs,
+    measure,
+    save_wide_model,
+    with_trained_vectors,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -55,3 +62,12 @@ def test_two_workers_start_at_margin_0_from_a_cache_of_one_process(two_ranks, mo
 def test_four_workers_on_two_axes_start_at_margin_0(four_ranks, model_dir, tmp_path, reference, model_args):
     run = StepZero(reference, {"cp_size": 2, "tp_size": 2}, model_args)
     assert_equal(four_ranks.run(measure, run, model_dir, tmp_path, long_pairs(96)))
+
+
+@pytest.mark.slow
+@pytest.mark.hand  # CI has the same with small micro-batches, on one, two and four workers
+def test_full_micro_batches_of_a_wide_model_start_at_margin_0_from_a_cache(tmp_path):
+    run = StepZero("precomputed", {}, {}, tokens=3000)
+    model = save_wide_model(tmp_path / "model", num_layers=2)
+    # 7 blocks and 6 micro-batches: none is a block of the cache
+    assert_equal([measure(run, model, tmp_path / "cache", long_pairs(4096, count=200))])

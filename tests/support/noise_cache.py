@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from thresher.data.batching.blocks import Blocks
 from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
@@ -67,7 +68,7 @@ def lookup(
         open_cache(root),
         pairs,
         ids,
-        pairs_per_block=pairs_per_block,
+        blocks=Blocks.by_pairs(len(pairs), pairs_per_block),
         device=torch.device("cpu"),
         num_visits=len(ids),
     )

@@ -19,7 +19,8 @@ from thresher.losses.registry import make_losses
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.load import load_model
 from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.strategy import MicroBatch
 
 TokenPair = tuple[list[int], list[int], list[int]]

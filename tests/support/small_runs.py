@@ -21,11 +21,17 @@ from thresher.builders.reference import reference_mode
 from thresher.checkpoint.sharded_reader import ShardedReader
 from thresher.config import DPOConfig, parse_config
 from thresher.data.prepare.prepare import prepare
+from thresher.observability.log_files import EVAL_PAIRS
+from thresher.observability.trackers.jsonl import read_records
 
 
 def save_small_model(directory: Path, seed: int) -> Path:
     """Write a tiny Llama and a tokenizer whose words are w4 to w63."""
     save_tiny_llama(directory, seed)
+    return save_small_tokenizer(directory)
+
+
+def save_small_tokenizer(directory: Path) -> Path:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -34,14 +40,17 @@ def save_small_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-def write_rows(path: Path, count: int, seed: int) -> Path:
-    """Write pairs of random words, 1 to 4 in a prompt and 1 to 9 in a response."""
+def write_rows(path: Path, count: int, seed: int, longest: tuple[int, int] = (4, 9)) -> Path:
+    """Write pairs of random words; longest: most words of a prompt and of a response."""
     draw = np.random.default_rng(seed)
 
     def words(max_count: int) -> str:
         return " ".join(f"w{i}" for i in draw.integers(4, VOCAB, draw.integers(1, max_count + 1)))
 
-    rows = [{"prompt": words(4) + " ", "chosen": words(9), "rejected": words(9)} for _ in range(count)]
+    prompt, response = longest
+    rows = [
+        {"prompt": words(prompt) + " ", "chosen": words(response), "rejected": words(response)} for _ in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -96,15 +105,23 @@ def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
-    """Check that every logged metric and every final weight agree."""
+    """Check that every logged metric, the values of single pairs and every final weight agree."""
     ours, theirs = metric_log(one), metric_log(other)
     assert [record.keys() for record in ours] == [record.keys() for record in theirs]
     for mine, yours in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(yours, rel=tolerance, abs=tolerance)
+    pairs, other_pairs = _evaluated_pairs(one), _evaluated_pairs(other)
+    assert [each.keys() for each in pairs] == [each.keys() for each in other_pairs] != []
+    for mine, yours in zip(pairs, other_pairs, strict=True):
+        assert mine == {name: pytest.approx(value, rel=tolerance, abs=tolerance) for name, value in yours.items()}
     weights, others = last_weights(one), last_weights(other)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], atol=tolerance, rtol=0, msg=name)
+
+
+def _evaluated_pairs(output: Path) -> list[dict[str, Any]]:
+    return read_records(output / "logs" / EVAL_PAIRS)
 
 
 def descendants(pid: int) -> list[int]:

@@ -25,7 +25,7 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import load_model_config
 from thresher.training.loop import TrainingProgress, fit
 from thresher.training.skipped_steps import SkippedStepLog
-from thresher.training.trainer import DPOTrainer
+from thresher.training.trainer import RankTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
 
@@ -44,6 +44,9 @@ class PairsInMemory:
     @property
     def digest(self) -> str:
         return hashlib.sha256(b"".join(hash_pair(pair).pair for pair in self.pairs)).hexdigest()
+
+    def number_in_files(self, pair_id: int) -> int:
+        return pair_id
 
     def hashes(self) -> Iterator[np.ndarray]:
         yield np.frombuffer(b"".join(hash_pair(pair).pair for pair in self.pairs), dtype="V16")
@@ -80,7 +83,7 @@ class TinyRun:
     """The objects of a run."""
 
     config: DPOConfig
-    trainer: DPOTrainer
+    trainer: RankTrainer
     reference: ReferenceBundle
     log: MetricsInMemory
 
@@ -88,7 +91,8 @@ class TinyRun:
         """Train to the end of the plan."""
         progress = TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
         skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=progress.step or None)
-        return fit(self.trainer, progress, self.trainer.plan.num_steps, loop_settings(self.config), self.log, skipped)
+        plan = self.trainer.plan
+        return fit(self.trainer, progress, plan.num_steps, loop_settings(self.config, plan), self.log, skipped)
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: PairsInMemory | None = None) -> TinyRun:
@@ -96,7 +100,8 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: Pairs
     section = {} if validation is None else {"validation": {"data_args": {"file_name": "in memory"}}}
     config = parse_config({**section, **values})
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
-    layout, _ = choose_layout(config.layout, [load_model_config(str(config.policy_path))], attention, pad_id=0)
+    configs = [load_model_config(str(config.policy_path))]
+    layout, _ = choose_layout(config.layout, configs, attention, pad_id=0, scores_prompt=not config.apply_loss_mask)
     policy = build_policy(config, layout)
     inputs = RunInputs(build_objective(config), layout, train, validation, build_plan(config, len(train)))
     reference = build_reference_bundle(config, inputs, policy)

@@ -21,7 +21,7 @@ from thresher.checkpoint.collective_save import Write
 from thresher.config import load_config
 from thresher.observability.trackers.tracker import Trackers
 from thresher.pipeline import DPOPipeline
-from thresher.training.trainer import DPOTrainer
+from thresher.training.trainer import RankTrainer
 
 PATCHED = {"step": "training_step", "saved": "save"}
 LOGGED = {"logged": "loss", "evaluated": "eval/loss"}
@@ -60,9 +60,9 @@ def kill_at(moment: str, step: int) -> None:
     if moment == "scoring":
         kill_while_scoring(step)
         return
-    method = getattr(DPOTrainer, PATCHED[moment])
+    method = getattr(RankTrainer, PATCHED[moment])
 
-    def act_and_die(self: DPOTrainer) -> object:
+    def act_and_die(self: RankTrainer) -> object:
         result = method(self)
         if self.state.step == step:
             if moment == "saved":
@@ -70,7 +70,7 @@ def kill_at(moment: str, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(DPOTrainer, PATCHED[moment], act_and_die)
+    setattr(RankTrainer, PATCHED[moment], act_and_die)
 
 
 def kill_while_scoring(block: int) -> None:

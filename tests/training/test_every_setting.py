@@ -22,11 +22,12 @@ Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", 
 
 @dataclass(frozen=True)
 class Case:
-    """Changes on top of `start`, and what must differ."""
+    """Changes on top of `start`, and what must differ. beside: settings of other sections."""
 
     changes: dict[str, Any]
     effect: Effect
     start: dict[str, Any] | None = None
+    beside: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ TRAINING_CASES = {
     "adam_beta2": Case({"adam_beta2": 0.5}, "weights"),
     "adam_epsilon": Case({"adam_epsilon": 1e-8}, "weights"),
     "max_grad_norm": Case({"max_grad_norm": 0.01}, "weights"),
+    "log_num_zeros_in_grad": Case({"log_num_zeros_in_grad": True}, "nothing"),
+    # every step overflows, so no weight changes
+    "initial_scale_power": Case(
+        {"initial_scale_power": 64}, "weights", beside={"actor_train": {"model_args": {"dtype": "fp16"}}}
+    ),
     "lr_scheduler_type": Case({"lr_scheduler_type": "cosine"}, "rates"),
     "warmup_steps": Case({"warmup_steps": 2}, "rates"),
     "warmup_ratio": Case({"warmup_ratio": 0.5}, "rates"),
@@ -85,6 +91,10 @@ MODEL_CASES = {
     "lora_alpha": Case({"lora_alpha": 64}, "later losses", {"lora_rank": 4}),
     "lora_dropout": Case({"lora_dropout": 0.5}, "later losses", {"lora_rank": 4}),
     "lora_target": Case({"lora_target": "q_proj"}, "later losses", {"lora_rank": 4}),
+    "lora_init": Case({"lora_init": "pissa"}, "later losses", {"lora_rank": 4}),
+    "freeze_module_prefix": Case(
+        {"freeze_module_prefix": "model.layers.1"}, "later losses", {"freeze_module_prefix": "model.embed"}
+    ),
     "dtype": Case({"dtype": "bf16"}, "first loss"),
     "master_dtype": Case({"master_dtype": "bf16"}, "weights", {"dtype": "bf16"}),
     "attn_implementation": Case({"attn_implementation": "eager"}, "nothing"),
@@ -107,11 +117,20 @@ RUN_CASES = {
     "max_steps": Case({"max_steps": 2}, "rates"),
     "num_train_epochs": Case({"num_train_epochs": 0.5}, "rates"),
     "layout": Case({"layout": "padded"}, "nothing"),
+    "apply_loss_mask": Case({"apply_loss_mask": False}, "first loss", {"pref_loss": "sigmoid_norm"}),
 }
 # fields without effect on the numbers; a new field must be in a table above or here
 NO_NUMBERS = {
-    ModelArgs: {"model_name_or_path", "model_type", "pad_token", "trust_remote_code"},
-    ReferenceModelArgs: {"model_name_or_path", "model_type", "trust_remote_code"},
+    TrainingArgs: {"loss_scale_window"},  # tests/training/test_loss_scale.py
+    ModelArgs: {
+        "model_name_or_path",
+        "revision",
+        "tokenizer_name_or_path",
+        "model_type",
+        "pad_token",
+        "trust_remote_code",
+    },
+    ReferenceModelArgs: {"model_name_or_path", "revision", "model_type", "trust_remote_code"},
     ReferenceConfig: {"model_args", "strategy_args", "device_mapping", "num_workers", "cache_dir", "system_envs"},
     DPOConfig: {
         *(
@@ -119,7 +138,9 @@ NO_NUMBERS = {
             "output_dir",
             "logging_dir",
             "cache_dir",
+            "save_strategy",
             "save_steps",
+            "eval_strategy",
             "eval_steps",
             "eval_on_start",
             "logging_steps",
@@ -132,11 +153,13 @@ NO_NUMBERS = {
             "greater_is_better",
             "max_consecutive_skipped_steps",
         ),
-        *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic"),
+        *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
         *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node", "system_envs"),
     },
 }
+# fields that need other models or files; test_moe_aux_loss.py and test_initial_adapter.py show their effect
+OTHER_MODELS = {ModelArgs: {"moe_aux_loss_coef", "adapter_name_or_path"}}
 TABLES = {
     LossConfig: (LOSS_CASES, ()),
     TrainingArgs: (TRAINING_CASES, ("actor_train", "training_args")),
@@ -150,7 +173,7 @@ TABLES = {
 @pytest.mark.parametrize("section", TABLES, ids=lambda section: section.__name__)
 def test_every_config_field_has_a_case(section):
     own = set(section.model_fields) - (set(LossConfig.model_fields) if section is DPOConfig else set())
-    cases, excluded = set(TABLES[section][0]), NO_NUMBERS.get(section, set())
+    cases, excluded = set(TABLES[section][0]), NO_NUMBERS.get(section, set()) | OTHER_MODELS.get(section, set())
     assert not cases & excluded
     assert cases | excluded == own
 
@@ -206,8 +229,10 @@ def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+# CI compares compiled layers with others in tests/models/test_compile.py
+BY_HAND = ("torch_compile",)
 ALL_SETTINGS = [
-    pytest.param(path, case, id=".".join((*path, name)))
+    pytest.param(path, case, id=".".join((*path, name)), marks=[pytest.mark.hand] * (name in BY_HAND))
     for cases, path in TABLES.values()
     for name, case in cases.items()
 ]
@@ -216,8 +241,9 @@ ALL_SETTINGS = [
 @pytest.mark.parametrize(("path", "case"), ALL_SETTINGS)
 def test_the_setting_reaches_the_computation(outcome_of, path, case):
     start = case.start or {}
-    before = outcome_of(nested(path, start))
-    after = outcome_of(nested(path, {**start, **case.changes}))
+    beside = case.beside or {}
+    before = outcome_of(merge(beside, nested(path, start)))
+    after = outcome_of(merge(beside, nested(path, {**start, **case.changes})))
     if case.effect == "nothing":
         assert after.losses == pytest.approx(before.losses, abs=1e-5)
         assert after.rates == before.rates

@@ -78,14 +78,18 @@ def test_an_evaluation_covers_the_full_set_with_its_last_partial_batch(different
     assert metrics["eval/rewards/accuracies"] == pytest.approx((z > 0).double().mean().item())
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 11, 64])
-def test_an_evaluation_does_not_depend_on_its_batches(different_reference, size):
-    changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": size}}}
+@pytest.mark.parametrize(
+    "batches",
+    [*({"per_device_eval_batch_size": size} for size in (1, 3, 4, 11, 64)), {"max_tokens_per_micro_batch": 30}],
+    ids=str,
+)
+def test_an_evaluation_does_not_depend_on_its_batches(different_reference, batches):
+    changes = {"actor_train": {"training_args": batches}}
     validation = noise_pairs(11, seed=5)
-    one_by_one = build_run(different_reference, noise_pairs(12), validation).trainer.evaluate()
+    together = build_run(different_reference, noise_pairs(12), validation).trainer.evaluate()
     assert build_run(
         merge(different_reference, changes), noise_pairs(12), validation
-    ).trainer.evaluate() == pytest.approx(one_by_one, rel=1e-4, abs=1e-6)
+    ).trainer.evaluate() == pytest.approx(together, rel=1e-4, abs=1e-6)
 
 
 def test_a_validation_set_smaller_than_one_batch_still_gives_metrics(base):

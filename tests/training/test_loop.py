@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pairs
@@ -34,6 +35,49 @@ def test_only_an_evaluation_of_the_same_step_ranks_a_checkpoint(base, async_save
     assert metrics.keys() == {"step-00000003", "step-00000006"}
     assert metrics["step-00000003"] == set()
     assert "eval/loss" in metrics["step-00000006"]
+
+
+def test_the_end_of_each_epoch_is_evaluated_and_saved(base):
+    """Epochs of 11 pairs end after steps 3 and 6, and the run after step 8."""
+    changes = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8, "num_train_epochs": 3}
+    run = build_run(merge(base, {**changes, "save_total_limit": 6}), noise_pairs(11), noise_pairs(3, seed=5))
+    run.fit()
+    assert [step for step, metrics in run.log.records if "eval/loss" in metrics] == [3, 6, 8]
+    assert {name for name, metrics in saved_metrics(run).items() if "eval/loss" in metrics} == {
+        "step-00000003",
+        "step-00000006",
+        "step-00000008",
+    }
+
+
+def test_a_run_resumed_in_an_epoch_ends_as_if_it_had_never_stopped(base):
+    changes = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    pairs, held_out = noise_pairs(12), noise_pairs(3, seed=5)
+    whole = build_run(merge(base, {**changes, "output_dir": f"{base['output_dir']}-whole"}), pairs, held_out)
+    whole.fit()
+    stopped = build_run(merge(base, changes), pairs, held_out)
+    stopped = replace(stopped, log=StopRequest(3, stop_file(stopped.config)))
+    with pytest.raises(RunStopped, match="after step 4"):
+        stopped.fit()
+    stop_file(stopped.config).unlink()
+    resumed = build_run(merge(base, changes), pairs, held_out)
+    resumed.trainer.resume(Path(base["output_dir"]) / "checkpoints" / "step-00000004")
+    resumed.fit()
+    assert [step for step, metrics in resumed.log.records if "eval/loss" in metrics] == [6]
+    assert saved_metrics(resumed).keys() == {"step-00000003", "step-00000004", "step-00000006"}
+    for name, weight in whole.trainer.strategy.weights().items():
+        assert torch.equal(weight, resumed.trainer.strategy.weights()[name]), name
+
+
+def test_the_strategy_no_evaluates_and_saves_the_final_step_only(base):
+    """YAML reads `no` as false."""
+    run = build_run(
+        merge(base, {"eval_strategy": False, "save_strategy": "no"}), noise_pairs(12), noise_pairs(3, seed=5)
+    )
+    run.fit()
+    assert run.config.eval_strategy == "no"
+    assert [step for step, metrics in run.log.records if "eval/loss" in metrics] == [6]
+    assert saved_metrics(run).keys() == {"step-00000006"}
 
 
 class StopRequest(MetricsInMemory):

@@ -14,7 +14,8 @@ from thresher.builders.export import export_checkpoint
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+# CI trains other models, and reads and saves a tiny GGUF model in tests/models/test_weight_files.py
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.hand]
 
 
 @pytest.fixture(scope="module")

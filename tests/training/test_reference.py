@@ -139,6 +139,9 @@ def test_the_tolerance_at_step_zero_follows_precision_forwards_and_tokens():
     assert tolerance(torch.float32, "other axes", 1000) < 1e-2 * tolerance(torch.bfloat16, "other axes", 1000)
     assert tolerance(torch.bfloat16, "other axes", 1) > tolerance(torch.bfloat16, "other axes", 1000)
     assert tolerance(torch.bfloat16, "other axes", 1000) < 0.1
+    assert tolerance(torch.float16, "other axes", 1000) == pytest.approx(
+        tolerance(torch.bfloat16, "other axes", 1000) / 8, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -22,12 +22,11 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 STEPS = 12
 
 RUNS = {
-    "all weights": {},
+    "all weights, loss with state": {"pref_loss": "bco_pair"},
     "lora with dropout": {
         "actor_train": {"model_args": {"lora_rank": 4, "lora_dropout": 0.1}, "training_args": {"learning_rate": 0.01}}
     },
     "synced reference": {"reference": {"sync_steps": 3, "sync_alpha": 0.5}},
-    "loss with state": {"pref_loss": "bco_pair"},
 }
 KILLS = ("step:1", "saving:2", "logged:3", "evaluated:4", "saved:4", "step:6", "saving:8", "evaluated:8", "step:11")
 
@@ -80,7 +79,14 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS)
+# CI resumes a synced reference in test_known_trainer_bugs.py
+BY_HAND = ("synced reference",)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [pytest.param(run, id=name, marks=[pytest.mark.hand] * (name in BY_HAND)) for name, run in RUNS.items()],
+)
 def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, stories_dir, files, extra):
     config = write_config(tmp_path / "run.yaml", stories_dir, files, extra)
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
@@ -108,7 +114,7 @@ def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, s
 
 def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, stories_dir, files):
     """Of 7 blocks of up to 8 pairs, the first process saves 2 in a shard and loses its third; the second adds 2."""
-    config = write_config(tmp_path / "run.yaml", stories_dir, files, {})
+    config = write_config(tmp_path / "run.yaml", stories_dir, files, {"reference": {"infer_batch_size": 8}})
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr

@@ -13,17 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.compared_runs import merge
-from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
-from thresher.config import parse_config
-from thresher.data.pair import PairBatch
+from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.errors import UserError
-from thresher.losses.objective import Objective
-from thresher.losses.registry import make_losses
-from thresher.models.loading.load import load_model
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
-from thresher.training.skipped_steps import SkippedStep
 
 POISONED, TOKEN = 5, 2  # a pair id, and a token that random pairs do not contain
 LORA = {"actor_train": {"model_args": {"lora_rank": 2, "lora_alpha": 4}}}
@@ -166,28 +158,3 @@ def test_a_run_without_skipped_steps_writes_no_log_of_them(different_reference):
     run = build_run(different_reference, noise_pairs(12))
     run.fit()
     assert not (Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl").exists()
-
-
-def test_fp16_is_rejected_because_there_is_no_loss_scaling(base):
-    with pytest.raises(UserError, match=r"dtype.*'fp32' or 'bf16'"):
-        parse_config(merge(base, {"actor_train": {"model_args": {"dtype": "fp16"}}}))
-
-
-def test_an_engine_that_computes_in_fp16_skips_an_overflow_as_well(models):
-    """The largest fp16 number is 65,504; a weight of a million is usual in fp32."""
-    policy = NativeTrain(load_model(str(models[0])), LAYOUT, torch.float16, OptimizerSettings(learning_rate=1e-3))
-    pairs = noise_pairs(4).pairs
-    objective = Objective(terms=((make_losses(["simpo"], {})[0], 1.0),))
-    before = {name: weight.clone() for name, weight in policy.weights().items()}
-
-    def step(weight: float) -> SkippedStep | None:
-        batch = PairBatch(np.arange(4), tuple(replace(pair, weight=weight) for pair in pairs))
-        return policy.train_step(
-            [MicroBatch(batch, None)], objective, num_pairs_in_step=4, learning_rate=1e-3
-        ).nonfinite
-
-    assert step(1e9).reason == "gradient"
-    assert all(torch.equal(weight, before[name]) for name, weight in policy.weights().items())
-    assert not policy._optimizer.state
-    assert step(1.0) is None
-    assert any(not torch.equal(weight, before[name]) for name, weight in policy.weights().items())

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from thresher.builders.axes import axis_sizes
 from thresher.builders.data import check_pairs, probe_pairs
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.inputs import RunInputs, build_layout
@@ -19,18 +18,17 @@ from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.models.forward_check import LayoutError
 from thresher.models.layouts import Layout
 from thresher.models.loading.load import load_model_config
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.strategy import InferStrategy, TrainStrategy
 
 logger = logging.getLogger(__name__)
-Engine = TypeVar("Engine", NativeTrain, NativeInfer)
+Engine = TypeVar("Engine", TrainStrategy, InferStrategy)
 
 
 @dataclass(frozen=True)
 class CheckedPolicy:
     """A policy, and the inputs with the layout that it supports; notes: why it is another one than chosen."""
 
-    policy: NativeTrain
+    policy: TrainStrategy
     inputs: RunInputs
     notes: tuple[str, ...] = ()
 
@@ -55,7 +53,7 @@ def build_checked_reference(
     device: torch.device | None = None,
     world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
-) -> NativeInfer:
+) -> InferStrategy:
     """Build the reference, see `build_reference`; reject logps that differ from its original forward."""
     reference, _, notes = _build_checked(
         config,
@@ -78,7 +76,7 @@ def _build_checked(
         return engine, inputs.layout, ()
     except LayoutError as error:
         # a row shard needs packed rows
-        if config.layout != "auto" or axis_sizes(role).cp > 1:
+        if config.layout != "auto" or role.strategy_args.settings.splits_rows:
             raise
         note = f"using layout padded: {str(error).removesuffix('; use layout=padded')}"
     del engine  # one model at a time

@@ -21,9 +21,12 @@ _FREE_TO_CHANGE = {
     "async_save",
     "graceful_stop_timeout",
     "greater_is_better",
+    "health",
     "heartbeat_timeout",
     "max_restarts",
+    "reference.infer_batch_size",
     "resume_from_checkpoint",
+    "runtime",
 }
 _FREE_IF_ELASTIC = {
     f"{role}.{key}"

@@ -15,7 +15,7 @@ from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import report_of
 from thresher.data.settings import DataSettings
-from thresher.data.sources.resolve import find_in_directory
+from thresher.data.sources.resolve import at_revision, find_in_directory
 from thresher.data.store.cache import StoreCache
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -29,7 +29,7 @@ StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
 def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
     return DataSettings(
-        file_name=[find_in_directory(name, args.dataset_dir) for name in args.file_name],
+        file_name=[at_revision(find_in_directory(name, args.dataset_dir), args.revision) for name in args.file_name],
         template=args.template,
         template_arguments=args.template_arguments,
         sequence_length=config.sequence_length,
@@ -39,6 +39,8 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         chosen_key=config.chosen_key,
         rejected_key=config.rejected_key,
         prompt_key=config.prompt_key,
+        system_prompt=args.system_prompt,
+        max_samples=args.max_samples,
         num_processes=args.preprocessing_num_workers,
     )
 
@@ -51,6 +53,8 @@ def open_stores(
     _warn_about_truncation(train, "actor_train", config.actor_train.data_args)
     if config.validation is None:
         return train, None
+    if config.validation.split is not None:
+        return train.split(config.validation.split, config.seed)
     validation = _open_store(config, config.validation.data_args, tokenizer, build)
     _warn_about_truncation(validation, "validation", config.validation.data_args)
     pairs, prompts = find_leaks(train, validation)
@@ -122,9 +126,20 @@ def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenize
     if store.tokenizer_digest != tokenizer_digest(tokenizer):
         raise UserError(
             f"the store {path} was not prepared with the policy's tokenizer; prepare it again with "
-            f"--model {config.policy_path}"
+            f"--model {config.tokenizer_path}"
         )
     return store
+
+
+def find_store(config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase) -> PairStore | None:
+    """Open the store of this data, tokenizer and settings where it is, without preparing or copying; None if absent."""
+    if args.store:
+        return open_given_store(config, args.store, tokenizer)
+    fingerprint = store_fingerprint(data_settings(config, args), tokenizer)
+    for path in (Path(config.output_dir) / "data" / fingerprint[:16], StoreCache(config.cache_dir).root / fingerprint):
+        if path.is_dir():
+            return PairStore.open(path, expected_fingerprint=fingerprint)
+    return None
 
 
 def _open_store(

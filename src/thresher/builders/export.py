@@ -10,11 +10,12 @@ import torch
 from pydantic import ValidationError
 
 from thresher import durable
-from thresher.builders.engines import attach_adapters
+from thresher.builders.engines import trained_parts
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.weights import load_weights
 from thresher.config import ModelArgs
+from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
 from thresher.models.loading.lora import merge_adapter
@@ -37,14 +38,17 @@ def export_checkpoint(
             "trust that model"
         )
     model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
-    module = attach_adapters(model, args)
+    module = trained_parts(args).apply(model)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     load_weights(checkpoint, trained, hint=f"put the model that the run started from back at {path}")
-    plain = merge_adapter(module) if args.lora_rank is not None else model
+    plain = merge_adapter(module) if args.has_adapter else model
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True
-    tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
-    plain.config.pad_token_id = set_pad_token(tokenizer, args.pad_token, path)
+    tokenizer_path = args.tokenizer_name_or_path or path
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
+    set_pad_token(tokenizer, args.pad_token, tokenizer_path)
+    if tokenizer.pad_token_id is not None:
+        plain.config.pad_token_id = tokenizer.pad_token_id
     # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
@@ -65,7 +69,7 @@ def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:
     config: dict[str, Any] = load_json(checkpoint / "config.json")
     try:
         args = ModelArgs.model_validate(config["actor_train"]["model_args"])
-        path = args.model_name_or_path or config["pretrain"]
+        path = at_revision(args.model_name_or_path or config["pretrain"] or None, args.revision)
     except (ValidationError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"the config in {checkpoint} does not describe a model ({error}); export another checkpoint"

@@ -29,6 +29,7 @@ def build_objective(config: DPOConfig) -> Objective:
         rpo_alpha=config.rpo_alpha or 0.0,
         wpo=config.use_wpo,
         margin=margin,
+        measures_entropy=config.health != "off",
         reference_free=config.reference.mode == "none" and any(loss.needs_reference for loss in losses),
     )
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from thresher.builders.checked_engines import build_checked_reference
-from thresher.builders.inputs import RunInputs
+from thresher.builders.inputs import RunInputs, scoring_batching
 from thresher.config import DPOConfig
+from thresher.data.batching.blocks import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.reference.cache import ReferenceCache
@@ -22,6 +23,8 @@ from thresher.reference.scorers import PrecomputedReference
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
+
+DEFAULT_PAIRS_PER_PADDED_BLOCK = 8
 
 
 class PrecomputeJob:
@@ -77,8 +80,8 @@ def look_up_splits(
     train, validation, plan = inputs.train, inputs.validation, inputs.plan
 
     def look_up(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
-        size = config.reference.infer_batch_size
-        return PrecomputedReference(cache, store, pair_ids, pairs_per_block=size, device=device, num_visits=num_visits)
+        blocks = _scored_together(config, inputs, store)
+        return PrecomputedReference(cache, store, pair_ids, blocks=blocks, device=device, num_visits=num_visits)
 
     visited = np.arange(len(train), dtype=np.int64) if all_pairs else plan.visited_pairs()
     return (
@@ -89,6 +92,14 @@ def look_up_splits(
     )
 
 
+def _scored_together(config: DPOConfig, inputs: RunInputs, store: PairStore) -> Blocks:
+    """Score about as many tokens at a time as the policy does: matrix products in bf16 depend on the number of rows."""
+    size = config.reference.infer_batch_size
+    if size is None and not inputs.layout.needs_pair_attention:
+        size = DEFAULT_PAIRS_PER_PADDED_BLOCK
+    return scoring_batching(inputs, size).blocks(store.lengths)
+
+
 def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
     """Open the cache of this config's reference; it may be empty."""
     model = str(config.reference_path)
@@ -97,5 +108,6 @@ def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
         settings=config_digest(model, trust_remote_code=config.trusts_reference_code),
         dtype=config.reference_dtype,
         master_dtype=config.reference_master_dtype,
+        scores_prompt=not config.apply_loss_mask,
     )
     return ReferenceCache(cache_root(config.reference_cache_dir), identity, model)

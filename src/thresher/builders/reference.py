@@ -13,17 +13,17 @@ from thresher.builders.engines import device_of
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.precompute import PrecomputeJob, ProgressCallback
-from thresher.builders.reference_mode import reference_mode, same_initial_weights
+from thresher.builders.reference_mode import initial_adapter, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.errors import UserError
+from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import load_model_config
-from thresher.reference.fingerprint import frozen_digest, weights_digest
+from thresher.reference.fingerprint import frozen_digest, weights_digest, with_adapter
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import LiveReference
 from thresher.reference.step_zero_check import Forwards
 from thresher.reference.synced import SyncedReference
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.strategy import InferStrategy, TrainStrategy
 from thresher.training.trainer import ReferenceScorer
 
 
@@ -49,7 +49,7 @@ class ReferenceBundle:
 def build_reference_bundle(
     config: DPOConfig,
     inputs: RunInputs,
-    policy: NativeTrain,
+    policy: TrainStrategy,
     progress: ProgressCallback = lambda what, done, total: None,
     *,
     device: torch.device | None = None,
@@ -69,7 +69,8 @@ def build_reference_bundle(
         return ReferenceBundle(mode, None, None, digest, False, forwards)
     if mode == "precompute":
         job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
-        forwards = "other axes" if job.num_found else "other batches"
+        if forwards != "other axes":
+            forwards = "other axes" if job.num_found else "other batches"
         return ReferenceBundle(
             mode, job.train, job.validation, digest, same_weights, forwards, score_in_advance=job.run
         )
@@ -89,9 +90,17 @@ def build_reference_bundle(
 
 
 def precompute_reference(
-    config: DPOConfig, *, all_pairs: bool, progress: ProgressCallback, build_store: StoreBuilder
+    config: DPOConfig,
+    *,
+    all_pairs: bool,
+    progress: ProgressCallback,
+    build_store: StoreBuilder,
+    choose_budget: Callable[[RunInputs, torch.device], RunInputs] = lambda inputs, device: inputs,
 ) -> None:
-    """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs."""
+    """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs.
+
+    choose_budget: sets the token budget for a device.
+    """
     objective = build_objective(config)
     if (mode := reference_mode(config, objective)) != "precompute":
         raise UserError(
@@ -103,33 +112,40 @@ def precompute_reference(
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
     check_pairs(config, objective, model_config, [inputs.train, inputs.validation])
     device = device_of(config.reference)
-    PrecomputeJob(config, inputs, weights_digest(path), device, progress, all_pairs=all_pairs).run()
+    inputs = choose_budget(inputs, device)
+    weights = str(frozen_weights_digest(config, mode))
+    PrecomputeJob(config, inputs, weights, device, progress, all_pairs=all_pairs).run()
 
 
 def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
     """Digest the files of the weights that are not trained; None if all weights are trained."""
     if mode != "none":
-        return weights_digest(str(config.reference_path))
-    # checkpoints do not contain an adapter's base: a resumed run must recognize it, even if no loss compares with it
-    return weights_digest(str(config.policy_path)) if config.uses_lora else None
+        weights, adapter = weights_digest(str(config.reference_path)), initial_adapter(config)
+        return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
+    # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
+    return weights_digest(str(config.policy_path)) if config.freezes_weights else None
 
 
 def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:
     """Identify the frozen weights in their precision in memory, given the digest of their files."""
-    policy_dtype = config.actor_train.model_args.master_dtype
-    return frozen_digest(weights, policy_dtype if mode == "none" else config.reference_master_dtype)
+    args = config.actor_train.model_args
+    dtype = args.master_dtype if mode == "none" else config.reference_master_dtype
+    # an adapter that starts with a part of the weights belongs to other frozen weights
+    return frozen_digest(weights, f"{dtype} {args.lora_init}" if args.starts_from_weights else dtype)
 
 
 def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     """What policy and a reference in the same process have in common; both score the policy's micro-batches."""
     if config.reference.model_args.non_default("dtype", "master_dtype", "attn_implementation"):
         return "other axes"
+    if config.actor_train.model_args.starts_from_weights:
+        return "other axes"  # the sum of two products rounds differently
     # bitwise reproducible where this is tested: on CPUs, in layers that are not compiled
     is_tested = device.type == "cpu" and not config.actor_train.training_args.torch_compile
     return "same" if is_tested else "other batches"
 
 
-def _check_sync(reference: NativeInfer, policy: NativeTrain) -> None:
+def _check_sync(reference: InferStrategy, policy: TrainStrategy) -> None:
     reference_shapes = {name: tensor.shape for name, tensor in reference.weights().items()}
     policy_shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
     if reference_shapes != policy_shapes:

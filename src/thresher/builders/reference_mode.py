@@ -5,19 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 from thresher.config import DPOConfig
+from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.reference.modes import ReferenceMode, resolve_mode
 
 
 def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
     """Resolve `auto`, and reject impossible modes."""
+    if config.reference.sync_steps is not None and config.actor_train.model_args.freeze_module_prefix:
+        raise UserError("reference.sync_steps does not work with freeze_module_prefix; remove one of them")
     return resolve_mode(
         config.reference.mode,
         loss_needs_reference=objective.needs_reference,
         policy_has_adapter=config.uses_lora,
+        why_not_base=_why_not_base(config),
         same_weights=same_initial_weights(config),
         is_synced=config.reference.sync_steps is not None,
     )
+
+
+def _why_not_base(config: DPOConfig) -> str | None:
+    """Return why the policy at step 0 is not its model without the adapter."""
+    if config.actor_train.model_args.adapter_name_or_path is not None:
+        return "the policy starts from adapter_name_or_path"
+    if config.actor_train.model_args.starts_from_weights:
+        return f"lora_init {config.actor_train.model_args.lora_init} moves a part of its weights into the adapter"
+    return None
+
+
+def initial_adapter(config: DPOConfig) -> str | None:
+    """The adapter of a reference that is the policy at step 0."""
+    return config.actor_train.model_args.adapter_name_or_path if same_initial_weights(config) else None
 
 
 def same_initial_weights(config: DPOConfig) -> bool:
@@ -30,10 +48,10 @@ def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
     """Return whether the reference has workers; otherwise the policy's workers score it, on the policy's axes.
 
     The same model on the same axes gives the same logps, so the margin at step 0 is 0. A synced reference copies the
-    weights of the policy's shards.
+    weights of the policy's shards. torchrun starts the processes of the policy only.
     """
     reference = config.reference
-    if mode not in ("precompute", "concurrent") or reference.sync_steps is not None:
+    if config.runtime == "torchrun" or mode not in ("precompute", "concurrent") or reference.sync_steps is not None:
         return False
     has_own = bool(reference.non_default("num_workers", "device_mapping", "strategy_args"))
     return has_own or not same_initial_weights(config)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.inputs import RunInputs
 from thresher.checkpoint.manifest import read_manifest
-from thresher.config import DPOConfig
+from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.staging import step_of
+from thresher.config import DPOConfig, ModelArgs
+from thresher.config.dialects.hints import flat_names
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import parameter_defaults
+from thresher.observability.log_files import RECOVERIES
+from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.factory import TrackerSettings, make_trackers
 from thresher.observability.trackers.tracker import RunInfo, Trackers
 from thresher.redact import redact
-from thresher.strategies.native.parameters import ParameterCounts
+from thresher.strategies.strategy import ParameterCounts
 from thresher.training import preemption
 from thresher.training.loop import LoopSettings
 from thresher.training.skipped_steps import SkippedStepLog
@@ -35,8 +42,14 @@ def logging_dir(config: DPOConfig) -> Path:
     return Path(config.logging_dir or Path(config.output_dir) / "logs")
 
 
-def loop_settings(config: DPOConfig) -> LoopSettings:
-    return LoopSettings(eval_steps=config.eval_steps, save_steps=config.save_steps, eval_on_start=config.eval_on_start)
+def loop_settings(config: DPOConfig, plan: Plan) -> LoopSettings:
+    """When to evaluate and save. All epochs have the same number of steps, so an epoch is an interval like others."""
+    per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}
+    return LoopSettings(
+        eval_steps=per_epoch.get(config.eval_strategy, config.eval_steps),
+        save_steps=per_epoch.get(config.save_strategy, config.save_steps),
+        eval_on_start=config.eval_on_start,
+    )
 
 
 def build_supervisor(config: DPOConfig) -> Supervisor:
@@ -44,22 +57,65 @@ def build_supervisor(config: DPOConfig) -> Supervisor:
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
         latest_checkpoint=lambda: checkpoints.find_to_resume("auto"),
-        recovery_log=logging_dir(config) / "recoveries.jsonl",
+        recovery_log=logging_dir(config) / RECOVERIES,
     )
 
 
-def build_tracking(config: DPOConfig, console: ConsoleTracker | None) -> Trackers:
+def build_tracking(
+    config: DPOConfig, console: ConsoleTracker | None, callbacks: CallbackTracker | None = None
+) -> Trackers:
     settings = TrackerSettings(**config.tracker_kwargs.model_dump())
-    return make_trackers(config.track_with, settings, console=console)
+    return make_trackers(config.track_with, settings, console=console, callbacks=callbacks)
+
+
+def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackTracker | None:
+    """Make a tracker of callbacks of transformers' Trainer, one for all attempts of a run; None without callbacks."""
+    if not callbacks:
+        return None
+    root = build_checkpoint_manager(config).root
+    return CallbackTracker(
+        callbacks,
+        _training_arguments(config),
+        stop_file(config),
+        lambda: {step: path for path in list_checkpoints(root) if (step := step_of(path)) is not None},
+    )
+
+
+def _training_arguments(config: DPOConfig) -> SimpleNamespace:
+    """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig, and those of ours."""
+    renamed = {name: reduce(getattr, key.split("."), config) for name, key in flat_names().items()}
+    return SimpleNamespace(
+        **{name: getattr(config, name) for name in type(config).model_fields}
+        | renamed
+        | {
+            "max_steps": config.max_steps or -1,
+            "metric_for_best_model": config.metric_for_best_model.replace("eval/", "eval_", 1),
+            "eval_strategy": "no"
+            if (config.eval_strategy, config.eval_steps) == ("steps", 0)
+            else config.eval_strategy,
+            "save_strategy": "no"
+            if (config.save_strategy, config.save_steps) == ("steps", 0)
+            else config.save_strategy,
+            "load_best_model_at_end": False,
+        }
+    )
 
 
 @contextlib.contextmanager
-def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None) -> Iterator[SkippedStepLog]:
-    """Open the trackers for the duration of a run and close them with its outcome; yield the log of skipped steps."""
+def track(
+    trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None, max_tokens: int | None = None
+) -> Iterator[SkippedStepLog]:
+    """Open the trackers for the duration of a run and close them with its outcome; yield the log of skipped steps.
+
+    max_tokens: token budget that was chosen for the run, which trackers show as that of the config.
+    """
+    values = config.model_dump(mode="json")
+    if max_tokens is not None:
+        values["actor_train"]["training_args"]["max_tokens_per_micro_batch"] = max_tokens
     run = RunInfo(
         exp_name=config.exp_name,
         run_dir=logging_dir(config),
-        config=redact(config.model_dump(mode="json")),
+        config=redact(values),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
     )
@@ -75,22 +131,17 @@ def track(trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int
     trackers.close("finished")
 
 
-def summarize_run(
-    config: DPOConfig,
-    inputs: RunInputs,
-    mode: str,
-    layout: str,
-    devices: str,
-    parameters: ParameterCounts,
-    checkpoint: Path | None,
-) -> list[str]:
-    """Summarize a run that is about to start, one fact per line."""
+def run_facts(
+    config: DPOConfig, inputs: RunInputs, mode: str, layout: str, devices: str, parameters: ParameterCounts
+) -> dict[str, str]:
+    """The facts that describe a run to people, by name."""
     plan, validation = inputs.plan, inputs.validation
     epochs = f"{plan.num_epochs:.3g}"
-    facts = {
+    held_out = "held out " if config.validation and config.validation.split else ""
+    return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
-        "parameters": _describe_parameters(parameters, config.actor_train.model_args.lora_rank),
-        "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} for validation" if validation else ""),
+        "parameters": _describe_parameters(parameters, config.actor_train.model_args),
+        "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} {held_out}for validation" if validation else ""),
         "loss": describe_losses(inputs.objective),
         "steps": (
             f"{plan.num_steps:,} steps of {plan.pairs_per_step} pairs ({epochs} epoch{'' if epochs == '1' else 's'})"
@@ -99,6 +150,10 @@ def summarize_run(
         "layout": layout,
         "device": devices,
     }
+
+
+def summarize_run(facts: Mapping[str, str], plan: Plan, checkpoint: Path | None) -> list[str]:
+    """Summarize a run that is about to start, one fact per line."""
     lines = [f"{name:<12}{fact}" for name, fact in facts.items()]
     if checkpoint is not None and read_manifest(checkpoint).step >= plan.num_steps:
         lines.append(f"{checkpoint} has completed all steps; set another output_dir to train again")
@@ -107,10 +162,12 @@ def summarize_run(
     return lines
 
 
-def _describe_parameters(counts: ParameterCounts, lora_rank: int | None) -> str:
+def _describe_parameters(counts: ParameterCounts, args: ModelArgs) -> str:
     if counts.trained == counts.total:
         return f"{counts.total:,}, all trained"
-    lora = "" if lora_rank is None else f": LoRA of rank {lora_rank}"
+    lora = "" if args.lora_rank is None else f": LoRA of rank {args.lora_rank}"
+    if args.adapter_name_or_path is not None:
+        lora = f": LoRA from {args.adapter_name_or_path}"
     return f"{counts.total:,}, of which {counts.trained:,} ({counts.trained / counts.total:.3%}) are trained{lora}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
-from thresher.builders.inputs import RunInputs, build_micro_batching
+from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import ReferenceBundle
 from thresher.builders.run import stop_file
@@ -16,12 +16,12 @@ from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
 from thresher.reference.step_zero_check import check_step_zero
-from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.strategy import TrainStrategy
 from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import (
     POLICY_SETTINGS,
     REFERENCE_SETTINGS,
-    DPOTrainer,
+    RankTrainer,
     ScoredDataset,
     TrainerSettings,
 )
@@ -31,7 +31,7 @@ from thresher.training.trainer import (
 class TrainerBundle:
     """A trainer with its reference; notes are warnings to show the user."""
 
-    trainer: DPOTrainer
+    trainer: RankTrainer
     reference: ReferenceBundle
     notes: tuple[str, ...]
     dtype: str
@@ -40,10 +40,13 @@ class TrainerBundle:
     def progress(self) -> TrainingProgress:
         return TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
 
-    def begin(self) -> None:
-        """Precompute the reference, check step 0 and restart the clock, all before the first step."""
+    def begin(self, *, to_evaluate: bool = False) -> None:
+        """Precompute the reference, check step 0 and restart the clock, all before the first step.
+
+        A run that has made all steps needs no reference, unless it begins `to_evaluate`.
+        """
         trainer = self.trainer
-        if trainer.state.step < trainer.plan.num_steps:
+        if to_evaluate or trainer.state.step < trainer.plan.num_steps:
             self.reference.score_in_advance()
         if trainer.state.step == 0 and self.reference.equals_policy:
             first = trainer.first_micro_batch()
@@ -54,20 +57,20 @@ class TrainerBundle:
 
 
 def build_trainer(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, reference: ReferenceBundle, checkpoint: Path | None
+    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, reference: ReferenceBundle, checkpoint: Path | None
 ) -> TrainerBundle:
     """Assemble the trainer of a rank, and resume from a checkpoint if there is one."""
     plan, train, validation = inputs.plan, inputs.train, inputs.validation
-    trainer = DPOTrainer(
+    trainer = RankTrainer(
         strategy=policy,
         objective=inputs.objective,
         plan=plan,
-        micro_batching=build_micro_batching(config, inputs.layout, train, policy.hidden_size),
+        micro_batching=build_micro_batching(config, inputs, policy.hidden_size),
         schedule=build_schedule(config, plan.num_steps),
         train=ScoredDataset(train, reference.train),
         validation=None if validation is None else ScoredDataset(validation, reference.validation),
         settings=TrainerSettings(
-            pairs_per_eval_batch=config.actor_train.training_args.pairs_per_eval_batch,
+            evaluation=build_eval_batching(config, inputs),
             logging_steps=config.logging_steps,
             max_consecutive_skipped_steps=config.max_consecutive_skipped_steps,
             seed=config.seed,
@@ -99,7 +102,7 @@ def _model_settings(config: DPOConfig, mode: str) -> dict[str, str]:
     return {name: config_digest(str(path), trust_remote_code=trusts) for name, (path, trusts) in models.items()}
 
 
-def _resume(trainer: DPOTrainer, checkpoint: Path) -> list[str]:
+def _resume(trainer: RankTrainer, checkpoint: Path) -> list[str]:
     try:
         return trainer.resume(checkpoint)
     # verified digests do not prove that a run wrote the files

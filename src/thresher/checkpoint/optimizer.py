@@ -111,18 +111,26 @@ def _check_match(
     full_parameters: Mapping[str, Tensor] | None,
     other_rank_names: Collection[str],
 ) -> None:
+    groups = [_shapes(group["params"], names, full_parameters) for group in optimizer.param_groups]
+    check_groups(saved, type(optimizer).__name__, groups, other_rank_names)
+
+
+def check_groups(
+    saved: Mapping[str, Any], kind: str, groups: Sequence[Mapping[str, list[int]]], other_rank_names: Collection[str]
+) -> None:
+    """Reject the state of another optimizer: its kind, and the shapes by name of each group, must be those of this run.
+
+    saved: the values of a `State`. other_rank_names: names of parameters that only other ranks have.
+    """
     hint = "resume with the same model, adapter and optimizer as the checkpoint"
-    if saved["type"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint has the state of {saved['type']}, this run uses {type(optimizer).__name__}; {hint}"
-        )
-    if len(saved["groups"]) != len(optimizer.param_groups):
+    if saved["type"] != kind:
+        raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")
+    if len(saved["groups"]) != len(groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
-            f"this run's has {len(optimizer.param_groups)}; {hint}"
+            f"this run's has {len(groups)}; {hint}"
         )
-    for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        here = _shapes(group["params"], names, full_parameters)
+    for index, (here, saved_group) in enumerate(zip(groups, saved["groups"], strict=True)):
         stored = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
         problems = [f"{name} is not in the checkpoint" for name in sorted(here.keys() - stored.keys())]
         problems += [f"{name} is not in this run" for name in sorted(stored.keys() - here.keys() - {*other_rank_names})]

@@ -2,7 +2,8 @@
 
 Decides what happens to tensors that safetensors rejects: names of the same memory (tied weights) are written once and
 are tied again after loading; overlapping views are written as separate copies; other strides are made contiguous. The
-header of a file stores the global shape and the offset of its shards.
+header of a file stores the global shape of its shards, and their offset: of blocks under `parts`, of elements of the
+flattened tensor under `flat`.
 """
 
 import errno
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thresher import durable
-from thresher.checkpoint.sharded import ShardFile, TensorShard
+from thresher.checkpoint.sharded import FlatShard, Shard, ShardFile, TensorShard
 
 # a single header key: safetensors writes several in random order, and equal states must give equal bytes
 HEADER_KEY = "thresher"
@@ -31,11 +32,14 @@ def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> s
     return name
 
 
-def save_shards(directory: Path, stem: str, shards: Mapping[str, TensorShard], file: ShardFile) -> str:
+def save_shards(directory: Path, stem: str, shards: Mapping[str, Shard], file: ShardFile) -> str:
     """Write one process's shards into its file; return the file name."""
-    partial = {name: [list(shard.shape), list(shard.offset)] for name, shard in shards.items() if not shard.is_full}
-    values = {name: shard.values for name, shard in shards.items()}
-    _write(directory / file.name(stem), values, {"parts": partial} if partial else {})
+    partial = {name: shard for name, shard in shards.items() if not shard.is_full}
+    blocks = {name: [list(s.shape), list(s.offset)] for name, s in partial.items() if isinstance(s, TensorShard)}
+    ranges = {name: [list(s.shape), s.start] for name, s in partial.items() if isinstance(s, FlatShard)}
+    header = {key: positions for key, positions in (("parts", blocks), ("flat", ranges)) if positions}
+    values = {name: shard.values.view(shard.shape) if shard.is_full else shard.values for name, shard in shards.items()}
+    _write(directory / file.name(stem), values, header)
     return file.name(stem)
 
 

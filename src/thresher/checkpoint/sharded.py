@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from math import prod
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,48 @@ class TensorShard:
     @property
     def is_full(self) -> bool:
         return tuple(self.values.shape) == self.shape
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """Consecutive elements of a global tensor in row-major order: 1-D `values` from element `start` of `shape`."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.values.numel() == prod(self.shape)
+
+
+Shard: TypeAlias = TensorShard | FlatShard
+
+
+def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the elements [start, stop) of a flattened tensor into contiguous blocks, in order: (offset, shape) each."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    begin = index * prod(shape[1:])
+    for offset, block in flat_blocks(shape[1:], start - begin, stop - begin):
+        yield (index, *offset), (1, *block)
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,29 @@ from torch import Tensor
 
 from thresher.checkpoint.json_io import translate_read_errors
 from thresher.checkpoint.safetensors_io import HEADER_KEY
-from thresher.checkpoint.sharded import ShardFile
+from thresher.checkpoint.sharded import ShardFile, flat_blocks
 from thresher.errors import CheckpointError
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
 
+@dataclass(frozen=True)
+class _StoredBlock:
+    """A block of a tensor in a file; start: its first element in a stored 1-D tensor, None if it is stored as it is."""
+
+    shape: Shape
+    file: str
+    start: int | None = None
+
+
 @dataclass
 class _GlobalTensor:
-    """A tensor and its stored shards: for each offset, the shape of the shard and the file that contains it."""
+    """A tensor and its stored blocks by offset."""
 
     shape: Shape
     dtype: torch.dtype
-    shards: dict[Shape, tuple[Shape, str]]
+    blocks: dict[Shape, _StoredBlock]
 
 
 class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
@@ -48,7 +57,7 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
             with self._translate_errors(file):
                 self._open(file)
         for name, tensor in self._tensors.items():
-            if sum(prod(shape) for shape, _ in tensor.shards.values()) != prod(tensor.shape):
+            if sum(prod(block.shape) for block in tensor.blocks.values()) != prod(tensor.shape):
                 raise CheckpointError(f"{directory} lacks shards of {name}; resume from another checkpoint")
 
     def __exit__(self, *_: object) -> None:
@@ -71,22 +80,29 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
         tensor = self._tensors[name]
         slices = _full(tensor.shape) if slices is None else slices
         result = torch.empty([each.stop - each.start for each in slices], dtype=tensor.dtype)
-        for offset, (shape, file) in tensor.shards.items():
+        for offset, block in tensor.blocks.items():
             overlap = [
                 slice(max(wanted.start, first), min(wanted.stop, first + size))
-                for wanted, first, size in zip(slices, offset, shape, strict=True)
+                for wanted, first, size in zip(slices, offset, block.shape, strict=True)
             ]
             if any(each.start >= each.stop for each in overlap):
                 continue
-            in_shard = _shift(overlap, offset)
-            with self._translate_errors(file):
-                opened = self._files[file]
-                values = opened.get_tensor(name) if in_shard == _full(shape) else opened.get_slice(name)[in_shard]
-            if values.shape == result.shape:  # one shard contains it all: no copy needed
+            with self._translate_errors(block.file):
+                values = _read_block(self._files[block.file], name, block, _shift(overlap, offset))
+            if values.shape == result.shape:  # one block contains it all: no copy needed
                 result = values
                 break
             result[_shift(overlap, [wanted.start for wanted in slices])] = values
         return result
+
+    def read_flat(self, name: str, start: int, stop: int) -> Tensor:
+        """Read the elements [start, stop) of a flattened tensor."""
+        tensor = self._tensors[self.tied.get(name, name)]
+        blocks = [
+            self.read(name, tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True)))
+            for offset, shape in flat_blocks(tensor.shape, start, stop)
+        ]
+        return torch.cat([torch.empty(0, dtype=tensor.dtype), *(block.reshape(-1) for block in blocks)])
 
     def _open(self, file: str) -> None:
         # pread, not mmap: the tensors outlive the checkpoint, which retention may delete
@@ -94,23 +110,30 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
         self._files[file] = opened
         header = json.loads((opened.metadata() or {}).get(HEADER_KEY, "{}"))
         self.tied |= header.get("tied", {})
-        shards = header.get("parts", {})
+        blocks, ranges = header.get("parts", {}), header.get("flat", {})
         for name in opened.keys():  # noqa: SIM118
             stored = opened.get_slice(name)
             shape = tuple(stored.get_shape())
-            global_shape, offset = map(tuple, shards.get(name, (shape, (0,) * len(shape))))
             dtype = (stored[:0] if shape and prod(shape) else opened.get_tensor(name)).dtype
+            if name in ranges:
+                sizes, start = ranges[name]
+                global_shape = tuple(sizes)
+                is_inside = len(shape) == 1 and 0 <= start <= start + shape[0] <= prod(global_shape)
+                found = list(_flat_blocks(global_shape, start, start + shape[0], file)) if is_inside else []
+            else:
+                global_shape, offset = map(tuple, blocks.get(name, (shape, (0,) * len(shape))))
+                is_inside = all(
+                    0 <= first <= first + size <= full
+                    for first, size, full in zip(offset, shape, global_shape, strict=True)
+                )
+                found = [(offset, _StoredBlock(shape, file))]
             tensor = self._tensors.setdefault(name, _GlobalTensor(global_shape, dtype, {}))
-            is_inside = all(
-                0 <= first <= first + size <= full
-                for first, size, full in zip(offset, shape, global_shape, strict=True)
-            )
             if (tensor.shape, tensor.dtype) != (global_shape, dtype) or not is_inside:
                 raise CheckpointError(
                     f"{self._directory / file} has a shard of {name} that does not match the others; "
                     "resume from another checkpoint"
                 )
-            tensor.shards[offset] = (shape, file)  # two processes may both store a tensor that they share
+            tensor.blocks.update(found)  # two processes may both store a tensor that they share
 
     def _translate_errors(self, file: str) -> contextlib.AbstractContextManager[None]:
         parse_errors = (SafetensorError, ValueError, TypeError, AttributeError)
@@ -147,6 +170,24 @@ def _file_names(directory: Path, stem: str) -> list[str]:
     # one checkpoint has the files of one save; if any are missing, opening them by name reports which
     count = max(counts, default=1)
     return [ShardFile(index, count).name(stem) for index in range(count)]
+
+
+def _flat_blocks(shape: Shape, start: int, stop: int, file: str) -> Iterator[tuple[Shape, _StoredBlock]]:
+    stored = 0
+    for offset, block in flat_blocks(shape, start, stop):
+        yield offset, _StoredBlock(block, file, stored)
+        stored += prod(block)
+
+
+def _read_block(opened: Any, name: str, block: _StoredBlock, slices: Slices) -> Tensor:
+    """Read a slice of a block."""
+    if block.start is None:
+        values: Tensor = opened.get_tensor(name) if slices == _full(block.shape) else opened.get_slice(name)[slices]
+        return values
+    # rows are consecutive in the file; other dimensions are sliced in memory
+    row, rows = prod(block.shape[1:]), slices[0]
+    values = opened.get_slice(name)[block.start + rows.start * row : block.start + rows.stop * row]
+    return values.view(-1, *block.shape[1:])[(slice(None), *slices[1:])]
 
 
 def _full(shape: Shape) -> Slices:

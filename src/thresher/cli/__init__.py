@@ -18,11 +18,13 @@ from thresher.cli.export import export
 from thresher.cli.import_config import import_config
 from thresher.cli.inspect import inspect
 from thresher.cli.losses import losses
+from thresher.cli.plan import plan
 from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
+from thresher.cli.report import report
 from thresher.cli.submit import submit
 from thresher.cli.train import train
-from thresher.errors import RunStopped, UserError, unusable_path
+from thresher.errors import PeerError, RunStopped, UserError, unusable_path
 
 # a path that cannot be used: no permission, a read-only disk, or a file in place of a directory
 _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
@@ -46,12 +48,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=ConfigCommand)(check)
+app.command(cls=ConfigCommand)(plan)
 app.command()(prepare)
 app.command()(inspect)
 app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
 app.command("score", hidden=True, cls=ConfigCommand)(precompute_reference)  # its name in earlier versions
 app.command(cls=ConfigCommand)(train)
 app.command(cls=ConfigCommand)(submit)
+app.command()(report)
 app.command()(export)
 app.command()(losses)
 app.command("import")(import_config)
@@ -84,6 +88,8 @@ def main() -> None:
     """Run the command line; a user error prints one message and exits with code 2."""
     try:
         app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion
+    except PeerError as failed:  # another process has shown it
+        sys.exit(failed.exit_code)
     except UserError as error:
         _exit_with(error)
     except RunStopped as stopped:

@@ -16,7 +16,7 @@ def export(
         Path, typer.Argument(metavar="SOURCE", help="output_dir of a run (its newest checkpoint), or a checkpoint.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; default: the run's compute dtype.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the run's compute dtype.")] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Export the best checkpoint of the run, not the newest.")
     ] = False,
@@ -34,8 +34,8 @@ def export(
     from thresher.errors import UserError
 
     quiet_libraries()
-    if dtype not in (None, "fp32", "bf16"):
-        raise UserError(f"--dtype {dtype} is unknown; use fp32 or bf16")
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        raise UserError(f"--dtype {dtype} is unknown; use fp32, bf16 or fp16")
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     checkpoint = source if (source / "manifest.json").is_file() else latest(root)
     if checkpoint is None:

@@ -23,7 +23,7 @@ def inspect(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Store written by `thresher prepare`.")],
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="DIR", help="Model directory with the tokenizer of the store."),
+        typer.Option("--model", "-m", metavar="DIR", help="Directory of the model or the tokenizer of the store."),
     ] = None,
     pair: Annotated[int | None, typer.Option("--pair", "-p", help="Show this pair (counted from 0).")] = None,
     ids: Annotated[bool, typer.Option("--ids", help="With --pair: show each token with its id.")] = False,
@@ -68,7 +68,8 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
     tokenizer = load_tokenizer(model)
     if tokenizer_digest(tokenizer) != store.tokenizer_digest:
         raise UserError(
-            f"{store.path} was not prepared with the tokenizer of {model}; pass the model that it was prepared with"
+            f"{store.path} was not prepared with the tokenizer of {model}; pass the model or the "
+            "tokenizer that it was prepared with"
         )
     pair = store[number]
     console = Console(highlight=False, soft_wrap=True)

@@ -33,6 +33,7 @@ def precompute_reference(
     from thresher.builders.reference import precompute_reference
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
+    from thresher.plan.budget import gpu_of, with_token_budget
 
     quiet_libraries()
     precompute_reference(
@@ -40,4 +41,5 @@ def precompute_reference(
         all_pairs=all_pairs or every_pair,
         progress=progress_lines(),
         build_store=build_and_report,
+        choose_budget=lambda inputs, device: with_token_budget(config, inputs, None, lambda: gpu_of(device)),
     )

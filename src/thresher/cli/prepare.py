@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from thresher.cli.prepare_options import name_options_in_errors, reject_config_options, spell_setting
-from thresher.cli.prepare_report import format_examples, log_report, show_progress, summarize_changes
+from thresher.cli.prepare_report import log_report, show_progress, summarize_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def prepare(
         typer.Argument(metavar="FILE", help="Paths, globs or URLs; with --config, KEY=VALUE settings instead."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="DIR", help="Model directory with the tokenizer.")
+        str | None, typer.Option("--model", "-m", metavar="DIR", help="Directory of the model or of its tokenizer.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Directory of the store to write.")
@@ -148,7 +148,7 @@ def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
 def _from_config(
     path: Path, overrides: list[str], *, validation: bool
 ) -> tuple[DataSettings, str | None, bool, RayCluster | None]:
-    """Return the settings, the policy's path, whether its code is trusted, and the cluster to run on."""
+    """Return the settings, the path of the tokenizer, whether its code is trusted, and the cluster to run on."""
     from thresher.builders.data import data_settings
     from thresher.config import load_config
     from thresher.errors import UserError
@@ -156,10 +156,12 @@ def _from_config(
     config = load_config(path, overrides)
     if validation and config.validation is None:
         raise UserError(f"{path} has no section `validation`; leave --validation out")
+    if validation and config.validation and config.validation.split is not None:
+        raise UserError(f"{path} holds out training pairs for validation (validation.split); leave --validation out")
     args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
     # not config.uses_ray: the number of training workers does not decide where to tokenize
     ray = RayCluster(config.ray_address) if config.runtime == "ray" or config.ray_address else None
-    return data_settings(config, args), config.policy_path, config.actor_train.model_args.trust_remote_code, ray
+    return data_settings(config, args), config.tokenizer_path, config.actor_train.model_args.trust_remote_code, ray
 
 
 def _as_special_tokens_in_text(value: str) -> SpecialTokensInText:
@@ -230,6 +232,7 @@ def build_and_report(
 
 def _log_leaks(store: Path, other: Path, num_pairs: int) -> None:
     from thresher.data.prepare.findings import find_leaks
+    from thresher.data.prepare.report import format_examples
     from thresher.data.store.reader import PairStore
 
     for leak in find_leaks(PairStore.open(store), PairStore.open(other)):

@@ -62,7 +62,7 @@ def print_report(report: PrepareReport) -> None:
     from thresher.cli.terminal import print_line, result_console
 
     _print_tables(report, result_console())
-    for _, line in _note_lines(report):
+    for _, line in report.notes():
         print_line(line)
 
 
@@ -79,14 +79,16 @@ def log_report(report: PrepareReport, *, in_full: bool = True) -> None:
     else:
         for line in _table_lines(report):
             logger.info("%s", line, extra=DETAIL)
-    for level, line in _note_lines(report):
+    for level, line in report.notes():
         logger.log(level, "%s", line, extra=None if in_full or level > logging.INFO else DETAIL)
 
 
 def _table_lines(report: PrepareReport) -> Iterator[str]:
-    yield ", ".join(f"{name} {count:,}" for name, count in _count_rows(report))
+    from thresher.data.prepare.report import percentile_names
+
+    yield ", ".join(f"{name} {count:,}" for name, count in report.count_rows())
     for side, values in report.percentiles.items():
-        lengths = zip(_percentile_names(), values, strict=True)
+        lengths = zip(percentile_names(), values, strict=True)
         yield f"tokens of {side}: " + ", ".join(f"{name} {value:,}" for name, value in lengths)
 
 
@@ -94,16 +96,17 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from thresher.data.prepare.report import percentile_names
     from thresher.redact import escape_control_chars
 
     table = Table("", "count", title="Rows and pairs", title_justify="left")
     table.columns[1].justify = "right"
-    for name, count in _count_rows(report):
+    for name, count in report.count_rows():
         # escaped: the report of a store from elsewhere is untrusted
         table.add_row(Text(escape_control_chars(name)), f"{count:,}")
     console.print(table)
     if report.percentiles:
-        lengths = Table("", *_percentile_names(), title="Length in tokens", title_justify="left")
+        lengths = Table("", *percentile_names(), title="Length in tokens", title_justify="left")
         for column in lengths.columns[1:]:
             column.justify = "right"
         for name, values in report.percentiles.items():
@@ -111,52 +114,7 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
         console.print(lengths)
 
 
-def _percentile_names() -> list[str]:
-    from thresher.data.prepare.report import PERCENTILES
-
-    return ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
-
-
 def summarize_changes(report: PrepareReport) -> str:
     """Name what became of rows that are not pairs as they were, as the end of a line."""
-    _, _, *changes = _count_rows(report)
+    _, _, *changes = report.count_rows()
     return "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""
-
-
-def _count_rows(report: PrepareReport) -> Iterator[tuple[str, int]]:
-    yield "rows read", report.rows_read
-    yield "pairs kept", report.pairs_kept
-    if report.rows_joined:
-        yield "rows joined to another row's pair", report.rows_joined
-    for cause, count in report.dropped.items():
-        yield f"dropped: {cause.replace('_', ' ')}", count
-    if report.bad_rows:
-        yield "bad rows", report.bad_rows
-    for kind, count in report.truncated.items():
-        yield f"truncated: {kind.replace('_', ' ')}", count
-    if report.splits_moved:
-        yield "prompt/response boundaries moved before a merged token", report.splits_moved
-    if report.headers_shortened:
-        yield "responses without the full generation prompt", report.headers_shortened
-
-
-def _note_lines(report: PrepareReport) -> Iterator[tuple[int, str]]:
-    for file in report.files:
-        unused = f"; ignored columns: {', '.join(file.unused_columns)}" if file.unused_columns else ""
-        yield logging.INFO, f"{file.name}: {file.rows:,} rows of format {file.shape}{unused}"
-    for reason, count in report.bad_reasons.items():
-        yield logging.WARNING, f"{count:,} bad rows: {reason}"
-    for finding in report.findings:
-        line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs{format_examples(finding.examples)}"
-        yield logging.WARNING if finding.count else logging.INFO, line
-    if report.length_bias is not None:
-        bias = report.length_bias
-        yield (
-            logging.INFO,
-            f"length: chosen is longer in {bias.share_chosen_longer:.0%} of pairs, equal in {bias.share_equal:.0%}; "
-            f"mean {bias.mean_chosen:.1f} tokens chosen, {bias.mean_rejected:.1f} rejected",
-        )
-
-
-def format_examples(pair_ids: tuple[int, ...]) -> str:
-    return f" (such as pair {', '.join(map(str, pair_ids))})" if pair_ids else ""

@@ -21,7 +21,13 @@ INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 # config keys of paths: written by the job, of models, and of other inputs
 _WRITTEN = ("output_dir", "logging_dir", "cache_dir", "reference.cache_dir")
-_MODELS = ("pretrain", "actor_train.model_args.model_name_or_path", "reference.model_args.model_name_or_path")
+_MODELS = (
+    "pretrain",
+    "actor_train.model_args.model_name_or_path",
+    "actor_train.model_args.tokenizer_name_or_path",
+    "actor_train.model_args.adapter_name_or_path",
+    "reference.model_args.model_name_or_path",
+)
 _INPUTS = (
     "resume_from_checkpoint",
     *(
@@ -118,6 +124,8 @@ def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None
         raise UserError(
             "runtime: local is a single process, but a job runs on the workers of the cluster; use runtime: ray"
         )
+    if config.runtime == "torchrun":
+        raise UserError("runtime: torchrun needs processes that torchrun starts, not a Ray job; use runtime: ray")
 
 
 def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, Any], list[str]]:

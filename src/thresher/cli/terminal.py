@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -82,6 +83,12 @@ def log_to_terminal(level: int) -> Iterator[None]:
         package.setLevel(old_level)
         package.propagate = propagate
         _handler.setLevel(logging.NOTSET)
+
+
+def show_errors_only() -> None:
+    """Show errors alone, at every requested level: in a process whose messages another one shows too."""
+    _handler.setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
 
 
 def quiet_libraries() -> None:

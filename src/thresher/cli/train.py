@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from thresher.cli.arguments import ConfigFile, Overrides
 
@@ -14,9 +15,23 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
+    from thresher.runtime import launch_session
+
+    with launch_session() as session:
+        if session is not None and session.launch.rank:
+            from thresher.cli.terminal import quiet_libraries, show_errors_only
+
+            quiet_libraries()
+            show_errors_only()
+            session.follow()
+        else:
+            _train(path, overrides or [])
+
+
+def _train(path: Path, overrides: list[str]) -> None:
     from thresher.config import load_config
 
-    config = load_config(path, overrides or [])
+    config = load_config(path, overrides)
 
     from thresher.builders.preflight import check_files
 

@@ -8,10 +8,10 @@ from thresher.config.roles import (
     PolicyConfig,
     ReferenceConfig,
     ReferenceModelArgs,
-    StrategyArgs,
     TrainingArgs,
     ValidationConfig,
 )
+from thresher.config.strategies import StrategyArgs
 
 __all__ = [
     "DPOConfig",

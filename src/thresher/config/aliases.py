@@ -52,7 +52,7 @@ ALIASES = {
     ),
     "ReferenceConfig": Aliases(keys={"steps_ahead": "prefetch_steps"}),
     "DataArgs": Aliases(values={"special_tokens_in_text": {"text": "keep_as_text", "refuse": "reject"}}),
-    "Axes": Aliases(keys={"pp_chunks": "virtual_pp_size"}),
+    "FSDP2Settings": Aliases(keys={"pp_chunks": "virtual_pp_size"}),
 }
 
 

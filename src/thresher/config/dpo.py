@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, StrictBool, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from thresher.config.aliases import resolve_loss_names
-from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, StringList, ValidationConfig
-from thresher.config.section import Section, no_effect
+from thresher.config.roles import (
+    DType,
+    Environment,
+    PolicyConfig,
+    ReferenceConfig,
+    StringList,
+    ValidationConfig,
+    at_revision,
+)
+from thresher.config.section import Section, no_effect, readable_errors
 
 # Parameters of the losses; None leaves the default of the loss.
 LOSS_PARAMETERS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
@@ -21,6 +39,9 @@ _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/re
 # the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
 _SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
 Positive = Annotated[float, Field(gt=0)]
+# YAML reads a bare `no` or `off` as false
+Health = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
+Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)]
 
 
 class LossConfig(Section):
@@ -137,8 +158,16 @@ _TRACKER_SETTINGS = (
 )
 
 
+# the validation context of a config made in Python, to which DPOTrainer may add data and devices
+_FROM_PYTHON: dict[str, Any] = {"from": "Python"}
+
+
 class DPOConfig(LossConfig):
-    """All settings of a run."""
+    """All settings of a run.
+
+    Python code may also give flat names, TRL's or the last part of ours: `DPOConfig(learning_rate=1e-6)`. A mistake is
+    a `UserError`; settings without effect are reported when a run starts: `DPOTrainer` may add data and devices.
+    """
 
     exp_name: str = "thresher"
     """Name of the run on trackers."""
@@ -156,11 +185,15 @@ class DPOConfig(LossConfig):
     num_train_epochs: Positive | None = None
     """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first; with neither, after
     one epoch."""
+    save_strategy: Cadence = "steps"
+    """When to save, besides the final step: every save_steps `steps`, at the end of each `epoch`, or `no`."""
     save_steps: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; 0 saves the final step only."""
     async_save: bool = True
     """Write checkpoints in the background while training continues; needs host memory for a copy of the weights and the
     optimizer state."""
+    eval_strategy: Cadence = "steps"
+    """When to evaluate besides the end: every eval_steps `steps`, at the end of each `epoch`, or `no`."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_on_start: bool = False
@@ -179,6 +212,8 @@ class DPOConfig(LossConfig):
     false for losses and rejected rewards."""
     max_consecutive_skipped_steps: PositiveInt = 5
     """Stop after this many consecutive steps with a non-finite loss or gradient."""
+    health: Health = "warn"
+    """What to do when a rule on the metrics finds that the run goes wrong: `warn`, or `stop` after a checkpoint."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: maximum consecutive restarts without a new checkpoint."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -189,9 +224,10 @@ class DPOConfig(LossConfig):
     graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after SIGTERM or SIGINT to finish and save the current step; after that the run exits immediately."""
 
-    runtime: Literal["auto", "local", "ray"] = "auto"
-    """local: a single process; ray: workers on Ray; auto: ray if a role has several devices or workers, or if
-    ray_address is set."""
+    runtime: Literal["auto", "local", "ray", "torchrun"] = "auto"
+    """local: a single process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto:
+    torchrun if one of them started this process, ray if a role has several devices or workers or if ray_address is set,
+    otherwise local."""
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster; when absent, the run starts Ray on this machine and stops it at the end."""
     system_envs: Environment = {}
@@ -204,6 +240,9 @@ class DPOConfig(LossConfig):
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Batch layout. shared: packed, with each prompt computed once per pair; packed: sequences concatenated; padded;
     auto: the fastest that the model supports."""
+    apply_loss_mask: bool = True
+    """Score the responses only. `false` scores all tokens of prompt and response but the first, as in ColossalChat:
+    changes losses with averages over tokens or an NLL term; in a difference of sums, the prompt cancels out."""
     sequence_length: Annotated[int, Field(ge=2)] = 1024
     """Maximum tokens of prompt plus response."""
     chosen_key: str | None = None
@@ -220,6 +259,20 @@ class DPOConfig(LossConfig):
     """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
 
+    def __init__(self, **values: Any) -> None:
+        given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        if given.keys() - type(self).model_fields.keys():
+            from thresher.config.flat import nest_flat_names  # large tables of other trainers' names
+
+            given = nest_flat_names(type(self), given)
+        try:
+            self.__pydantic_validator__.validate_python(given, self_instance=self, context=_FROM_PYTHON)
+        except ValidationError as error:
+            raise readable_errors(error, type(self)) from None
+
+    # keeps pydantic from calling it for the plain values of a file, which have no flat names
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @field_validator("greater_is_better", mode="before")
     @classmethod
     def _derive_direction(cls, value: object, info: ValidationInfo) -> object:
@@ -227,10 +280,11 @@ class DPOConfig(LossConfig):
 
     @model_validator(mode="after")
     def _validate_reference_dtypes(self) -> DPOConfig:
-        own, policy = self.reference.model_args, self.actor_train.model_args
-        if (own.dtype or policy.dtype) == "fp32" and (own.master_dtype or policy.master_dtype) == "bf16":
+        dtype, master_dtype = self.reference_dtype, self.reference_master_dtype
+        if master_dtype == "fp16" or master_dtype not in ("fp32", dtype):
             raise ValueError(
-                "the reference cannot compute in fp32 from bf16 weights; remove its dtype and master_dtype"
+                f"the reference cannot compute in {dtype} from {master_dtype} weights; remove its dtype and "
+                "master_dtype"
             )
         return self
 
@@ -245,30 +299,45 @@ class DPOConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _reject_unused_settings(self) -> DPOConfig:
-        if problems := [no_effect(names, why) for names, why in self._unused_settings() if names]:
+    def _reject_unused_settings(self, info: ValidationInfo) -> DPOConfig:
+        if info.context is not _FROM_PYTHON and (problems := self.unused_settings):
             raise ValueError("\n".join(problems))
         return self
 
+    @property
+    def unused_settings(self) -> list[str]:
+        """Settings that the run would ignore because of other settings, one message per reason."""
+        return [no_effect(names, why) for names, why in self._unused_settings() if names]
+
     def _unused_settings(self) -> Iterator[tuple[list[str], str]]:
         """Yield settings that the run would ignore because of other settings, with the reason and a fix."""
-        if self.runtime == "local":
-            yield self.non_default("ray_address"), "with runtime: local; use runtime: ray"
+        if self.runtime in ("local", "torchrun"):
+            yield self.non_default("ray_address"), f"with runtime: {self.runtime}; use runtime: ray"
+        if self.runtime == "torchrun":
+            reference = self.reference.non_default("num_workers", "device_mapping", "strategy_args")
+            of_reference = [f"reference.{name}" for name in reference]
+            yield of_reference, "with runtime: torchrun, where the policy's processes score it; use runtime: ray"
         if not (self.actor_train.device_mapping or self.reference.device_mapping):
             yield self.non_default("num_gpus_per_node"), "without a device_mapping; remove {it}"
-        elif not self.uses_ray:
+        elif not self.uses_ray and self.runtime != "torchrun":
             yield self.non_default("num_gpus_per_node"), "in one process; set runtime: ray or remove {it}"
         if not self.uses_ray:
             on_ray = self.non_default("max_restarts", "heartbeat_timeout", "elastic")
-            yield on_ray, "in one process; set runtime: ray or remove {it}"
+            where = "with runtime: torchrun" if self.runtime == "torchrun" else "in one process"
+            yield on_ray, f"{where}; set runtime: ray or remove {{it}}"
+        for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
+            if (value := getattr(self, strategy)) != "steps":
+                yield self.non_default(steps), f"with {strategy}: {value}; remove {{it}} or set {strategy}: steps"
         if self.validation is None:
             evaluation = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model")
+            if self.eval_strategy == "epoch":
+                evaluation.append("eval_strategy")
             if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
                 evaluation.append("greater_is_better")
             if self.actor_train.training_args.non_default("per_device_eval_batch_size"):
                 evaluation.append("actor_train.training_args.per_device_eval_batch_size")
-            yield evaluation, "without validation.data_args; set that or remove {it}"
-        if self.actor_train.data_args.store and (self.validation is None or self.validation.data_args.store):
+            yield evaluation, "without validation.data_args or validation.split; set one or remove {it}"
+        if self.actor_train.data_args.store and not (self.validation and self.validation.data_args.file_name):
             columns = self.non_default("chosen_key", "rejected_key", "prompt_key")
             yield columns, "on a store, which is already prepared; remove {it}"
         for names, trackers in _TRACKER_SETTINGS:
@@ -276,7 +345,7 @@ class DPOConfig(LossConfig):
                 unused = [f"tracker_kwargs.{name}" for name in self.tracker_kwargs.non_default(*names)]
                 needed = " or ".join(trackers)
                 yield unused, f"without {needed} in track_with; add {needed} there or remove {{it}}"
-        if self.pretrain not in (None, self.policy_path, self.reference_path):
+        if self.pretrain not in (None, self._policy_name, self._reference_name):
             yield ["pretrain"], "if actor_train and reference name their models; remove {it} or one of those"
 
     @property
@@ -290,11 +359,25 @@ class DPOConfig(LossConfig):
 
     @property
     def policy_path(self) -> str | None:
-        return self.actor_train.model_args.model_name_or_path or self.pretrain
+        return at_revision(self._policy_name, self.actor_train.model_args.revision)
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        return self.actor_train.model_args.tokenizer_name_or_path or self.policy_path
 
     @property
     def reference_path(self) -> str | None:
-        return self.reference.model_args.model_name_or_path or self.pretrain or self.policy_path
+        own, policy = self.reference.model_args.revision, self.actor_train.model_args.revision
+        is_same = self._reference_name == self._policy_name
+        return at_revision(self._reference_name, policy if own is None and is_same else own)
+
+    @property
+    def _policy_name(self) -> str | None:
+        return self.actor_train.model_args.model_name_or_path or self.pretrain
+
+    @property
+    def _reference_name(self) -> str | None:
+        return self.reference.model_args.model_name_or_path or self.pretrain or self._policy_name
 
     @property
     def reference_dtype(self) -> DType:
@@ -322,4 +405,8 @@ class DPOConfig(LossConfig):
 
     @property
     def uses_lora(self) -> bool:
-        return self.actor_train.model_args.lora_rank is not None
+        return self.actor_train.model_args.has_adapter
+
+    @property
+    def freezes_weights(self) -> bool:
+        return self.uses_lora or bool(self.actor_train.model_args.freeze_module_prefix)

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     JsonValue,
     PositiveInt,
-    ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from thresher.config.aliases import resolve_aliases
 from thresher.config.devices import parse_device_mapping
 from thresher.config.section import Section, no_effect
+from thresher.config.strategies import (
+    DEFAULT_INFER,
+    DEFAULT_TRAIN,
+    StrategyArgs,
+    StrategyDeclaration,
+    StrategySettings,
+    find_strategy,
+)
 
 NonNegative = Annotated[float, Field(ge=0)]
-DType = Literal["fp32", "bf16"]
+DType = Literal["fp32", "bf16", "fp16"]
 
 
 def _as_list(value: object) -> object:
     # a string is one name, never a sequence of characters
     return [value] if isinstance(value, str) else value
+
+
+def _split_names(value: object) -> object:
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 def _as_strings(value: object) -> object:
@@ -38,7 +47,15 @@ def _as_strings(value: object) -> object:
 
 
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
+Prefixes = Annotated[list[str], BeforeValidator(_split_names)]
 Environment = Annotated[dict[str, str], BeforeValidator(_as_strings)]
+# auto is stored as no value, as in checkpoints that are older than the word
+TokenBudget = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if value == "auto" else value)]
+
+
+def at_revision(name: str | None, revision: str | None) -> str | None:
+    """Return the name of a model with its revision, as every reader of models understands it."""
+    return name if name is None or revision is None else f"{name}@{revision}"
 
 
 class ModelArgs(Section):
@@ -46,22 +63,40 @@ class ModelArgs(Section):
 
     model_name_or_path: str | None = None
     """Model directory or GGUF file; `pretrain` when absent."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub; the default branch when absent."""
+    tokenizer_name_or_path: str | None = None
+    """Directory or Hub name of the tokenizer; the policy's when absent. `thresher export` writes it with the model."""
     model_type: Literal["causal_lm"] | None = None
     """Accepted for compatibility; all models are causal language models."""
     dtype: DType = "bf16"
-    """Precision of the forward and backward passes."""
+    """Precision of the forward and backward passes; fp16, for GPUs without bf16, scales the loss dynamically."""
     master_dtype: DType = "fp32"
-    """Precision of the master weights and the optimizer state."""
+    """Precision of the master weights and the optimizer state; fp32 or bf16."""
     attn_implementation: str | None = None
     """sdpa, eager or flash_attention_2; sdpa when absent, if the architecture supports it."""
     pad_token: str | None = None
-    """Existing token to use for padding, for tokenizers without a pad token."""
+    """Existing token to pad with in the padded layout; when absent, the tokenizer's pad token, else EOS. Padding is
+    never scored, and the other layouts have none."""
     trust_remote_code: bool = False
-    """Allow Python code from the model repository to run. Enable only for models that you trust."""
+    """Allow Python code from the repositories of model and tokenizer to run. Enable only for those that you trust."""
+    moe_aux_loss_coef: NonNegative | None = None
+    """Weight of the load-balancing loss of a mixture-of-experts model, which is added to the loss of a step; left out
+    when absent or 0. Costs one more forward."""
+    freeze_module_prefix: Prefixes = []
+    """Parameters whose name starts with one of these are not trained, such as `model.embed_tokens`: a list, or names
+    joined with commas."""
     lora_rank: PositiveInt | None = None
     """Rank of the LoRA adapters; full fine-tuning when absent."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """LoRA alpha; twice the rank when absent."""
+    lora_init: Annotated[str, Field(pattern=r"^(default|pissa|pissa_niter_[1-9]\d*)$")] = "default"
+    """`default`: the adapter starts at zero. `pissa`: it starts with the principal components of the weights, which are
+    taken from the frozen weights; `pissa_niter_N` finds them approximately, in N iterations. The reference is the
+    original model."""
+    adapter_name_or_path: str | None = None
+    """LoRA adapter in PEFT's format from which training starts; rank, alpha and target are read from it. The reference
+    has the same adapter, so margins start at 0."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapters. All other dropout is disabled."""
     lora_target: StringList = ["all-linear"]
@@ -69,16 +104,37 @@ class ModelArgs(Section):
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
-        if self.dtype == "fp32" and self.master_dtype == "bf16":
-            raise ValueError("dtype fp32 cannot compute from master_dtype bf16; set master_dtype to fp32")
+        if self.master_dtype == "fp16":
+            raise ValueError("master_dtype fp16 would round most updates to zero; set master_dtype to fp32")
+        if self.master_dtype not in ("fp32", self.dtype):
+            raise ValueError(f"dtype {self.dtype} cannot compute from master_dtype bf16; set master_dtype to fp32")
         return self
 
     @model_validator(mode="after")
     def _validate_lora(self) -> ModelArgs:
-        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target")
-        if self.lora_rank is None and unused:
+        if self.has_adapter and self.freeze_module_prefix:
+            name = "lora_rank" if self.adapter_name_or_path is None else "adapter_name_or_path"
+            raise ValueError(
+                f"freeze_module_prefix has no effect with {name}, which trains adapters only; choose their modules "
+                "with lora_target"
+            )
+        if self.adapter_name_or_path is not None and self.starts_from_weights:
+            raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
+        if self.starts_from_weights and self.master_dtype != "fp32":
+            raise ValueError(f"lora_init {self.lora_init} needs master_dtype fp32: bf16 would round the weights")
+        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_init")
+        if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
+        return self.lora_init != "default"
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.lora_rank is not None or self.adapter_name_or_path is not None
 
 
 class ReferenceModelArgs(Section):
@@ -86,12 +142,14 @@ class ReferenceModelArgs(Section):
 
     model_name_or_path: str | None = None
     """Model directory or GGUF file; `pretrain` when absent."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub; the policy's if both name the same model."""
     model_type: Literal["causal_lm"] | None = None
     """Accepted for compatibility; all models are causal language models."""
     dtype: DType | None = None
     """Precision of the forward pass; the policy's when absent."""
     master_dtype: DType | None = None
-    """Precision of the loaded weights; the policy's when absent."""
+    """Precision of the loaded weights, fp32 or bf16; the policy's when absent."""
     attn_implementation: str | None = None
     """sdpa, eager or flash_attention_2; the policy's when absent."""
     trust_remote_code: bool | None = None
@@ -122,10 +180,13 @@ class TrainingArgs(Section):
     global_batch_size: PositiveInt | None = None
     """Pairs per optimizer step over all ranks; replaces gradient_accumulation_steps. When absent,
     per_device_train_batch_size * gradient_accumulation_steps * data-parallel ranks."""
-    max_tokens_per_micro_batch: PositiveInt | None = None
-    """Token budget per training micro-batch; chosen automatically when absent. Does not change the pairs per step."""
+    max_tokens_per_micro_batch: TokenBudget = None
+    """Token budget of a micro-batch in training, evaluation and scoring of the reference. `auto` or absent: on GPUs,
+    chosen from their memory by the formulas of `thresher plan`; on CPUs 4096, or with layout padded no limit in
+    training. Does not change the pairs per step."""
     per_device_eval_batch_size: PositiveInt | None = None
-    """Pairs per rank and evaluation batch; per_device_train_batch_size when absent."""
+    """Maximum number of pairs per rank and evaluation batch, which the token budget also limits. When absent, as many
+    as the budget allows, or per_device_train_batch_size with layout padded."""
     weight_decay: NonNegative = 0.0
     """Weight decay of AdamW for matrices; not applied to norms and biases."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -136,6 +197,13 @@ class TrainingArgs(Section):
     """epsilon of AdamW."""
     max_grad_norm: NonNegative = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
+    log_num_zeros_in_grad: bool = False
+    """Log `num_zeros_in_grad`, the number of elements of the gradient that are 0."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    """With dtype fp16: the loss scale starts at 2 to this power. An overflow of the gradient skips the step and halves
+    the scale."""
+    loss_scale_window: PositiveInt = 2000
+    """With dtype fp16: steps in a row without an overflow after which the loss scale doubles."""
     lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
     """Learning-rate schedule over the whole run."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -187,6 +255,8 @@ class DataArgs(Section):
     """File, directory, glob or URL, or a list of them."""
     dataset_dir: str | None = None
     """Directory of relative file names that do not exist as given."""
+    revision: str | None = None
+    """Branch, tag or commit of the data sets of the Hugging Face Hub; `hf://OWNER/NAME@REVISION` sets it for one."""
     store: str | None = None
     """Store written by `thresher prepare`; replaces file_name."""
     template: str = "auto"
@@ -194,6 +264,8 @@ class DataArgs(Section):
     qwen2_5, qwen3; otherwise the path of a Jinja file."""
     template_arguments: dict[str, JsonValue] = {}
     """Variables of the chat template, such as `enable_thinking: false`."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message of rows that have none."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
     """Handling of pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the
     responses."""
@@ -202,6 +274,8 @@ class DataArgs(Section):
     special_tokens_in_text: Literal["keep_as_text", "reject"] = "keep_as_text"
     """Handling of rows whose text contains a special token such as `<|im_end|>`: tokenize it as plain text, or treat
     the row as bad (see on_bad_row)."""
+    max_samples: PositiveInt | None = None
+    """Number of rows to read of each file, from its start; all when absent."""
     preprocessing_num_workers: PositiveInt = 1
     """Number of tokenizing processes; does not change the result."""
 
@@ -209,13 +283,17 @@ class DataArgs(Section):
     def _validate_source(self) -> DataArgs:
         if self.store and self.file_name:
             raise ValueError("file_name and store are both set; keep one")
+        if self.revision is not None and not any(name.startswith("hf://") for name in self.file_name):
+            raise ValueError("revision has no effect without a data set of the Hub, hf://OWNER/NAME, in file_name")
         for_files = (
             "dataset_dir",
             "template",
             "template_arguments",
+            "system_prompt",
             "truncation",
             "on_bad_row",
             "special_tokens_in_text",
+            "max_samples",
             "preprocessing_num_workers",
         )
         if self.store and (unused := self.non_default(*for_files)):
@@ -223,89 +301,10 @@ class DataArgs(Section):
         return self
 
 
-STRATEGIES = (
-    "fsdp2_train",
-    "fsdp2_infer",
-    "deepspeed_train",
-    "deepspeed_infer",
-    "megatron_train",
-    "megatron_infer",
-    "hf_infer",
-)
-
-
-class Axes(Section):
-    """`strategy_config` of the fsdp2 strategies. The workers left over by these axes shard the model (FSDP2)."""
-
-    tp_size: PositiveInt = 1
-    """Tensor-parallel size: workers that split each weight matrix."""
-    pp_size: PositiveInt = 1
-    """Pipeline-parallel size: number of stages, each with a part of the layers."""
-    virtual_pp_size: PositiveInt = 1
-    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
-    bubble."""
-    cp_size: PositiveInt = 1
-    """Context-parallel size: workers that split each packed row, for long sequences."""
-    dp_replicate: PositiveInt = 1
-    """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
-    cpu_offload: bool = False
-    """Keep shards of weights, gradients and optimizer state in host memory between uses."""
-
-    @property
-    def workers_per_data_rank(self) -> int:
-        return self.tp_size * self.pp_size * self.cp_size
-
-    @model_validator(mode="after")
-    def _validate_virtual_stages(self) -> Axes:
-        if self.virtual_pp_size > 1 and self.pp_size == 1:
-            raise ValueError("virtual_pp_size has no effect without pp_size; set pp_size")
-        return self
-
-
-class StrategyArgs(Section):
-    """Training or inference engine of a role."""
-
-    strategy_name: Literal[STRATEGIES] | None = None  # type: ignore[valid-type]
-    """Engine; when absent, fsdp2_train for the policy. A reference without engine, num_workers and device_mapping runs
-    in the policy's workers on their axes if it is the same model; otherwise hf_infer. The deepspeed and megatron names
-    are reserved."""
-    strategy_config: dict[str, JsonValue] = {}
-    """Settings of the engine. For fsdp2: tp_size, pp_size, virtual_pp_size, cp_size, dp_replicate and cpu_offload, see
-    below."""
-
-    @field_validator("strategy_config", mode="before")
-    @classmethod
-    def _resolve_axis_aliases(cls, value: Any, info: ValidationInfo) -> Any:
-        is_native = isinstance(value, dict) and _is_native(info.data.get("strategy_name"))
-        return resolve_aliases(Axes.__name__, value) if is_native else value
-
-    @model_validator(mode="after")
-    def _validate_axes(self) -> StrategyArgs:
-        if not _is_native(self.strategy_name):
-            return self
-        if unknown := sorted(self.strategy_config.keys() - Axes.model_fields.keys()):
-            raise ValueError(f"strategy_config has no key {', '.join(unknown)}; known: {', '.join(Axes.model_fields)}")
-        try:
-            Axes.model_validate(self.strategy_config)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            key = ".".join(map(str, ("strategy_config", *problem["loc"])))
-            raise ValueError(f"{key}: {problem['msg'].removeprefix('Value error, ')}") from None
-        return self
-
-    @property
-    def axes(self) -> Axes:
-        """Parallel axes of the native engine; all 1 for other engines."""
-        return Axes.model_validate(self.strategy_config) if _is_native(self.strategy_name) else Axes()
-
-
-def _is_native(strategy_name: str | None) -> bool:
-    return strategy_name is None or strategy_name.startswith(("fsdp2", "hf"))
-
-
 class RoleConfig(Section):
     """Settings common to policy and reference."""
 
+    default_strategy: ClassVar[str] = DEFAULT_INFER
     strategy_args: StrategyArgs = StrategyArgs()
     device_mapping: list[int] | None = None
     """Global device ids, one worker per device: a list, or text like `list(range(0,8))`. Roles may share devices."""
@@ -327,7 +326,21 @@ class RoleConfig(Section):
     @property
     def num_data_ranks(self) -> int:
         """Number of data-parallel ranks; workers along tp, pp and cp form one rank."""
-        return max(1, self.num_processes // self.strategy_args.axes.workers_per_data_rank)
+        settings: StrategySettings = self.strategy_args.settings
+        return max(1, self.num_processes // settings.workers_per_data_rank)
+
+    @property
+    def strategy_name(self) -> str:
+        return self.strategy_args.strategy_name or self.default_strategy
+
+    @property
+    def strategy(self) -> StrategyDeclaration:
+        return find_strategy(self.strategy_name)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every worker has the whole model."""
+        return self.strategy_name == DEFAULT_INFER or self.strategy_args.settings.is_replicated(self.num_processes)
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -338,9 +351,18 @@ class RoleConfig(Section):
 class PolicyConfig(RoleConfig):
     """`actor_train`: the policy."""
 
+    default_strategy: ClassVar[str] = DEFAULT_TRAIN
     model_args: ModelArgs = ModelArgs()
     training_args: TrainingArgs = TrainingArgs()
     data_args: DataArgs = DataArgs()
+
+    @model_validator(mode="after")
+    def _validate_loss_scale(self) -> PolicyConfig:
+        unused = self.training_args.non_default("initial_scale_power", "loss_scale_window")
+        if unused and self.model_args.dtype != "fp16":
+            names = [f"training_args.{name}" for name in unused]
+            raise ValueError(no_effect(names, "without model_args.dtype fp16; remove {it}"))
+        return self
 
 
 class ReferenceConfig(RoleConfig):
@@ -351,9 +373,10 @@ class ReferenceConfig(RoleConfig):
     """How reference log-probabilities are computed. precompute: before training, and cached; concurrent: during
     training; adapter: by the policy without its LoRA adapter; none: for losses without a reference, and for
     reference-free DPO, whose log ratios are the policy's logps. auto: none if the loss needs no reference, adapter with
-    LoRA on the same model, concurrent with sync_steps, otherwise precompute."""
-    infer_batch_size: PositiveInt = 8
-    """Pairs per forward pass in mode precompute."""
+    a new LoRA adapter on the same model, concurrent with sync_steps, otherwise precompute."""
+    infer_batch_size: PositiveInt | None = None
+    """Maximum number of pairs per forward pass in mode precompute, which the token budget of a micro-batch also
+    limits. When absent, as many as the budget allows, or 8 with layout padded."""
     cache_dir: str | None = None
     """Directory of precomputed log-probabilities; the run's cache_dir when absent."""
     prefetch_steps: PositiveInt = 2
@@ -378,3 +401,13 @@ class ValidationConfig(Section):
     """`validation`: the validation pairs."""
 
     data_args: DataArgs = DataArgs()
+    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the training pairs to hold out for validation instead of data_args. It is chosen by prompt and seed: all
+    pairs of a prompt are on one side, whatever the order of files."""
+
+    @model_validator(mode="after")
+    def _validate_split(self) -> ValidationConfig:
+        if self.split is not None and (unused := self.data_args.non_default(*DataArgs.model_fields)):
+            names = [f"data_args.{name}" for name in unused]
+            raise ValueError(no_effect(names, "with split, which holds out training pairs; keep one"))
+        return self

@@ -1,4 +1,4 @@
-"""Keys of ROLL's configs that have another place, another form or no meaning here.
+"""Keys of ROLL's configs that have another place, another form or no meaning here, for reading and for importing.
 
 `translate` runs before validation. Every key that it changes gives one line that says what became of it, so that
 nothing is ignored silently. Keys that mean the same in ROLL and here are not listed.
@@ -18,7 +18,7 @@ _TRAINING = f"{_POLICY}.training_args"
 
 
 class Moved(NamedTuple):
-    """A key with another name or place here; `convert` makes our value of ROLL's."""
+    """A key with another name or place here; `convert` makes our value of ROLL's, or None if it has no effect."""
 
     target: str
     convert: Callable[[Any], Any] = lambda value: value
@@ -42,7 +42,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_TRAINING}.seed": Moved("seed"),
     f"{_TRAINING}.output_dir": Moved("output_dir"),
     "max_grad_norm": Moved(f"{_TRAINING}.max_grad_norm"),
-    "max_ckpt_to_keep": Moved("save_total_limit"),
+    "max_ckpt_to_keep": Moved("save_total_limit", lambda value: value or None),  # 0 keeps all in ROLL
     "tracker_kwargs.project": Moved("tracker_kwargs.wandb_project"),
     "tracker_kwargs.mode": Moved("tracker_kwargs.wandb_mode"),
     "tracker_kwargs.api_key": Moved("tracker_kwargs.wandb_api_key"),
@@ -90,6 +90,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "*.worker_cls": _OWN_WORKERS,
     f"{_POLICY}.data_args.dataset_type": "the type follows from the file name",
     f"{_TRAINING}.bf16": "model_args.dtype sets the precision",
+    f"{_TRAINING}.fp16": "model_args.dtype sets the precision",
     f"{_TRAINING}.dataloader_num_workers": "pairs are read from a memory-mapped store",
     f"{_REFERENCE}.model_args.disable_gradient_checkpointing": _NO_GRADIENTS,
 }
@@ -101,7 +102,7 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a config without ROLL's own keys, and one line per key that says what became of it."""
     config = copy.deepcopy(dict(values))
     notes: list[str] = []
-    for key, reason in _expanded(WITHOUT_EFFECT).items():
+    for key, reason in without_effect().items():
         if _pop(config, key) is not _ABSENT:
             notes.append(f"{key} has no effect: {reason}")
     for key, (target, convert) in MOVED.items():
@@ -111,10 +112,15 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if target.endswith("per_device_eval_batch_size") and not config.get("validation"):
             notes.append(f"{key} has no effect without validation.data_args")
             continue
-        _move(config, key, target, convert(value))
+        if (ours := convert(value)) is None:
+            notes.append(f"{key}: {value} has no effect")
+            continue
+        _move(config, key, target, ours)
         leaf = target.rpartition(".")[2]
-        notes.append(f"{key} is read as {target}: {redact({leaf: convert(value)})[leaf]}")
-    notes += [note for special in (_template, _resume, _warmup, _ipo, _lora_target) if (note := special(config))]
+        notes.append(f"{key} is read as {target}: {redact({leaf: ours})[leaf]}")
+    notes += [
+        note for special in (_template, _resume, _warmup, _ipo, _lora_target, _adapter) if (note := special(config))
+    ]
     return config, notes
 
 
@@ -153,6 +159,12 @@ def _ipo(config: dict[str, Any]) -> str | None:
     return "ipo: true is ROLL's IPO on summed logps, pref_loss: ipo_sum; pref_loss: ipo averages over tokens"
 
 
+def _adapter(config: dict[str, Any]) -> str | None:
+    if _section(config, f"{_POLICY}.model_args").get("adapter_name_or_path") is None:
+        return None
+    return "the reference starts from adapter_name_or_path too; ROLL's reference is the model without it"
+
+
 def _lora_target(config: dict[str, Any]) -> str | None:
     model = _section(config, f"{_POLICY}.model_args")
     target = model.get("lora_target")
@@ -166,8 +178,10 @@ def _lora_target(config: dict[str, Any]) -> str | None:
 _ABSENT = object()
 
 
-def _expanded(table: Mapping[str, str]) -> dict[str, str]:
-    return {key.replace("*", role): reason for key, reason in table.items() for role in (_POLICY, _REFERENCE)}
+def without_effect() -> dict[str, str]:
+    """The keys without an effect, for either role."""
+    roles = (_POLICY, _REFERENCE)
+    return {key.replace("*", role): reason for key, reason in WITHOUT_EFFECT.items() for role in roles}
 
 
 def _section(config: dict[str, Any], path: str) -> dict[str, Any]:

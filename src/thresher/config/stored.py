@@ -7,8 +7,8 @@ from typing import Any
 
 from thresher.config.aliases import ALIASES, Aliases
 from thresher.config.dpo import DPOConfig
-from thresher.config.roles import Axes
 from thresher.config.section import Section, inner_section
+from thresher.config.strategies import DEFAULT_TRAIN, find_strategy
 
 
 def to_stored(config: DPOConfig) -> dict[str, Any]:
@@ -27,9 +27,17 @@ def _respell(
     aliases = ALIASES.get(section.__name__, Aliases())
     respelled = {}
     for key, value in values.items():
-        inner = Axes if key == "strategy_config" else inner_section(section, key)
+        inner = _settings_of(values) if key == "strategy_config" else inner_section(section, key)
         if inner is not None and isinstance(value, Mapping):
             value = _respell(value, inner, respell)
         key, value = respell(aliases, key, value)
         respelled[key] = value
     return respelled
+
+
+def _settings_of(strategy_args: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section of a strategy's settings; None for a strategy that is not installed here."""
+    try:
+        return find_strategy(strategy_args.get("strategy_name") or DEFAULT_TRAIN).settings
+    except ValueError:
+        return None

@@ -26,9 +26,16 @@ class Pair:
     margin: float = 0.0
 
 
-def scored_positions(response: TokenIds, mask: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-    """Return the positions of the scored tokens of a response, from 0."""
-    return np.arange(len(response)) if mask is None else np.flatnonzero(mask)
+def scored_positions(
+    prompt: TokenIds, response: TokenIds, mask: npt.NDArray[np.bool_] | None, *, with_prompt: bool = False
+) -> npt.NDArray[np.int64]:
+    """Return the positions of the scored tokens in prompt + response, from 0.
+
+    with_prompt: all tokens but the first, which nothing predicts, and whatever the mask.
+    """
+    if with_prompt:
+        return np.arange(1, len(prompt) + len(response))
+    return len(prompt) + (np.arange(len(response)) if mask is None else np.flatnonzero(mask))
 
 
 @dataclass(frozen=True)

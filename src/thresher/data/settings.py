@@ -22,6 +22,8 @@ class DataSettings:
     template_arguments: extra variables of the chat template, such as `enable_thinking`.
     sequence_length: maximum number of tokens of the prompt plus the longer response; None sets no limit.
     special_tokens_in_text: what to do with a row whose text spells a control token: keep it as text, or reject the row.
+    system_prompt: system message of rows that have none.
+    max_samples: only the first rows of each file are read, at most this many; None reads all.
     num_processes, shard_rows: never change the pairs, so a store's fingerprint does not include them.
     """
 
@@ -35,6 +37,8 @@ class DataSettings:
     chosen_key: str | None = None
     rejected_key: str | None = None
     prompt_key: str | None = None
+    system_prompt: str | None = None
+    max_samples: int | None = None
     num_processes: int = 1
     # 191 shards for 100 million pairs: all stay open for random access
     shard_rows: int = 524_288
@@ -48,7 +52,7 @@ class DataSettings:
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in get_args(allowed):
                 raise UserError(f"data_args.{name} is {value!r}; use one of {', '.join(get_args(allowed))}")
-        for name, minimum in {"sequence_length": 2, "num_processes": 1, "shard_rows": 1}.items():
+        for name, minimum in {"sequence_length": 2, "max_samples": 1, "num_processes": 1, "shard_rows": 1}.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise UserError(f"{name} must be at least {minimum}, got {value}")

@@ -198,12 +198,15 @@ def _sides(pairs: ObjectiveInputs) -> list[ResponseLogps]:
     return [side for model in models for side in (model.chosen, model.rejected)]
 
 
+def _statistics(side: ResponseLogps) -> tuple[Tensor | None, Tensor | None]:
+    return side.log_sum_squared_probs, side.entropy
+
+
 def _flatten(pairs: ObjectiveInputs) -> list[Tensor]:
     """List every tensor of some pairs; an absent column becomes an empty tensor. Inverse of `_unflatten`."""
     tensors = []
     for side in _sides(pairs):
-        tensors += [side.values, side.lengths]
-        tensors += [] if side.log_sum_squared_probs is None else [side.log_sum_squared_probs]
+        tensors += [side.values, side.lengths, *(each for each in _statistics(side) if each is not None)]
     empty = pairs.policy.chosen.values.new_zeros(0)
     return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
 
@@ -211,7 +214,9 @@ def _flatten(pairs: ObjectiveInputs) -> list[Tensor]:
 def _unflatten(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
     remaining = iter(tensors)
     sides = [
-        ResponseLogps(next(remaining), next(remaining), None if side.log_sum_squared_probs is None else next(remaining))
+        ResponseLogps(
+            next(remaining), next(remaining), *(None if each is None else next(remaining) for each in _statistics(side))
+        )
         for side in _sides(like)
     ]
     models = [ChosenRejectedLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]

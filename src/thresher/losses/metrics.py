@@ -75,7 +75,27 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
     }
     metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
     metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
-    return metrics
+    return metrics | _length_preference(inputs, torch.where(is_tie, 0.0, chosen - rejected)) | _entropy(inputs)
+
+
+def _length_preference(inputs: ObjectiveInputs, margins: Tensor) -> dict[str, MetricSum]:
+    """Share of pairs whose longer response is the chosen one, and in which it has the higher reward."""
+    difference = inputs.policy.chosen.lengths - inputs.policy.rejected.lengths
+    differs = difference != 0
+    count = differs.sum()
+    prefers_longer = torch.where(margins == 0.0, 0.5, ((margins > 0.0) == (difference > 0)).to(margins.dtype))
+    return {
+        "lengths/longer_chosen": MetricSum((difference > 0).sum(dtype=margins.dtype), count),
+        "lengths/longer_preferred": MetricSum((prefers_longer * differs).sum(), count),
+    }
+
+
+def _entropy(inputs: ObjectiveInputs) -> dict[str, MetricSum]:
+    """Entropy of the policy at all scored tokens, in nats per token; absent unless it was requested."""
+    sides = [side.entropy for side in (inputs.policy.chosen, inputs.policy.rejected) if side.entropy is not None]
+    if not sides:
+        return {}
+    return {"entropy": MetricSum(sum(to_fp64(side).sum() for side in sides), sum(side.numel() for side in sides))}
 
 
 def _rounding(side: ResponseLogps) -> Tensor:

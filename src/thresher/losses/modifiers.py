@@ -94,7 +94,7 @@ def _mean_alignment(side: ResponseLogps) -> Tensor:
     if side.log_sum_squared_probs is None:
         raise UserError(
             "wpo needs log_sum_squared_probs with the policy's logps, but the pairs have none; "
-            "score the policy with_squared_probs if Objective.needs_squared_probs, or set wpo: false"
+            "score the policy with Objective.statistics, or set wpo: false"
         )
     aligned = to_fp64(side.values) - side.log_sum_squared_probs
     return segment_sums(aligned, side.lengths) / side.lengths.clamp(min=1)

@@ -14,10 +14,10 @@ from thresher.errors import UserError
 from thresher.losses.base import Loss, Modifier
 from thresher.losses.metrics import MetricSum, compute_metrics
 from thresher.losses.modifiers import FDivergence, wpo_weights
-from thresher.losses.pairs import ObjectiveInputs
+from thresher.losses.pairs import ObjectiveInputs, TokenStatistics
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
 from thresher.losses.registry import loss_class, loss_names
-from thresher.losses.scores import PairScores, score_pairs
+from thresher.losses.scores import ChosenRejected, PairScores, score_pairs
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Objective:
     rpo_alpha: weight of the chosen side's mean NLL per token, Eq. 1 of RPO (Iterative Reasoning Preference
     Optimization, 2404.19733). margin: subtracted from every reward margin, as SimPO's gamma, in units of reward.
     reference_free: compare with a reference that gives every response the same probability, so log ratios are logps.
+    measures_entropy: adds the metric `entropy`; changes no loss.
     """
 
     terms: tuple[tuple[Loss, float], ...]
@@ -51,6 +52,7 @@ class Objective:
     wpo: bool = False
     margin: float = 0.0
     reference_free: bool = False
+    measures_entropy: bool = False
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -83,8 +85,9 @@ class Objective:
         return any(loss.couples_pairs for loss, _ in self.terms)
 
     @property
-    def needs_squared_probs(self) -> bool:
-        return self.wpo
+    def statistics(self) -> TokenStatistics:
+        """Statistics with which the caller must score the policy."""
+        return TokenStatistics(squared_probs=self.wpo, entropy=self.measures_entropy)
 
     @property
     def zero_margin_loss(self) -> float | None:
@@ -106,14 +109,7 @@ class Objective:
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
         """Compute the loss of each pair and the metrics."""
         self.check_columns(weight=inputs.weight is not None, margin=inputs.margin is not None)
-        scores = score_pairs(
-            inputs,
-            f_divergence=FDivergence(self.f_divergence, self.f_alpha_divergence_coef),
-            ld_alpha=self.ld_alpha,
-            length_penalty=self.length_penalty,
-            margin=self.margin,
-            reference_free=self.reference_free,
-        )
+        scores = self._score_pairs(inputs)
         (first, first_weight), *others = self.terms
         per_pair = first_weight * first(scores)
         for loss, weight in others:
@@ -129,10 +125,28 @@ class Objective:
         # A loss beyond the range of the logps' dtype must be non-finite: its gradient would not fit either.
         per_pair = per_pair.to(inputs.policy.chosen.values.dtype)
         with torch.no_grad():
-            # Units differ between losses, so report the rewards of the first loss that compares both sides.
-            metrics = compute_metrics(inputs, per_pair, self._comparing[0].rewards(scores))
+            metrics = compute_metrics(inputs, per_pair, self._rewards(scores))
             metrics.update(self._state_metrics(scores))
         return ObjectiveOutput(per_pair, metrics)
+
+    @torch.no_grad()
+    def rewards(self, inputs: ObjectiveInputs) -> ChosenRejected:
+        """Compute the rewards of each pair, as the metrics average them; for one part of coupled pairs too."""
+        return self._rewards(self._score_pairs(inputs))
+
+    def _score_pairs(self, inputs: ObjectiveInputs) -> PairScores:
+        return score_pairs(
+            inputs,
+            f_divergence=FDivergence(self.f_divergence, self.f_alpha_divergence_coef),
+            ld_alpha=self.ld_alpha,
+            length_penalty=self.length_penalty,
+            margin=self.margin,
+            reference_free=self.reference_free,
+        )
+
+    def _rewards(self, scores: PairScores) -> ChosenRejected:
+        # Units differ between losses, so report the rewards of the first loss that compares both sides.
+        return self._comparing[0].rewards(scores)
 
     def after_step(self, metrics: Mapping[str, MetricSum]) -> "Objective":
         """Return this objective with its losses' state updated from a step's metrics, reduced over all ranks."""

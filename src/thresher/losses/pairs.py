@@ -7,10 +7,24 @@ micro-batch size. Tokens outside the loss mask are not included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of the policy's distribution at each scored token, computed only on request.
+
+    squared_probs: log(sum_v p(v)^2), for WPO. entropy: -sum_v p(v) log p(v), for the metric.
+    """
+
+    squared_probs: bool = False
+    entropy: bool = False
+
+
+NO_STATISTICS = TokenStatistics()
 
 
 @dataclass(frozen=True)
@@ -20,11 +34,13 @@ class ResponseLogps:
     values: [num_tokens], pair after pair, fp32 or fp64.
     lengths: [num_pairs] int64, scored tokens of each pair; sums to num_tokens.
     log_sum_squared_probs: [num_tokens] log(sum_v p(v)^2) at each position, only if the objective needs it (WPO).
+    entropy: [num_tokens] of the distribution at each position, in nats, only on request; without gradient.
     """
 
     values: Tensor
     lengths: Tensor
     log_sum_squared_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -43,7 +59,7 @@ class ResponseLogps:
         return torch.arange(self.values.numel(), device=self.values.device) - starts
 
     def detach(self) -> ResponseLogps:
-        return ResponseLogps(self.values.detach(), self.lengths, self.log_sum_squared_probs)
+        return replace(self, values=self.values.detach())
 
 
 @dataclass(frozen=True)
@@ -61,10 +77,13 @@ class ChosenRejectedLogps:
         return ChosenRejectedLogps(self.chosen.detach(), self.rejected.detach())
 
 
-def empty_logps(device: torch.device | None = None, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+def empty_logps(
+    device: torch.device | None = None, *, statistics: TokenStatistics = NO_STATISTICS
+) -> ChosenRejectedLogps:
     """Return the logps of zero pairs."""
     empty = torch.zeros(0, device=device)
-    side = ResponseLogps(empty, empty.long(), empty if with_squared_probs else None)
+    squared_probs, entropy = (empty if each else None for each in statistics)
+    side = ResponseLogps(empty, empty.long(), squared_probs, entropy)
     return ChosenRejectedLogps(side, side)
 
 
@@ -105,13 +124,17 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
     """Concatenate one side of several micro-batches."""
-    squared = [part.log_sum_squared_probs for part in parts]
-    joined = (
-        None if any(each is None for each in squared) else torch.cat([each for each in squared if each is not None])
-    )
     return ResponseLogps(
-        torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]), joined
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.lengths for part in parts]),
+        _concat_statistic([part.log_sum_squared_probs for part in parts]),
+        _concat_statistic([part.entropy for part in parts]),
     )
+
+
+def _concat_statistic(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if len(present) == len(parts) else None
 
 
 def concat_pairs(parts: Sequence[ObjectiveInputs]) -> ObjectiveInputs:

@@ -21,7 +21,7 @@ from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel, original_forward
 
 # mean difference in nats per token that the shape of the batch alone may cause
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 0.0125, torch.bfloat16: 0.1}
 
 
 class LayoutError(UserError):
@@ -36,7 +36,7 @@ def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     # eager: hooks on the layers would cause a recompilation
     with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
         logps, layers = _pair_forward(exact, layout, inputs)
-        expected, expected_layers = _original_forward(exact, batch)
+        expected, expected_layers = _original_forward(exact, batch, scores_prompt=layout.scores_prompt)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0
     if not distance <= TOLERANCES[exact.compute_dtype]:
         error = LayoutError if layout.needs_pair_attention else UserError
@@ -70,13 +70,14 @@ def _scored_rows(inputs: ModelInputs, num_rows: int) -> Tensor:
     return inputs.scored_in_kept if is_kept and inputs.scored_in_kept is not None else inputs.scored_rows
 
 
-def _original_forward(model: PairModel, batch: PairBatch) -> tuple[Tensor, list[Tensor]]:
+def _original_forward(model: PairModel, batch: PairBatch, *, scores_prompt: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the same from the original forward: one sequence at a time, logits of the scored positions only."""
     sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
     sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
     logps, layers = [], []
     for prompt, response, mask in sides:
-        rows = torch.from_numpy(scored_positions(response, mask) + len(prompt) - 1).to(model.device)
+        scored = scored_positions(prompt, response, mask, with_prompt=scores_prompt)
+        rows = torch.from_numpy(scored - 1).to(model.device)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
         with (
             original_forward(model.causal_lm),

@@ -19,15 +19,18 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.sharded_tensor import local_slices, to_local
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.layouts.packed import pad_to_multiple
-from thresher.models.lm_head import LMHead, LogitTransform, VocabParallel, log_sum_squared_probs, target_logps
+from thresher.models.lm_head import LMHead, VocabParallel
+from thresher.models.loading.load import soft_caps_scores
 from thresher.models.optimizations.last_layer import skip_unscored_rows
 from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
 from thresher.models.pipeline_chunk import Chunk
+from thresher.models.router import ExpertLoad
+from thresher.models.scored_rows import ScoredTokens, logit_transform, score_rows, split_sides
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class PairModel:
 
     skips_unscored_rows: the last layer computes only the rows that `ModelInputs.kept` lists.
     context_parallel: the sequence shard of every packed row that this process computes; None: full rows.
+    engine: called in place of the transformers model that it wraps, with the same arguments.
+    calls_head: logps are computed inside the head's `__call__`, because its weight is gathered only there (ZeRO-3).
     """
 
     causal_lm: nn.Module
     compute_dtype: torch.dtype
     skips_unscored_rows: bool = False
     context_parallel: ContextParallel | None = None
+    engine: Callable[..., Any] | None = None
+    calls_head: bool = False
 
     @classmethod
     def for_layout(
@@ -50,18 +57,23 @@ class PairModel:
         compute_dtype: torch.dtype,
         layout: Layout,
         context_parallel: ContextParallel | None = None,
+        *,
+        engine: Callable[..., Any] | None = None,
+        calls_head: bool = False,
     ) -> PairModel:
         """Attach the pair forward and, for packed rows, their attention and the optimizations that the model allows."""
         model = base_model(causal_lm)
         attach_pair_forward(model)
+        if calls_head:
+            attach_pair_forward(model.get_output_embeddings())
         if not layout.needs_pair_attention:
-            return cls(causal_lm, compute_dtype)
+            return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head)
         register_pair_attention()
         model.set_attn_implementation(PAIR_ATTENTION)
         use_memory_efficient_layers(model.get_decoder())
         # the rows to keep are numbered in the full row, so a sequence shard computes all of its rows
         skips_rows = context_parallel is None and skip_unscored_rows(model.get_decoder())
-        return cls(causal_lm, compute_dtype, skips_rows, context_parallel)
+        return cls(causal_lm, compute_dtype, skips_rows, context_parallel, engine, calls_head)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -85,19 +97,26 @@ class PairModel:
     def hidden_size(self) -> int:
         return int(self.base_model.config.get_text_config().hidden_size)
 
-    def score(self, batch: ModelInputs, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score the response tokens of a micro-batch, with gradients unless the caller disables them."""
-        return self.split_sides(batch, *self.base_model(pair_request=partial(self._score, batch, with_squared_probs)))
+        return self.split_sides(batch, self._run(partial(self._score, batch, statistics)))
+
+    def score_with_load(
+        self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS
+    ) -> tuple[ChosenRejectedLogps, ExpertLoad]:
+        """Score a micro-batch, and add up the load of the experts of a mixture-of-experts model."""
+        tokens, *load = self._run(partial(self._score_with_load, batch, statistics))
+        return self.split_sides(batch, tokens), ExpertLoad(*load)
 
     def compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layers of a chunk: hidden states or, for the last chunk, the arguments of `split_sides`.
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
+    ) -> Tensor | ScoredTokens:
+        """Compute the layers of a chunk: hidden states or, for the last chunk, scored tokens.
 
         entering: hidden states of the previous chunk; None for the first.
         """
-        request = partial(self._compute_chunk, chunk, batch, entering, with_squared_probs)
-        out: tuple[Tensor, Tensor | None] = self.base_model(pair_request=request)
+        request = partial(self._compute_chunk, chunk, batch, entering, statistics)
+        out: Tensor | ScoredTokens = self._run(request)
         return out
 
     def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
@@ -106,51 +125,60 @@ class PairModel:
         cp_size = 1 if self.context_parallel is None else self.context_parallel.size
         return sequences, rows // cp_size, self.hidden_size
 
-    def split_sides(self, batch: ModelInputs, values: Tensor, squared_probs: Tensor | None) -> ChosenRejectedLogps:
+    def split_sides(self, batch: ModelInputs, tokens: ScoredTokens) -> ChosenRejectedLogps:
         """Split per-token values into chosen and rejected; chosen responses come first."""
-        chosen_lengths, rejected_lengths = batch.chosen_lengths.to(self.device), batch.rejected_lengths.to(self.device)
-        split = int(batch.chosen_lengths.sum())
-        return ChosenRejectedLogps(
-            ResponseLogps(values[:split], chosen_lengths, None if squared_probs is None else squared_probs[:split]),
-            ResponseLogps(values[split:], rejected_lengths, None if squared_probs is None else squared_probs[split:]),
-        )
+        return split_sides(batch, tokens, self.device)
 
-    def _score(self, batch: ModelInputs, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
+    def _run(self, request: Callable[[], Any]) -> Any:
+        """Call a function inside the model's `__call__`."""
+        return (self.engine or self.base_model)(pair_request=request)
+
+    def _score(self, batch: ModelInputs, statistics: TokenStatistics) -> ScoredTokens:
         batch = self._padded(batch)
-        return self._logps(batch, self._hidden_states(batch), with_squared_probs)
+        return self._logps(batch, self._hidden_states(batch), statistics)
+
+    def _score_with_load(self, batch: ModelInputs, statistics: TokenStatistics) -> tuple[ScoredTokens | Tensor, ...]:
+        model: Any = self.base_model
+        outputs = self._run_backbone(batch, output_router_logits=True)
+        load = ExpertLoad.of(outputs.router_logits, batch.row_weights, model.num_experts_per_tok)
+        return self._logps(batch, outputs.last_hidden_state, statistics), *load
 
     def _compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
+    ) -> Tensor | ScoredTokens:
         batch = self._padded(batch)
         with chunk.activate(self.backbone):
             hidden = self._hidden_states(batch, entering)
         if chunk.is_last:
-            return self._logps(batch, hidden, with_squared_probs)
-        return hidden.to(self.stored_dtype).contiguous(), None
+            return self._logps(batch, hidden, statistics)
+        return hidden.to(self.stored_dtype).contiguous()
 
     def _padded(self, batch: ModelInputs) -> ModelInputs:
         return batch if self.context_parallel is None else pad_to_multiple(batch, self.context_parallel.size)
 
-    def _logps(self, batch: ModelInputs, hidden: Tensor, with_squared_probs: bool) -> tuple[Tensor, Tensor | None]:
-        states = hidden.reshape(-1, hidden.shape[-1])
+    def _logps(self, batch: ModelInputs, hidden: Tensor, statistics: TokenStatistics) -> ScoredTokens:
+        request = partial(self._head_logps, batch, statistics)
+        if self.calls_head:
+            out: ScoredTokens = self.base_model.get_output_embeddings()(hidden, pair_request=request)
+            return out
+        return request(hidden)
+
+    def _head_logps(self, batch: ModelInputs, statistics: TokenStatistics, hidden: Tensor) -> ScoredTokens:
         in_kept = None if self._kept_rows(batch) is None else batch.scored_in_kept
-        rows = (batch.scored_rows if in_kept is None else in_kept).to(hidden.device)
-        targets = batch.targets.to(hidden.device)
-        cp, count = self.context_parallel, len(targets)
-        if cp is not None:
-            index, rows = cp.local_scored_rows(rows, len(states))
-            targets = targets[index]
-        scored = states.index_select(0, rows)
-        head = self._lm_head(scored.dtype)
-        values = target_logps(head, scored, targets)
-        squared_probs = log_sum_squared_probs(head, scored) if with_squared_probs else None
-        if cp is not None:
-            values = cp.all_gather_logps(values, index, count)
-            squared_probs = None if squared_probs is None else cp.all_gather_logps(squared_probs, index, count)
-        return values, squared_probs
+        return score_rows(
+            self._lm_head(hidden.dtype),
+            hidden.reshape(-1, hidden.shape[-1]),
+            batch.scored_rows if in_kept is None else in_kept,
+            batch.targets,
+            context_parallel=self.context_parallel,
+            statistics=statistics,
+        )
 
     def _hidden_states(self, batch: ModelInputs, entering: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self._run_backbone(batch, entering).last_hidden_state
+        return hidden
+
+    def _run_backbone(self, batch: ModelInputs, entering: Tensor | None = None, **outputs: bool) -> Any:
         """Run the decoder on a micro-batch, or on the hidden states that a previous pipeline stage made of it."""
         device = self.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
@@ -166,8 +194,7 @@ class PairModel:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = entering
         with self.precision(device):
-            hidden: Tensor = self.backbone(**inputs, use_cache=False, **context).last_hidden_state
-        return hidden
+            return self.backbone(**inputs, use_cache=False, **context, **outputs)
 
     def _kept_rows(self, batch: ModelInputs) -> KeptRows | None:
         """Return the rows that the last layer computes; None: all."""
@@ -184,7 +211,7 @@ class PairModel:
             to_local(weight),
             None if bias is None else to_local(bias),
             hidden_dtype if hidden_dtype == torch.float64 else self.compute_dtype,
-            logit_transform(self.causal_lm),
+            logit_transform(self.base_model.config),
             vocab_parallel,
         )
 
@@ -194,8 +221,8 @@ class PairModel:
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
 
-def attach_pair_forward(model: PreTrainedModel) -> None:
-    """Let `model(pair_request=function)` call the function instead of the original forward; idempotent.
+def attach_pair_forward(model: nn.Module) -> None:
+    """Let `model(*args, pair_request=function)` return function(*args) in place of the original forward; idempotent.
 
     The function then runs inside the model's `__call__`, so that hooks around a forward (FSDP2 gathers the weights in
     one) also run around it. The original forward stays available as `model.original_forward`.
@@ -206,19 +233,8 @@ def attach_pair_forward(model: PreTrainedModel) -> None:
         module.forward = MethodType(_pair_forward, module)
 
 
-def _pair_forward(model: Any, *args: Any, pair_request: Callable[[], Any] | None = None, **rest: Any) -> Any:
-    return model.original_forward(*args, **rest) if pair_request is None else pair_request()
-
-
-def logit_transform(model: nn.Module) -> LogitTransform:
-    """Read the scale and soft cap of a model's logits from its config."""
-    config = base_model(model).config.get_text_config()
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
-        scale *= float(getattr(config, name, None) or 1.0)
-    divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite; HyperCLOVA X multiplies by it
-    scale = scale * divisor if config.model_type == "hyperclovax" else scale / divisor
-    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2
+def _pair_forward(model: Any, *args: Any, pair_request: Callable[..., Any] | None = None, **rest: Any) -> Any:
+    return model.original_forward(*args, **rest) if pair_request is None else pair_request(*args)
 
 
 @contextmanager
@@ -229,8 +245,8 @@ def original_forward(model: nn.Module) -> Iterator[None]:
     if before != PAIR_ATTENTION:
         yield
         return
-    # sdpa is not available to all: Gemma 2 soft-caps its scores
-    transformers_model.set_attn_implementation("sdpa" if transformers_model._supports_sdpa else "eager")
+    has_sdpa = transformers_model._supports_sdpa and not soft_caps_scores(transformers_model.config)
+    transformers_model.set_attn_implementation("sdpa" if has_sdpa else "eager")
     try:
         with original_forwards(transformers_model):
             yield

@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -119,7 +118,7 @@ class ReferenceCache:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         model = redact_text(self._model)
         description: dict[str, Json] = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
-        content = encode(description | asdict(self._fingerprint))
+        content = encode(description | self._fingerprint.content)
         temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
         durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
 

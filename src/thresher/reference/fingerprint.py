@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
+from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 
 # increase it when the same weights and tokens get different logps, so that older caches are not used
@@ -31,17 +32,24 @@ class ReferenceFingerprint:
     """Everything but the tokens that determines a logp.
 
     weights and settings are digests of the model's files; weights are held in master_dtype, and the forward computes in
-    dtype. Layout, batch size, device and attention kernel are excluded: they change a logp by rounding only.
+    dtype. scores_prompt: the tokens of the prompt have logps too. Layout, batch size, device and attention kernel are
+    excluded: they change a logp by rounding only.
     """
 
     weights: str
     settings: str
     dtype: str
     master_dtype: str
+    scores_prompt: bool = False
+
+    @property
+    def content(self) -> dict[str, str | bool]:
+        """The fields as stored; the default of scores_prompt is absent, as in caches that are older than it."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
     @property
     def digest(self) -> str:
-        content = {"scoring_version": SCORING_VERSION, **asdict(self)}
+        content = {"scoring_version": SCORING_VERSION, **self.content}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -57,6 +65,14 @@ def weights_digest(path: str) -> str:
                 digests[file.suffix] = sha256_of_file(file)
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def with_adapter(weights: str, adapter: AdapterFiles) -> str:
+    """Digest weights together with the tensors and settings of a LoRA adapter."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        tensors = _digest_tensors(adapter.weights, pool)
+    content = {"weights": weights, "adapter": tensors, "settings": dict(adapter.settings)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def frozen_digest(weights: str | None, master_dtype: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thresher.data.batching.blocks import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
@@ -63,7 +64,7 @@ class PrecomputedReference:
         source: PairSource,
         pair_ids: PairIds,
         *,
-        pairs_per_block: int,
+        blocks: Blocks,
         device: torch.device,
         num_visits: int,
     ) -> None:
@@ -72,11 +73,13 @@ class PrecomputedReference:
         self.num_scored = 0
         self._cache = cache
         self._source = source
-        self._pairs_per_block = pairs_per_block
+        self._all_blocks = blocks
         self._device = device
         self._num_visits = num_visits
-        self._blocks: PairIds = np.unique(pair_ids // pairs_per_block)
-        self._is_wanted = np.zeros(len(_ids_of(self._blocks, pairs_per_block, len(source))), dtype=np.bool_)
+        self._blocks: PairIds = np.unique(blocks.containing(pair_ids))
+        sizes = blocks.sizes(self._blocks)
+        self._starts = np.cumsum(sizes) - sizes  # position of each block's first pair among those looked up
+        self._is_wanted = np.zeros(int(sizes.sum()), dtype=np.bool_)
         self._is_wanted[self._positions(pair_ids)] = True
         self._found: FoundLogps
         self.lookup()
@@ -126,7 +129,7 @@ class PrecomputedReference:
 
     def lookup(self) -> None:
         """Search the cache again: other processes may have scored some of the pairs."""
-        ids = _ids_of(self._blocks, self._pairs_per_block, len(self._source))
+        ids = self._all_blocks.pairs(self._blocks)
         keys = np.empty(len(ids), dtype=HASH_DTYPE)
         start = 0
         for hashes in self._source.hashes():
@@ -151,13 +154,12 @@ class PrecomputedReference:
 
     def _blocks_with(self, is_marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Mark the blocks that contain a marked pair."""
-        starts = np.arange(len(self._blocks)) * self._pairs_per_block
-        return np.logical_or.reduceat(is_marked, starts) if len(starts) else is_marked
+        return np.logical_or.reduceat(is_marked, self._starts) if len(self._starts) else is_marked
 
     def _score_block(
         self, block: int, score: Callable[[PairBatch], ChosenRejectedLogps], writer: ShardWriter | None
     ) -> None:
-        ids = _ids_of(np.array([block]), self._pairs_per_block, len(self._source))
+        ids = self._all_blocks.pairs(np.array([block]))
         batch = self._source.read(ids)
         sides = score(batch)
         self.num_scored += len(batch)
@@ -171,19 +173,13 @@ class PrecomputedReference:
         writer.end_block()
 
     def _positions(self, pair_ids: PairIds) -> PairIds:
-        """Positions of pairs among those of the blocks; only the last block of a source can be short."""
-        blocks, rows = np.divmod(pair_ids, self._pairs_per_block)
+        """Positions of pairs among those of the blocks that were looked up."""
+        blocks = self._all_blocks.containing(pair_ids)
         at = np.searchsorted(self._blocks, blocks)
         is_known = np.take(self._blocks, at, mode="clip") == blocks
         if not is_known.all():
             raise IndexError(f"pair {pair_ids[~is_known][0]} was not looked up in the cache")
-        return at * self._pairs_per_block + rows
-
-
-def _ids_of(blocks: PairIds, pairs_per_block: int, num_pairs: int) -> PairIds:
-    """Return the pair ids of some blocks, in order."""
-    ids = (blocks[:, None] * pairs_per_block + np.arange(pairs_per_block)).reshape(-1)
-    return ids[ids < num_pairs]
+        return self._starts[at] + pair_ids - self._all_blocks.edges[blocks]
 
 
 def _split(side: ResponseLogps) -> list[Logps]:

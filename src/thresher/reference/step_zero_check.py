@@ -20,10 +20,13 @@ Forwards = Literal["same", "other batches", "other axes"]
 MEASURED_NOISE = {
     torch.float32: {"other batches": 3e-7, "other axes": 2.2e-6},
     torch.bfloat16: {"other batches": 2.5e-2, "other axes": 2.9e-2},
+    # an eighth of bf16, which has three bits less; measured up to 2.3e-3, on a CPU whose fp16 products add up in the
+    # same order in any batch
+    torch.float16: {"other batches": 3.1e-3, "other axes": 3.6e-3},
 }
-# deeper models and other kernels are noisier than what was measured, and a false alarm stops a run; in bf16 there is
-# less room below the effect of a wrong setting
-_NOISE_FACTORS = {torch.float32: 100.0, torch.bfloat16: 3.0}
+# deeper models and other kernels are noisier than what was measured, and a false alarm stops a run; in bf16 and fp16
+# there is less room below the effect of a wrong setting
+_NOISE_FACTORS = {torch.float32: 100.0, torch.bfloat16: 3.0, torch.float16: 3.0}
 _SAME_FORWARD = 1e-6
 
 
@@ -42,7 +45,7 @@ def check_step_zero(
     """Raise if margins do not start at 0, or if the loss does not start at its zero-margin value (ln 2 for DPO)."""
     if first.reference is None:
         return
-    scored = policy.score(first.pairs, with_squared_probs=objective.needs_squared_probs)
+    scored = policy.score(first.pairs, statistics=objective.statistics)
     if not len(first.pairs):  # a dummy batch, scored for lockstep with other ranks
         return
     sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))

@@ -1,26 +1,42 @@
-"""Runtimes: execute a run in this process or on the workers of a Ray cluster. Ray is imported only if it is used."""
+"""Runtimes: execute a run in this process, on the workers of a Ray cluster, or on the processes of torchrun or srun.
+
+Ray is imported only if it is used.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from thresher.runtime.launch import find_launch
 
 if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.inputs import RunInputs
     from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
     from thresher.losses.objective import Objective
-    from thresher.strategies.native.parameters import ParameterCounts
+    from thresher.runtime.torchrun import LaunchSession
+    from thresher.strategies.strategy import ParameterCounts
     from thresher.training.loop import Trainable, TrainingProgress
+
+
+class Begin(Protocol):
+    """Does the last work before the first step; to_evaluate: also if no step is left."""
+
+    def __call__(self, *, to_evaluate: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run that is ready to begin. devices describes the hardware, notes are warnings for the user."""
+    """A run that is ready to begin. devices describes the hardware, notes are warnings for the user.
+
+    actor_train and reference are what trains and scores: the workers of the roles on Ray, objects in this process
+    otherwise. reference is None if the workers of the policy score it. max_tokens: token budget of a micro-batch, None
+    for the default of the layout.
+    """
 
     trainable: Trainable
     progress: TrainingProgress
@@ -29,13 +45,26 @@ class RunHandle:
     devices: str
     parameter_counts: ParameterCounts
     notes: tuple[str, ...]
-    begin: Callable[[], None]
+    begin: Begin
+    actor_train: object
+    reference: object
+    max_tokens: int | None = None
 
 
 class Runtime(Protocol):
     """Starts the trainers of a run; progress is called with (description, done, total)."""
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle: ...
+
+
+def launch_session() -> AbstractContextManager[LaunchSession | None]:
+    """Connect this process with the others that torchrun or srun started; None if it was not started by them."""
+    launch = find_launch(os.environ)
+    if launch is None:
+        return nullcontext(None)
+    from thresher.runtime.torchrun import open_session
+
+    return open_session(launch)
 
 
 def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:
@@ -47,6 +76,10 @@ def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextMana
         from thresher.runtime.ray.runtime import open_ray_runtime
 
         return open_ray_runtime(config, objective)
+    if config.runtime == "torchrun":
+        from thresher.runtime.torchrun import open_torchrun_runtime
+
+        return open_torchrun_runtime(config, objective)
     from thresher.runtime.local import LocalRuntime
 
     os.environ.update(config.environment_of("actor_train"))

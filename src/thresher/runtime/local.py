@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from thresher.builders.checked_engines import build_checked_policy
+from thresher.builders.engines import device_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig
+from thresher.plan.budget import Gpu, gpu_of, with_token_budget
 from thresher.runtime import RunHandle
 
 
 @dataclass(frozen=True)
 class LocalRuntime:
-    """Trains in this process, which is the only rank."""
+    """Trains in this process, which is the only rank. find_gpu: returns the GPU of a device, None for a CPU."""
 
     config: DPOConfig
+    find_gpu: Callable[[torch.device], Gpu | None] = gpu_of
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models, check them on real pairs, and restore a checkpoint if there is one."""
+        device = device_of(self.config.actor_train)
+        inputs = with_token_budget(self.config, inputs, checkpoint, lambda: self.find_gpu(device))
         checked = build_checked_policy(self.config, inputs)
         policy, inputs = checked.policy, checked.inputs
         reference = build_reference_bundle(self.config, inputs, policy, progress)
@@ -35,4 +43,7 @@ class LocalRuntime:
             policy.parameter_counts,
             (*checked.notes, *bundle.notes),
             bundle.begin,
+            bundle.trainer,
+            reference,
+            inputs.max_tokens,
         )

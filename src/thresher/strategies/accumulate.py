@@ -1,15 +1,16 @@
 """Turn the micro-batches of a step into a gradient: score, apply the objective, divide, backward.
 
 The gradient of a step is d(sum of per-pair losses / num_pairs_in_step). `_step_loss` divides, by the pairs of the step
-over all data-parallel ranks. Every later reduction over micro-batches and ranks is therefore a plain sum: autograd adds
-up micro-batches, and native/parameters.py lists what is summed over which ranks.
+over all data-parallel ranks, and multiplies by the loss scale of fp16. Every later reduction over micro-batches and
+ranks is therefore a plain sum: autograd adds up micro-batches, and native/parameters.py lists what is summed over which
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,15 @@ from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs, empty_logps
+from thresher.losses.pairs import (
+    NO_STATISTICS,
+    ChosenRejectedLogps,
+    ObjectiveInputs,
+    ResponseLogps,
+    TokenStatistics,
+    concat_pairs,
+    empty_logps,
+)
 from thresher.strategies.nonfinite import ScoredPairs
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
@@ -27,17 +36,33 @@ Score = Callable[[PairBatch], ChosenRejectedLogps]
 LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
 
 
+class ExecutedBatches(NamedTuple):
+    """What the backward of a step gives beside gradients; metrics: those of loss terms that do not depend on logps."""
+
+    tokens: TokenCounts
+    metrics: Metrics = {}
+
+
 class MicroBatchExecutor(Protocol):
     """Executes the micro-batches of a step, sequentially or with a pipeline schedule."""
 
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score without gradient; every process of a data-parallel rank returns the logps."""
         ...
 
-    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
+    def backward(
+        self,
+        batches: Sequence[PairBatch],
+        loss_fn: LossFn,
+        *,
+        statistics: TokenStatistics,
+        loss_scale: float | None = None,
+    ) -> ExecutedBatches:
         """Score each batch and run the backward of loss_fn(index of the batch, its logps), in any order.
 
-        In a pipeline only the last stage has logps, so only its processes call loss_fn and count tokens.
+        An executor may add a term of the model itself to the loss, such as the balance of its experts, times
+        loss_scale, which loss_fn contains already. In a pipeline only the last stage has logps, so only its processes
+        call loss_fn and count tokens.
         """
         ...
 
@@ -57,13 +82,14 @@ def accumulate_gradients(
     objective: Objective,
     num_pairs_in_step: int,
     dp_group: DataParallelGroup,
+    loss_scale: float | None = None,
 ) -> LocalStepResult:
-    """Add this rank's term of the step's gradient to `.grad` of the parameters.
+    """Add this rank's term of the step's gradient, times loss_scale, to `.grad` of the parameters.
 
     A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
     """
     if objective.couples_pairs:
-        return _accumulate_coupled(executor, micro_batches, objective, num_pairs_in_step, dp_group)
+        return _accumulate_coupled(executor, micro_batches, objective, num_pairs_in_step, dp_group, loss_scale)
     metrics: list[Metrics] = []
     scored_pairs: list[ScoredPairs] = []
 
@@ -72,11 +98,12 @@ def accumulate_gradients(
         output = objective(inputs)
         metrics.append(output.metrics)
         scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
-        return _step_loss(output.per_pair, num_pairs_in_step)
+        return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
     batches = [micro.pairs for micro in micro_batches]
-    tokens = executor.backward(batches, loss_fn, with_squared_probs=objective.needs_squared_probs)
-    return LocalStepResult(merge_metrics(metrics) or _empty_metrics(objective), tokens, scored_pairs)
+    executed = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
+    local = merge_metrics(metrics) or empty_metrics(objective)
+    return LocalStepResult(local | executed.metrics, executed.tokens, scored_pairs)
 
 
 def _accumulate_coupled(
@@ -85,6 +112,7 @@ def _accumulate_coupled(
     objective: Objective,
     num_pairs_in_step: int,
     dp_group: DataParallelGroup,
+    loss_scale: float | None,
 ) -> LocalStepResult:
     """Gradient of a loss that couples all pairs of a step, by the chain rule in two passes.
 
@@ -96,13 +124,13 @@ def _accumulate_coupled(
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
         local = [
-            objective_inputs(micro, executor.score(micro.pairs, with_squared_probs=objective.needs_squared_probs))
+            objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics))
             for micro in micro_batches
         ]
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
     own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
     output = objective(concat_pairs(by_rank))
-    loss = _step_loss(output.per_pair, num_pairs_in_step)
+    loss = _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
     leaves = [own.policy.chosen.values, own.policy.rejected.values]
     chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
     chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
@@ -114,17 +142,19 @@ def _accumulate_coupled(
 
     batches = [micro.pairs for micro in micro_batches]
     # the derivative from pass 1 already contains all that the loss needs beside the logps
-    tokens = executor.backward(batches, loss_fn, with_squared_probs=False)
+    executed = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
     scored = ScoredPairs.of(pair_ids, own, output.per_pair[start : start + own.num_pairs])
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
-    return LocalStepResult(dp_group.metrics_group.only_on_rank0(output.metrics), tokens, [scored])
+    local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | executed.metrics
+    return LocalStepResult(local_metrics, executed.tokens, [scored])
 
 
-def _step_loss(per_pair: Tensor, num_pairs_in_step: int) -> Tensor:
+def _step_loss(per_pair: Tensor, num_pairs_in_step: int, loss_scale: float | None) -> Tensor:
     # sum, not mean: micro-batches and ranks hold different pair counts, so divide once, globally
-    return per_pair.sum() / num_pairs_in_step
+    loss = per_pair.sum() / num_pairs_in_step
+    return loss if loss_scale is None else loss * loss_scale
 
 
 class Evaluation:
@@ -136,13 +166,14 @@ class Evaluation:
         self._metrics: list[Metrics] = []
 
     @torch.no_grad()
-    def add(self, micro: MicroBatch) -> None:
-        """Score a micro-batch of this rank."""
+    def add(self, micro: MicroBatch) -> ObjectiveInputs:
+        """Score a micro-batch of this rank; return its logps."""
         inputs = objective_inputs(micro, self._score(micro.pairs))
         if self._objective.couples_pairs:
             self._inputs.append(inputs)
         else:
             self._metrics.append(self._objective(inputs).metrics)
+        return inputs
 
     @torch.no_grad()
     def metrics(self) -> Metrics:
@@ -152,7 +183,7 @@ class Evaluation:
             local = concat_pairs(self._inputs or [_empty_inputs(objective)])
             metrics = dp_group.only_on_rank0(objective(concat_pairs(dp_group.all_gather_pairs(local))).metrics)
         else:
-            metrics = merge_metrics(self._metrics) or _empty_metrics(objective)
+            metrics = merge_metrics(self._metrics) or empty_metrics(objective)
         return dp_group.all_reduce_metrics(metrics)[0]
 
 
@@ -174,11 +205,11 @@ def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) ->
 
 
 def _empty_inputs(objective: Objective) -> ObjectiveInputs:
-    sides = empty_logps(with_squared_probs=objective.needs_squared_probs)
+    sides = empty_logps(statistics=objective.statistics)
     return ObjectiveInputs(sides, sides if objective.needs_reference else None)
 
 
-def _empty_metrics(objective: Objective) -> Metrics:
+def empty_metrics(objective: Objective) -> Metrics:
     """Every metric of the objective with a count of 0: ranks must agree on the names when they sum metrics."""
     return objective(_empty_inputs(objective)).metrics
 

@@ -15,7 +15,7 @@ from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 
 NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
-Reason = Literal["loss", "gradient"]
+Reason = Literal["loss", "gradient", "overflow"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,19 @@ class ScoredPairs:
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """Why a step was skipped, and its non-finite pairs; empty if no single pair is responsible."""
+    """Why a step was skipped, and its non-finite pairs; empty if no single pair is responsible.
+
+    An overflow is a gradient beyond the range of fp16, which a lower loss scale avoids: a normal event, with no pairs.
+    loss_scale: of the next step, in fp16.
+    """
 
     reason: Reason
     pairs: Mapping[int, NonFiniteSource]
+    loss_scale: float | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        return self.reason != "overflow"
 
 
 def nonfinite_reason(metrics: Metrics, grad_norm: float) -> Reason | None:

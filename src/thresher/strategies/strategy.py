@@ -8,18 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.sharded import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.strategies.nonfinite import NonFiniteStep
+
+
+class ParameterCounts(NamedTuple):
+    """Number of parameters of a model, adapters included, and of those that are trained."""
+
+    total: int
+    trained: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterCounts:
+        """Count the parameters of a model that is not sharded."""
+        parameters = list(model.parameters())
+        return cls(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -59,15 +72,29 @@ class StepOutcome:
     def skipped(self) -> bool:
         return self.nonfinite is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether it was skipped for another reason than a loss scale that is too large."""
+        return self.nonfinite is not None and self.nonfinite.is_failure
+
 
 class Scorer(Protocol):
     """A model that scores pairs without gradient."""
 
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps: ...
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps: ...
 
 
 class InferStrategy(Scorer, Protocol):
     """The reference's engine."""
+
+    @property
+    def dp_group(self) -> DataParallelGroup:
+        """The data-parallel ranks, which score different pairs."""
+        ...
+
+    def check_logps(self, batch: PairBatch) -> None:
+        """Compare the logps with those of the model's original forward; raise LayoutError if they differ."""
+        ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
 
@@ -84,6 +111,16 @@ class TrainStrategy(Scorer, Protocol):
 
     @property
     def hidden_size(self) -> int: ...
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """Those of the whole model, however it is sharded."""
+        ...
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale of the next step in fp16; None in other precisions."""
+        ...
 
     @property
     def dp_group(self) -> DataParallelGroup:
@@ -109,7 +146,7 @@ class TrainStrategy(Scorer, Protocol):
         ...
 
     def check_logps(self, batch: PairBatch) -> None:
-        """Compare the logps with those of the model's original forward; raise UserError if they differ."""
+        """Compare the logps with those of the model's original forward; raise LayoutError if they differ."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

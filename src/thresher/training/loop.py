@@ -10,12 +10,14 @@ from typing import Protocol
 
 from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
+from thresher.training.evaluated_pairs import EvaluatedPairs
 from thresher.training.skipped_steps import SkippedStep, SkippedStepLog
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
 
 ShowProgress = Callable[[str, int, int], None]
+KeepPairs = Callable[[int, EvaluatedPairs], None]
 
 
 class Trainable(Protocol):
@@ -31,7 +33,10 @@ class Trainable(Protocol):
         ...
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
-        """Evaluate; yield the progress now and then, and the metrics at the end, empty without a validation set."""
+        """Evaluate; yield the progress now and then, values of some pairs, and the metrics at the end.
+
+        Without a validation set, yield only metrics, which are empty.
+        """
         ...
 
     def save(self) -> object:
@@ -72,15 +77,18 @@ def fit(
     log: MetricLogger,
     skipped: SkippedStepLog,
     show_progress: ShowProgress = lambda what, done, total: None,
+    keep_pairs: KeepPairs = lambda step, pairs: None,
 ) -> dict[str, float]:
     """Train to the end of the plan; return the last evaluation. show_progress: called during long evaluations.
+
+    keep_pairs: called with values of single pairs at each evaluation.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
     All checkpoints are published when this returns.
     """
     step, last = progress.step, dict(progress.last_evaluation)
     if step == 0 and settings.eval_on_start:
-        last = _evaluate(trainable, step, log, show_progress)
+        last = _evaluate(trainable, step, log, show_progress, keep_pairs)
     while step < num_steps:
         next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
         next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
@@ -93,7 +101,7 @@ def fit(
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _evaluate(trainable, step, log, show_progress)
+            last = _evaluate(trainable, step, log, show_progress, keep_pairs)
         if step == next_checkpoint or stopped_at is not None:
             trainable.save()
         if stopped_at is not None and step < num_steps:
@@ -110,6 +118,9 @@ def _next_due_step(every: int, step: int, num_steps: int) -> int:
 
 def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> None:
     skipped.write(step, record)
+    if record.reason == "overflow":
+        logger.info("step %d skipped: its gradient overflows fp16; the loss scale is now %g", step, record.loss_scale)
+        return
     numbers = [str(pair.number) for pair in record.pairs]
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     logger.warning(
@@ -129,14 +140,29 @@ def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> 
         )
 
 
-def _evaluate(trainable: Trainable, step: int, log: MetricLogger, show_progress: ShowProgress) -> dict[str, float]:
-    started = time.perf_counter()
+def evaluate(
+    trainable: Trainable,
+    step: int,
+    show_progress: ShowProgress = lambda what, done, total: None,
+    keep_pairs: KeepPairs = lambda step, pairs: None,
+) -> dict[str, float]:
+    """Evaluate after a step; the result is empty without a validation set."""
     metrics: dict[str, float] = {}
     for record in trainable.evaluate_and_record():
         if isinstance(record, EvaluationProgress):
             show_progress(f"evaluating after step {step}, batches", record.done, record.total)
+        elif isinstance(record, EvaluatedPairs):
+            keep_pairs(step, record)
         else:
             metrics = record
+    return metrics
+
+
+def _evaluate(
+    trainable: Trainable, step: int, log: MetricLogger, show_progress: ShowProgress, keep_pairs: KeepPairs
+) -> dict[str, float]:
+    started = time.perf_counter()
+    metrics = evaluate(trainable, step, show_progress, keep_pairs)
     if metrics:
         log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
         line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())

@@ -1,7 +1,7 @@
 """Graceful shutdown: SIGTERM and SIGINT create a stop file; all ranks stop after the current step and save.
 
 Rank 0 of the policy checks the file and broadcasts the decision, so that all ranks stop after the same step (see
-`DPOTrainer`). Running the same command again resumes from the checkpoint of that step.
+`RankTrainer`). Running the same command again resumes from the checkpoint of that step.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from thresher.strategies.strategy import StepOutcome
 class TrainerState:
     """Counters of a run, saved in checkpoints; the field names are the keys of `trainer.json`.
 
-    step: completed optimizer steps, including skipped ones. window: metric sums since the last logged step.
+    step: completed optimizer steps, including skipped ones. skipped_in_a_row: without overflows of fp16. window: metric
+    sums since the last logged step.
     """
 
     step: int = 0
@@ -31,7 +32,7 @@ class TrainerState:
         self.grad_norm = outcome.grad_norm
         if outcome.skipped:
             self.skipped_steps += 1
-            self.skipped_in_a_row += 1
+            self.skipped_in_a_row += outcome.failed
             return
         self.skipped_in_a_row = 0
         self.pairs_seen += num_pairs
@@ -44,8 +45,8 @@ class TrainerState:
         self.window = merge_metrics([self.window, floats])
 
     def pop_means(self) -> dict[str, float]:
-        """Return the means since the last call and start a new window."""
-        means = {name: metric.mean for name, metric in self.window.items()}
+        """Return the means since the last call, without those of no pair, and start a new window."""
+        means = {name: metric.mean for name, metric in self.window.items() if metric.count}
         self.window = {}
         return means
 

@@ -1,7 +1,8 @@
-"""DPOTrainer: steps, evaluation and checkpoints of one rank, independent of Ray and the engine; `loop` calls it."""
+"""RankTrainer: steps, evaluation and checkpoints of one rank, independent of Ray and the engine; `loop` calls it."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,11 @@ from thresher.checkpoint.manager import AsyncSaver, CheckpointManager
 from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng_of_rank
 from thresher.checkpoint.sharded import HostBuffers
 from thresher.checkpoint.state import load_state, save_state
+from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import Lengths, PairStore
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
@@ -32,6 +34,7 @@ from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.strategies.accumulate import Evaluation
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
+from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
 from thresher.training.state import TrainerState
@@ -59,9 +62,9 @@ class ScoredDataset:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Evaluation batch size, logging interval, limit of skipped steps, seed, stop file and asynchronous saving."""
+    """Evaluation batches, logging interval, limit of skipped steps, seed, stop file and asynchronous saving."""
 
-    pairs_per_eval_batch: int
+    evaluation: ScoringBatching
     logging_steps: int = 1
     max_consecutive_skipped_steps: int = 5
     seed: int = 0
@@ -79,7 +82,7 @@ class EvaluationProgress(NamedTuple):
     total: int
 
 
-EvaluationRecord = EvaluationProgress | dict[str, float]
+EvaluationRecord = EvaluationProgress | EvaluatedPairs | dict[str, float]
 _SECONDS_BETWEEN_PROGRESS = 2.0
 
 
@@ -95,7 +98,7 @@ class AuxiliaryState(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-class DPOTrainer:
+class RankTrainer:
     """Train a policy on the pairs of a plan."""
 
     def __init__(
@@ -189,12 +192,13 @@ class DPOTrainer:
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
         """Evaluate and keep the result, which ranks a checkpoint of this step.
 
-        Yields the progress every few seconds, and the metrics at the end; they are empty without a validation set.
+        Yields the progress every few seconds, then values of some pairs, and the metrics at the end; they are empty
+        without a validation set.
         """
         set_activity(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             for record in self._evaluate():
-                if not isinstance(record, EvaluationProgress):
+                if isinstance(record, dict):
                     self.last_evaluation, self._last_eval_step = record, self.state.step
                 yield record
 
@@ -203,9 +207,10 @@ class DPOTrainer:
         if self._validation is None:
             yield {}
             return
-        dp_group, num_pairs = self.strategy.dp_group, len(self._validation.store)
-        batches = evaluation_batches(num_pairs, self._settings.pairs_per_eval_batch, dp_group.rank, dp_group.size)
+        dp_group, lengths = self.strategy.dp_group, self._validation.store.lengths
+        batches = evaluation_batches(lengths, self._settings.evaluation, dp_group.rank, dp_group.size)
         evaluation = Evaluation(self._score, self.objective, dp_group)
+        sampler = PairSampler(self.objective, self._validation.store)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.seed)
@@ -213,9 +218,11 @@ class DPOTrainer:
                 if time.monotonic() >= due:
                     due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
                     yield EvaluationProgress(min(index, len(batches)), len(batches))  # other ranks may have more
-                evaluation.add(micro)
+                sampler.add(micro.pairs.pair_ids, evaluation.add(micro))
             metrics = evaluation.metrics()
-        yield {f"eval/{name}": metric.mean for name, metric in metrics.items()}
+        if (pairs := sampler.gather(dp_group)) is not None:
+            yield pairs
+        yield {f"eval/{name}": metric.mean for name, metric in metrics.items() if float(metric.count)}
 
     def save(self) -> Path:
         """Save a checkpoint of this step and return its path; collective.
@@ -282,7 +289,7 @@ class DPOTrainer:
             yield MicroBatch(pairs, None if dataset.reference is None else dataset.reference.logps(pairs))
 
     def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
-        return self.strategy.score(batch, with_squared_probs=self.objective.needs_squared_probs)
+        return self.strategy.score(batch, statistics=self.objective.statistics)
 
     def _stop_requested(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
@@ -300,6 +307,7 @@ class DPOTrainer:
                 "grad_norm": self.state.grad_norm,
                 "epoch": self.plan.epoch_of(self.state.step),
                 "skipped_steps": self.state.skipped_steps,
+                **({} if self.strategy.loss_scale is None else {"loss_scale": self.strategy.loss_scale}),
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
@@ -316,6 +324,7 @@ class DPOTrainer:
             "objective": self.objective.state(),
             "identity": self._identity,
             "last_eval": self.last_evaluation,
+            "max_tokens_per_micro_batch": self._micro_batching.max_tokens,
         }
 
         def write(directory: Path) -> list[str]:
@@ -330,10 +339,11 @@ class DPOTrainer:
         return write
 
 
-def evaluation_batches(num_pairs: int, pairs_per_batch: int, rank: int, num_ranks: int) -> list[PairIds]:
+def evaluation_batches(lengths: Lengths, batching: ScoringBatching, rank: int, num_ranks: int) -> list[PairIds]:
     """Pair ids of each validation batch of a rank; over all ranks, each pair is in exactly one."""
-    ids = np.arange(rank, num_pairs, num_ranks, dtype=np.int64)
-    return [ids[start : start + pairs_per_batch] for start in range(0, len(ids), pairs_per_batch)]
+    ids = np.arange(rank, len(lengths), num_ranks, dtype=np.int64)
+    edges = batching.blocks(lengths[ids]).edges
+    return [ids[start:stop] for start, stop in itertools.pairwise(edges.tolist())]
 
 
 def _pad_for_lockstep(batches: Sequence[PairIds], dp_group: DataParallelGroup) -> list[PairIds]:

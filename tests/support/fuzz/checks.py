@@ -24,8 +24,16 @@ from thresher.data.pair import Pair
 from thresher.data.prepare.block_worker import BadRow, BlockTask, BlockWorker
 from thresher.data.prepare.prepare import prepare
 from thresher.data.prepare.report import report_of
-from thresher.data.rows.formats import FORMAT_BY_NAME, PreferenceRow, detect_format, to_preference_row
+from thresher.data.rows.formats import (
+    FORMAT_BY_NAME,
+    PreferenceRow,
+    check_columns,
+    detect_format,
+    read_numbers,
+    to_preference_row,
+)
 from thresher.data.rows.parsing import BadRowError, parse_row
+from thresher.data.rows.tokenized import read_tokenized
 from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
@@ -53,6 +61,10 @@ def check_row(content: Any) -> bool:
             if joined is None:
                 raise AssertionError("opposite labels of one prompt were not joined")
             row, row_format = joined, FORMAT_BY_NAME["prompt"]
+        if row_format.is_tokenized:
+            check_columns(row, row_format, {})
+            read_tokenized(row, 100, *read_numbers(row))
+            return True
         read = to_preference_row(row, row_format, {})
     except BadRowError as error:
         bad = BadRow.of(block, 0, error)

@@ -18,6 +18,7 @@ from tests.support.strategies.parity import CPU, Case, load_parallel, make_polic
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.strategies.native.parallelize import parallelize
+from thresher.strategies.native.train import NativeTrain
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,14 @@ def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
     model, parallel = load_parallel(case, model_dir)
     policy = make_policy(case, model, parallel)
     trainer = make_trainer(policy, None, case)
-    counted: list[HeldBytes] = []
+    counted = count_before_zero_grad(policy)
+    trainer.training_step()
+    return counted[0]
+
+
+def count_before_zero_grad(policy: NativeTrain) -> list[HeldBytes]:
+    """Return a list that the next step of a policy fills."""
+    model, counted = policy.model, list[HeldBytes]()
     zero_grad = policy._parameters.zero_grad
 
     def count_and_zero() -> None:
@@ -43,8 +51,7 @@ def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
         zero_grad()
 
     policy._parameters.zero_grad = count_and_zero
-    trainer.training_step()
-    return counted[0]
+    return counted
 
 
 def _memory(tensors: Iterable[Tensor]) -> int:

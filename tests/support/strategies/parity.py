@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,9 +23,11 @@ from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
+from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
+from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.mesh import AXES, Mesh, ParallelDims
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
@@ -32,13 +35,16 @@ from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
+from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.logps import base_model
 from thresher.reference.scorers import LiveReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep
-from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -83,26 +89,80 @@ class Case:
     recomputes_activations: bool = False
     nonfinite_pair: int | None = None
     virtual_pp_size: int = 1
+    zero_stage: int = 3
+    router_loss_coef: float = 0.0
+    frozen: tuple[str, ...] = ()
+    counts_zeros: bool = False
+    initial_loss_scale: float = 2.0**16
+    lora_rank: int | None = None
+    engine: TestedEngine | None = None  # None: the native one
 
     def __str__(self) -> str:
         """A name for `pytest -k`."""
-        parts = (axes_text(self.sizes), self.layout, self.loss, self.family, self.also)
+        where = axes_text(self.sizes) if self.engine is None else f"{self.engine} {self.sizes.num_processes}"
+        parts = (where, self.layout, self.loss, self.family, self.also)
         return "-".join(filter(None, parts)).replace(" ", "_")
 
     @property
     def plan(self) -> Plan:
         return Plan(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
 
+    @property
+    def trained(self) -> TrainedParts:
+        lora = None if self.lora_rank is None else LoraSettings(self.lora_rank, None, ["all-linear"])
+        return TrainedParts(lora=lora, frozen_prefixes=self.frozen)
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        return OptimizerSettings(
+            learning_rate=LEARNING_RATE,
+            epsilon=1e-5,
+            max_grad_norm=self.max_grad_norm,
+            counts_zeros=self.counts_zeros,
+            initial_loss_scale=self.initial_loss_scale,
+        )
+
+
+class TestedEngine(Protocol):
+    """Builds the models of a case on this rank; str: for the name of the case."""
+
+    def policy(self, case: Case, path: Path) -> Any: ...
+
+    def reference(self, case: Case, path: Path) -> Any: ...
+
+    def full_weights(self, policy: Any) -> dict[str, Tensor]:
+        """The trained weights of a policy."""
+        ...
+
+    def frozen_weights(self, policy: Any) -> dict[str, Tensor]: ...
+
+
+class NativeEngine:
+    """The native engine on the mesh of a case."""
+
+    def policy(self, case: Case, path: Path) -> NativeTrain:
+        return make_policy(case, *load_parallel(case, path, case.trained))
+
+    def reference(self, case: Case, path: Path) -> NativeInfer:
+        return make_reference(case, *load_parallel(case, path))
+
+    def full_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+        return {name: gather_full(weight) for name, weight in policy.weights().items()}
+
+    def frozen_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+        return {name: gather_full(each) for name, each in policy.model.named_parameters() if not each.requires_grad}
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """metrics: the logged metrics of each step, without time and memory."""
+    """metrics: the logged metrics of each step, without time and memory. frozen_weights: before and after."""
 
     metrics: list[dict[str, float]]
     grad_norms: list[float]
     weights: dict[str, Tensor]
     skipped_steps: int = 0
     skipped: tuple[SkippedStep, ...] = ()
+    frozen_weights: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def axes_text(sizes: ParallelDims) -> str:
@@ -110,8 +170,11 @@ def axes_text(sizes: ParallelDims) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.sizes, strict=True) if size > 1) or "1 process"
 
 
-def save_model(directory: Path, family: str, seed: int) -> Path:
-    """A model of four layers, with enough heads for every axis; large weights, so that its logits differ."""
+def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
+    """A model of four layers, with enough heads for every axis; large weights, so that its logits differ.
+
+    changes: other values of its config.
+    """
     torch.manual_seed(seed)
     config: PreTrainedConfig = copy.deepcopy(FAMILIES[family])
     config.num_hidden_layers = 4
@@ -119,6 +182,8 @@ def save_model(directory: Path, family: str, seed: int) -> Path:
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(4)]
     config.initializer_range = 0.2
+    for name, value in changes.items():
+        setattr(config, name, value)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 
@@ -143,12 +208,29 @@ def mesh_of(sizes: ParallelDims) -> Mesh:
 
 def train_parallel(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """Train on this rank; return the full weights."""
-    return _train(case, load_parallel(case, policy_dir), load_parallel(case, reference_dir))
+    engine = case.engine or NativeEngine()
+    return _train(case, engine, engine.policy(case, policy_dir), engine.reference(case, reference_dir))
+
+
+def train_replicated(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
+    """Train on this rank with a full copy of the model, as workers do whose number is dp_replicate."""
+    dp_group = DataParallelGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    parallel = ParallelContext(dp_group=dp_group)
+    policy, reference = (load_model(str(path)) for path in (policy_dir, reference_dir))
+    return _train(case, NativeEngine(), make_policy(case, policy, parallel), make_reference(case, reference, parallel))
 
 
 def train_single_process(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """Train with the native engine in one process."""
-    return _train(case, *((load_model(str(path)), ParallelContext()) for path in (policy_dir, reference_dir)))
+    policy, reference = (load_model(str(path)) for path in (policy_dir, reference_dir))
+    module = case.trained.apply(policy)
+    case.trained.init(policy, seed=0)
+    return _train(
+        case,
+        NativeEngine(),
+        make_policy(case, module, ParallelContext()),
+        make_reference(case, reference, ParallelContext()),
+    )
 
 
 def score_parallel(case: Case, model_dir: Path) -> tuple[int, int, list[list[float]]]:
@@ -178,21 +260,28 @@ def leaves_rows_out(case: Case, model_dir: Path) -> bool:
     return NativeInfer(model, LAYOUTS[case.layout], case.dtype, parallel).pair_model.skips_unscored_rows
 
 
-def load_parallel(case: Case, path: Path) -> tuple[PreTrainedModel, ParallelContext]:
-    model = build_on_meta(str(path), dtype=torch.float32)
-    return model, parallelize(
-        model, str(path), mesh_of(case.sizes), case.dtype, CPU, virtual_pp_size=case.virtual_pp_size
-    )
-
-
-def _train(
+def load_parallel(
     case: Case,
-    policy_model: tuple[PreTrainedModel, ParallelContext],
-    reference_model: tuple[PreTrainedModel, ParallelContext],
-) -> Outcome:
-    policy = make_policy(case, *policy_model)
-    frozen, parallel = reference_model
-    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
+    path: Path,
+    trained: TrainedParts = TrainedParts(),  # noqa: B008  # frozen
+) -> tuple[torch.nn.Module, ParallelContext]:
+    model = build_on_meta(str(path), dtype=torch.float32)
+    module = trained.apply(model)
+    parallel = parallelize(
+        model,
+        str(path),
+        mesh_of(case.sizes),
+        case.dtype,
+        CPU,
+        keeps_gathered=case.zero_stage == 2,
+        virtual_pp_size=case.virtual_pp_size,
+    )
+    trained.init(model, seed=0)
+    return module, parallel
+
+
+def _train(case: Case, engine: TestedEngine, policy: Any, reference: Any) -> Outcome:
+    frozen_before = engine.frozen_weights(policy)
     trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     metrics, norms, skipped = [], [], []
     for _, logged in trainer.run(NUM_STEPS):
@@ -201,15 +290,21 @@ def _train(
             continue
         metrics.append({name: value for name, value in logged.items() if not name.startswith(_NOT_REPEATABLE)})
         norms.append(trainer.state.grad_norm)
-    weights = {name: gather_full(weight) for name, weight in policy.weights().items()}
-    return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped))
+    weights = engine.full_weights(policy)
+    frozen_after = engine.frozen_weights(policy)
+    frozen_weights = {name: (before, frozen_after[name]) for name, before in frozen_before.items()}
+    return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped), frozen_weights)
 
 
-def make_policy(case: Case, model: PreTrainedModel, parallel: ParallelContext) -> NativeTrain:
+def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeTrain:
     if case.recomputes_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=case.max_grad_norm)
-    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, optimizer, parallel)
+        base_model(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    coef = case.router_loss_coef
+    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, case.optimizer, parallel, router_loss_coef=coef)
+
+
+def make_reference(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeInfer:
+    return NativeInfer(model.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
 
 
 def micro_batching_of(case: Case) -> MicroBatching:
@@ -222,7 +317,7 @@ def micro_batching_of(case: Case) -> MicroBatching:
 
 def make_trainer(
     policy: NativeTrain, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
-) -> DPOTrainer:
+) -> RankTrainer:
     def score(batch: PairBatch) -> ChosenRejectedLogps:
         assert reference is not None
         sides = reference(batch)
@@ -231,7 +326,7 @@ def make_trainer(
             sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
         )
 
-    return DPOTrainer(
+    return RankTrainer(
         strategy=policy,
         objective=objective_of(case.loss),
         plan=case.plan,
@@ -239,7 +334,7 @@ def make_trainer(
         schedule=LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS),
         train=ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
         validation=None,
-        settings=TrainerSettings(pairs_per_eval_batch=4),
+        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=4)),
         checkpoints=CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
         identity={},
         config={},
@@ -247,7 +342,7 @@ def make_trainer(
 
 
 def objective_of(loss: str) -> Objective:
-    return Objective(terms=((make_losses([loss], LOSS_PARAMETERS[loss])[0], 1.0),))
+    return Objective(terms=((make_losses([loss], LOSS_PARAMETERS[loss])[0], 1.0),), measures_entropy=True)
 
 
 def gather_full(tensor: Tensor) -> Tensor:

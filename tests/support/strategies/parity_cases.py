@@ -53,6 +53,14 @@ MATRIX = [
     Case(ParallelDims(dp_replicate=2), pairs_per_step=1, also="fewer pairs than ranks"),
     Case(ParallelDims(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
     Case(ParallelDims(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
+    *(Case(ParallelDims(dp_shard=2), layout, zero_stage=2, also="zero_stage 2") for layout in ("shared", "padded")),
+    Case(
+        ParallelDims(dp_shard=2),
+        zero_stage=2,
+        recomputes_activations=True,
+        also="gradient checkpointing with zero_stage 2",
+    ),
+    Case(ParallelDims(dp_replicate=2, dp_shard=2), zero_stage=2, also="zero_stage 2"),
     Case(ParallelDims(tp=2), recomputes_activations=True, also="gradient checkpointing"),
     Case(ParallelDims(tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
@@ -77,6 +85,7 @@ PIPELINES = [
     Case(ParallelDims(pp=4)),
     Case(ParallelDims(pp=2, dp_shard=2)),
     Case(ParallelDims(pp=2, dp_shard=2), "packed", virtual_pp_size=INTERLEAVED, also="interleaved"),
+    Case(ParallelDims(pp=2, dp_shard=2), zero_stage=2, also="zero_stage 2"),
     Case(ParallelDims(pp=2, tp=2)),
     Case(ParallelDims(pp=2, dp_replicate=2), "padded"),
     Case(ParallelDims(pp=2, cp=2)),
@@ -87,11 +96,18 @@ PIPELINES = [
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
+    Case(ParallelDims(dp_shard=2), loss="aot", zero_stage=2, also="a loss that couples pairs, zero_stage 2"),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]
 IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))]
-ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16]
+IN_FP16 = [
+    Case(ParallelDims(dp_replicate=2), "padded", dtype=torch.float16, also="fp16"),
+    Case(ParallelDims(dp_shard=2), dtype=torch.float16, also="fp16"),
+    Case(ParallelDims(tp=2), family="gemma2", dtype=torch.float16, also="fp16"),  # dense attention
+    Case(ParallelDims(cp=2), dtype=torch.float16, also="fp16"),
+]
+ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16, *IN_FP16]
 
 
 def render_table(cases: Iterable[Case]) -> str:

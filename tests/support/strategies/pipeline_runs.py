@@ -22,14 +22,15 @@ from tests.support.strategies.parity import (
 from thresher.data.pair import PairBatch
 from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import ModelInputs, PackedLayout
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.strategies.native import pipeline_executor
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
 OPTIMIZER = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
@@ -94,7 +95,7 @@ def batch_of(ids: Sequence[int]) -> PairBatch:
 
 def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ChosenRejectedLogps]:
     policy = policy_of(case, path, None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU))
-    return [policy.score(batch_of(ids), with_squared_probs=True) for ids in batches]
+    return [policy.score(batch_of(ids), statistics=TokenStatistics(True, True)) for ids in batches]
 
 
 def check_logps(case: Case, path: Path, has_wrong_positions: bool) -> str | None:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,20 +21,26 @@ _SECONDS_AFTER_A_FAILURE = 20
 
 
 class RankPool:
-    """`size` processes; `run` calls a function on all of them and returns the results by rank."""
+    """`size` processes; `run` calls a function on all of them and returns the results by rank.
 
-    def __init__(self, size: int):
+    preload: further modules to import before the fork; used by the first pool of a test run.
+    """
+
+    def __init__(self, size: int, preload: Sequence[str] = ()):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "peft"])
+        context.set_forkserver_preload(["torch", "transformers", "peft", *preload])
         self._pipes: list[Connection] = []
         self._processes = []
-        port = _free_port()
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        # handed over open: another process could take a port that is free for a moment
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = int(listener.getsockname()[1])
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                arguments = (theirs, rank, size, port, listener if rank == 0 else None)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                self._pipes.append(ours)
+                self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -74,14 +80,14 @@ class RankPool:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, listener: socket.socket | None) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     # a store that opens its own socket would listen on every interface
-    hosting = {"master_listen_fd": socket.create_server(("127.0.0.1", port)).detach()} if rank == 0 else {}
+    hosting = {} if listener is None else {"master_listen_fd": listener.detach()}
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60), **hosting)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS_FOR_A_CASE)
@@ -95,8 +101,3 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             pipe.send((True, function(*args)))
         except BaseException:  # raised in the test
             pipe.send((False, traceback.format_exc()))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

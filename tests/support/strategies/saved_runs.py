@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,18 @@ from tests.support.strategies import parity
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.data.batching.balance import CostModel
+from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import build_on_meta
+from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.train import NativeTrain, OptimizerSettings
+from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import DPOTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
 NUM_STEPS, SAVED_STEP = 5, 2
 PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)
@@ -41,12 +44,15 @@ class Run:
     model: Path
     root: Path
     sizes: ParallelDims | None = None  # None: one process without a mesh
+    engine: SavedEngine | None = None  # None: the native one
     start: Path | None = None
     until: int = NUM_STEPS
     saves_at: tuple[int, ...] = ()
     is_subset: bool = False
+    zero_stage: int = 3
     settings: dict[str, bool] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    trained: TrainedParts = field(default_factory=TrainedParts)
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,32 @@ class Result:
     notes: list[str]
 
 
+class SavedEngine(Protocol):
+    """Builds a policy for checkpoints on this rank, and gathers its state."""
+
+    def policy_for_saving(self, run: Run, optimizer: OptimizerSettings) -> Any: ...
+
+    def full_weights(self, policy: Any) -> dict[str, Tensor]: ...
+
+    def full_moments(self, policy: Any) -> dict[str, Tensor]: ...
+
+
+class NativeEngine:
+    """The native engine on the mesh of a run, or in one process."""
+
+    def policy_for_saving(self, run: Run, optimizer: OptimizerSettings) -> NativeTrain:
+        return _native_policy(run, optimizer)
+
+    def full_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+        return gathered(policy.weights())
+
+    def full_moments(self, policy: NativeTrain) -> dict[str, Tensor]:
+        return moments_of(policy)
+
+
 def train(run: Run) -> Result:
     """Run on every rank."""
+    engine = run.engine or NativeEngine()
     policy = build_policy(run)
     trainer = build_trainer(policy, run)
     torch.manual_seed(100 + policy.dp_group.world.rank)
@@ -74,22 +104,29 @@ def train(run: Run) -> Result:
             random_states.append(torch.get_rng_state())
             trainer.save()
     trainer.wait_for_saves()
-    return Result(losses, gathered(policy.weights()), moments_of(policy), random_states, notes)
+    return Result(losses, engine.full_weights(policy), engine.full_moments(policy), random_states, notes)
 
 
-def build_policy(run: Run) -> NativeTrain:
+def build_policy(run: Run) -> Any:
+    optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
+    return (run.engine or NativeEngine()).policy_for_saving(run, optimizer)
+
+
+def _native_policy(run: Run, optimizer: OptimizerSettings) -> NativeTrain:
     if run.sizes is None:
         model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-        parallel = ParallelContext()
+        module, parallel = run.trained.apply(model), ParallelContext()
     else:
         model = build_on_meta(str(run.model), dtype=torch.float32)
+        module = run.trained.apply(model)
         if run.is_subset:
             freeze(model)
-        parallel = parallelize(model, str(run.model), parity.mesh_of(run.sizes), torch.float32, parity.CPU)
+        mesh, keeps_gathered = parity.mesh_of(run.sizes), run.zero_stage == 2
+        parallel = parallelize(model, str(run.model), mesh, torch.float32, parity.CPU, keeps_gathered=keeps_gathered)
+    run.trained.init(model, seed=0)
     if run.is_subset:
         freeze(model)
-    optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
-    return NativeTrain(model, parity.LAYOUTS["shared"], torch.float32, optimizer, parallel)
+    return NativeTrain(module, parity.LAYOUTS["shared"], torch.float32, optimizer, parallel)
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -97,10 +134,10 @@ def freeze(model: torch.nn.Module) -> None:
         parameter.requires_grad_(any(part in name for part in SUBSET))
 
 
-def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
+def build_trainer(policy: NativeTrain, run: Run) -> RankTrainer:
     store = parity.PairsInMemory(parity.PAIRS)
     costs = CostModel(attention_per_key=0.01, shares_prompt=True)
-    return DPOTrainer(
+    return RankTrainer(
         strategy=policy,
         objective=parity.objective_of("simpo"),
         plan=PLAN,
@@ -108,7 +145,7 @@ def build_trainer(policy: NativeTrain, run: Run) -> DPOTrainer:
         schedule=LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
         train=ScoredDataset(store, None),
         validation=None,
-        settings=TrainerSettings(pairs_per_eval_batch=4, **run.settings),
+        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=4), **run.settings),
         checkpoints=CheckpointManager(run.root, 5, "eval/loss", False),
         identity={"data": "made up"},
         config=run.config,

@@ -9,20 +9,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.strategies.parity import (
-    LAYOUTS,
-    LOSSES_WITH_REFERENCE,
-    NUM_STEPS,
-    Case,
-    load_parallel,
-    make_policy,
-    make_trainer,
-)
+from tests.support.strategies.parity import LOSSES_WITH_REFERENCE, NUM_STEPS, Case, NativeEngine, make_trainer
 from thresher.losses.objective import Objective
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
+from thresher.strategies.strategy import TrainStrategy
 from thresher.training.skipped_steps import SkippedStep
-from thresher.training.trainer import DPOTrainer
+from thresher.training.trainer import RankTrainer
 
 
 @dataclass(frozen=True)
@@ -37,9 +28,8 @@ class Skips:
 
 def train_with_nonfinite_step(case: Case, policy_dir: Path, reference_dir: Path, scale: float = 1.0) -> Skips:
     """Train on this rank; scale multiplies the objective of rank 0 in the second step."""
-    policy = make_policy(case, *load_parallel(case, policy_dir))
-    frozen, parallel = load_parallel(case, reference_dir)
-    reference = NativeInfer(frozen.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
+    engine = case.engine or NativeEngine()
+    policy, reference = engine.policy(case, policy_dir), engine.reference(case, reference_dir)
     trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
     before, digests, skipped, steps = digest(policy), [], [], []
     for step in range(NUM_STEPS):
@@ -53,17 +43,47 @@ def train_with_nonfinite_step(case: Case, policy_dir: Path, reference_dir: Path,
     return Skips(before, digests, skipped, steps)
 
 
-def with_scale(trainer: DPOTrainer, scale: float) -> None:
+def with_scale(trainer: RankTrainer, scale: float) -> None:
     objective: Objective = trainer.objective
     trainer.objective = replace(objective, terms=((objective.terms[0][0], scale),))
 
 
-def digest(policy: NativeTrain) -> str:
+def digest(policy: TrainStrategy) -> str:
     """SHA-256 of the weights and moments on this process."""
     tensors = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in policy.weights().values()]
-    for state in policy._optimizer.state_dict()["state"].values():
+    for state in policy._optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(tensor.detach().numpy().tobytes())
     return content.hexdigest()
+
+
+@dataclass(frozen=True)
+class ScaledSteps:
+    """Loss scale after each attempt of the first step, and the digest after each step that was made."""
+
+    scales: list[float]
+    digests: list[str]
+
+
+def train_until_the_scale_fits(case: Case, policy_dir: Path, reference_dir: Path) -> ScaledSteps:
+    """Repeat the first step on this rank until its gradient does not overflow, then make the others."""
+    engine = case.engine or NativeEngine()
+    policy, reference = engine.policy(case, policy_dir), engine.reference(case, reference_dir)
+    trainer = make_trainer(policy, reference.score, case)
+    scales, digests = [], []
+    before = digest(policy)
+    while True:
+        trainer.training_step()
+        scales.append(policy.loss_scale)
+        if trainer.skipped is None:
+            break
+        assert trainer.skipped.reason == "overflow"
+        assert digest(policy) == before
+        trainer.state.step = 0
+    digests.append(digest(policy))
+    for _ in range(NUM_STEPS - 1):
+        trainer.training_step()
+        digests.append(digest(policy))
+    return ScaledSteps(scales, digests)

@@ -10,14 +10,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.strategies.config_runs import config_of, world_of_pool
 from tests.support.strategies.parity import LAYOUTS
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.precompute import open_cache
+from thresher.data.batching.balance import CostModel
+from thresher.data.batching.blocks import Blocks
 from thresher.data.pair import Pair, PairBatch
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps
 from thresher.reference.fingerprint import weights_digest
 from thresher.reference.scorers import PrecomputedReference
 
@@ -31,6 +34,7 @@ class StepZero:
 
     reference: `adapter` (the base of the policy's adapter), `concurrent` (a second model on the policy's axes),
     `precomputed` (a cache written on the policy's axes) or `one process` (a cache written by one process).
+    tokens: about those of a micro-batch and of a block of the cache; when absent, 1 to 5 pairs and 8 pairs.
     """
 
     reference: str
@@ -38,6 +42,7 @@ class StepZero:
     model_args: dict[str, Any]
     layout: str = "shared"
     dtype: str = "bf16"
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,11 @@ def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) 
     policy.check_logps(PairsInMemory(pairs).read([0, 1]))  # as every run does before its first step
     rank, num_ranks = policy.dp_group.rank, policy.dp_group.size
     ids = np.arange(rank, len(pairs), num_ranks)
-    # micro-batches of 1, 2, ... pairs: none of them is a block of the cache
-    batches = [PairsInMemory(pairs).read(part) for part in np.split(ids, np.cumsum(range(1, 5))) if len(part)]
+    if run.tokens is None:
+        parts = np.split(ids, np.cumsum(range(1, 5)))  # none of them is a block of the cache
+    else:
+        parts = np.array_split(ids, max(1, int(_tokens(pairs)[ids].sum()) // run.tokens))
+    batches = [PairsInMemory(pairs).read(part) for part in parts if len(part)]
     if run.reference == "adapter":
         references = [policy.score_base(batch) for batch in batches]
     elif run.reference == "concurrent":
@@ -74,7 +82,7 @@ def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) 
         scored[index] = logps.detach()
         return logps.chosen.values.sum()
 
-    policy._infer.executor.backward(batches, loss_fn, with_squared_probs=False)
+    policy._infer.executor.backward(batches, loss_fn, statistics=NO_STATISTICS)
     return _distance([(scored[index], reference) for index, reference in enumerate(references) if index in scored])
 
 
@@ -85,10 +93,12 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Pair], batches: list[Pa
     cache = open_cache(config, weights_digest(config.pretrain))
 
     def look_up() -> PrecomputedReference:
+        if run.tokens is None:
+            blocks = Blocks.by_pairs(len(pairs), PAIRS_PER_BLOCK)
+        else:
+            blocks = Blocks.by_tokens(_tokens(pairs), run.tokens)
         ids = np.arange(len(pairs))
-        return PrecomputedReference(
-            cache, PairsInMemory(pairs), ids, pairs_per_block=PAIRS_PER_BLOCK, device=CPU, num_visits=1
-        )
+        return PrecomputedReference(cache, PairsInMemory(pairs), ids, blocks=blocks, device=CPU, num_visits=1)
 
     if on_axes:
         model = build_reference(config, layout, device=CPU, world=world, role=config.actor_train)
@@ -99,6 +109,11 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Pair], batches: list[Pa
         dist.barrier()
     cached = look_up()
     return [cached.logps(batch) for batch in batches]
+
+
+def _tokens(pairs: list[Pair]) -> np.ndarray:
+    """Tokens of each pair in layout shared."""
+    return CostModel(attention_per_key=0, shares_prompt=True).tokens(PairsInMemory(pairs).lengths)
 
 
 def _distance(compared: list[tuple[ChosenRejectedLogps, ChosenRejectedLogps]]) -> Distance | None:
@@ -134,3 +149,19 @@ def with_trained_vectors(directory: Path) -> Path:
             weights[name] = weight + 0.1 * torch.randn(weight.shape, generator=generator)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def save_wide_model(directory: Path, num_layers: int = 8) -> Path:
+    """A model as wide as the smallest in use: its matrix products round differently for other numbers of rows."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.05,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return with_trained_vectors(directory)

@@ -11,9 +11,9 @@ from pathlib import Path
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.settings import DataSettings
-from thresher.data.sources.resolve import find_in_directory, resolve_sources
+from thresher.data.sources.resolve import at_revision, find_in_directory, resolve_sources
 from thresher.errors import unusable_path
-from thresher.models.loading.location import find_model, named_model
+from thresher.models.loading.location import find_model, find_tokenizer, named_model
 from thresher.observability.trackers.factory import check_name
 
 
@@ -22,11 +22,28 @@ def check_tracker_names(config: DPOConfig) -> Iterator[Finding]:
         yield from problems_of(check_name, name)
 
 
+def check_unused_settings(config: DPOConfig) -> Iterator[Finding]:
+    """Validation has found them in a file, but not in a config made in Python."""
+    for text in config.unused_settings:
+        yield Finding(text)
+
+
 def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
     """Warn about checkpoints that are never evaluated, and so never the best one."""
     save, evaluate = config.save_steps, config.eval_steps
-    if config.validation is None or save == 0 or (config.max_steps or math.inf) <= save:
+    strategies = (config.save_strategy, config.eval_strategy)
+    if config.validation is None or config.save_strategy == "no":
         return
+    if "epoch" in strategies:
+        if strategies[0] != strategies[1]:
+            yield warning(
+                f"save_strategy is {strategies[0]} and eval_strategy is {strategies[1]}: only checkpoints of steps "
+                "with an evaluation can be the best one; set both to the same"
+            )
+        return
+    if save == 0 or (config.max_steps or math.inf) <= save:
+        return
+    evaluate = 0 if config.eval_strategy == "no" else evaluate
     if evaluate and save % evaluate:
         both = math.lcm(save, evaluate)
         yield warning(
@@ -40,6 +57,8 @@ def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
 def check_models(config: DPOConfig) -> Iterator[Finding]:
     for path in dict.fromkeys((config.policy_path, config.reference_path)):
         yield from problems_of(_find_named_model, path)
+    if (tokenizer := config.actor_train.model_args.tokenizer_name_or_path) is not None:
+        yield from problems_of(find_tokenizer, tokenizer)
 
 
 def _find_named_model(path: str | None) -> None:
@@ -54,7 +73,9 @@ def check_data(config: DPOConfig) -> Iterator[Finding]:
         if not args.file_name:
             yield from problems_of(DataSettings, args.file_name)
         for name in args.file_name:
-            yield from problems_of(resolve_sources, [find_in_directory(name, args.dataset_dir)])
+            yield from problems_of(
+                resolve_sources, [at_revision(find_in_directory(name, args.dataset_dir), args.revision)]
+            )
         if args.template not in ("auto", "raw"):
             yield from problems_of(_find_template, args.template)
 
@@ -71,14 +92,15 @@ def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
         yield from problems_of(_find_checkpoint, setting)
 
 
-SETTINGS = (check_tracker_names, check_evaluation_steps)
+SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps)
 PATHS = (check_models, check_data, check_directories, check_checkpoint_path)
 
 
 def data_sections(config: DPOConfig) -> list[DataArgs]:
-    """The data of the run: training, and validation if there is any."""
-    validation = [] if config.validation is None else [config.validation.data_args]
-    return [config.actor_train.data_args, *validation]
+    """The data of the run: training, and validation if it has data of its own."""
+    validation = config.validation
+    own = [] if validation is None or validation.split is not None else [validation.data_args]
+    return [config.actor_train.data_args, *own]
 
 
 def existing_parent(directory: Path) -> Path:

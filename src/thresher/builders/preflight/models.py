@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from thresher.builders.data import check_pairs, open_given_store
-from thresher.builders.engines import check_engine
+from thresher.builders.engines import check_engine, check_model
 from thresher.builders.preflight.files import data_sections
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
@@ -16,9 +16,8 @@ from thresher.data.tokenization.chat_template import eos_token, load_template
 from thresher.models.layouts import PaddedLayout
 from thresher.models.layouts.choose import vocab_size_of
 from thresher.models.loading.load import load_tokenizer, max_positions
+from thresher.models.loading.location import TOKENIZER_FILES
 from thresher.models.loading.weight_files import find_file, find_weight_files
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def check_weight_files(parts: RunParts) -> Iterator[Finding]:
@@ -28,13 +27,16 @@ def check_weight_files(parts: RunParts) -> Iterator[Finding]:
 
 
 def check_architecture(parts: RunParts) -> Iterator[Finding]:
-    """Also finds adapters on modules that the policy does not have."""
+    """Also finds adapters on modules that the policy does not have, and frozen modules."""
     yield from problems_of(lambda: parts.policy)
 
 
 def check_engines(parts: RunParts) -> Iterator[Finding]:
     yield from problems_of(check_engine, parts.config, "actor_train")
     yield from problems_of(check_engine, parts.config, "reference")
+    if parts.config.runtime == "torchrun" and (path := parts.reference_path) is not None:
+        # another model than the policy, on the policy's axes
+        yield from problems_of(check_model, parts.config, "reference", parts.config.actor_train, path)
 
 
 def check_tokenizer(parts: RunParts) -> Iterator[Finding]:
@@ -47,14 +49,14 @@ def check_tokenizer(parts: RunParts) -> Iterator[Finding]:
     if tokenizer.eos_token_id is not None:
         used[tokenizer.eos_token_id] = f"the EOS token {tokenizer.eos_token!r}"
     if isinstance(parts.layout, PaddedLayout):
-        used.setdefault(parts.layout.pad_id, f"the pad token {tokenizer.pad_token!r}")
+        used.setdefault(parts.layout.pad_id, f"the pad token {tokenizer.pad_token or tokenizer.eos_token!r}")
     for path, model_config in parts.model_configs.items():
         size = vocab_size_of(model_config)
         for token_id, name in used.items():
             if size is not None and token_id >= size:
                 yield Finding(
-                    f"the tokenizer of {parts.policy_path} has {name} with id {token_id}, but the vocabulary of the "
-                    f"model {path} has {size} tokens; use the tokenizer that belongs to the model"
+                    f"the tokenizer of {parts.config.tokenizer_path} has {name} with id {token_id}, but the vocabulary "
+                    f"of the model {path} has {size} tokens; use the tokenizer that belongs to the model"
                 )
 
 
@@ -64,10 +66,12 @@ def check_reference_tokenizer(parts: RunParts) -> Iterator[Finding]:
         return
     other = load_tokenizer(path, trust_remote_code=parts.config.trusts_reference_code)
     theirs = _tokens_by_id(other)
+    separate = parts.config.actor_train.model_args.tokenizer_name_or_path
+    policy = f"the policy {parts.policy_path}" if separate is None else separate
     for token_id, token in _tokens_by_id(parts.tokenizer).items():
         if theirs.get(token_id, token) != token:
             yield Finding(
-                f"the reference {path} has another tokenizer than the policy {parts.policy_path}: id {token_id} is "
+                f"the reference {path} has another tokenizer than {policy}: id {token_id} is "
                 f"{theirs[token_id]!r} for it and {token!r} for the policy; use a reference with the policy's tokenizer"
             )
             return
@@ -113,7 +117,7 @@ MODELS = (
 
 
 def _has_tokenizer(path: str) -> bool:
-    return path.endswith(".gguf") or any(find_file(path, name) is not None for name in _TOKENIZER_FILES)
+    return path.endswith(".gguf") or any(find_file(path, name) is not None for name in TOKENIZER_FILES)
 
 
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

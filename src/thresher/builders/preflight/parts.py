@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from thresher.builders.engines import attach_adapters
+from thresher.builders.engines import trained_parts
 from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode, same_initial_weights
@@ -19,7 +19,7 @@ from thresher.models.layouts import Layout
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.reference.modes import ReferenceMode
-from thresher.strategies.native.parameters import ParameterCounts
+from thresher.strategies.strategy import ParameterCounts
 
 
 class RunParts:
@@ -79,7 +79,7 @@ class RunParts:
             "trust_remote_code": args.trust_remote_code,
         }
         model = build_without_weights(self.policy_path, dtype=DTYPES[args.master_dtype], **settings)
-        return attach_adapters(model, args)
+        return trained_parts(args).apply(model)
 
     @property
     def parameters(self) -> ParameterCounts:

@@ -26,6 +26,8 @@ def check_devices(parts: RunParts) -> Iterator[Finding]:
     if config.ray_address is not None:
         return
     for section, role in (("actor_train", config.actor_train), ("reference", config.reference)):
+        if config.runtime == "torchrun" and count:  # each rank finds its device on its own node
+            continue
         if role.device_mapping and max(role.device_mapping) >= count:
             here = f"only devices 0 to {count - 1}" if count else "no CUDA device"
             yield Finding(
@@ -48,7 +50,9 @@ def check_disk_space(parts: RunParts) -> Iterator[Finding]:
     free, num_existing = shutil.disk_usage(existing_parent(root)).free, len(list_checkpoints(root))
     # the best one is kept as well, and a new one is complete before an old one is deleted
     num_kept = config.save_total_limit + (config.validation is not None) + 1
-    if config.max_steps is not None:
+    if config.save_strategy == "no":
+        num_kept = 1
+    elif config.max_steps is not None and config.save_strategy == "steps":
         num_kept = min(num_kept, -(-config.max_steps // (config.save_steps or config.max_steps)))
     num_new = max(1, num_kept - num_existing)
     needs = f"{config.output_dir} is on a disk with {filesize.decimal(free)} free"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thresher.builders.axes import axis_sizes, check_strategy
+import torch
+
+from thresher.builders.engines import check_strategy
 from thresher.builders.objective import build_objective
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.reference_mode import (
@@ -14,6 +16,7 @@ from thresher.builders.reference_mode import (
     unused_settings,
 )
 from thresher.config import DPOConfig
+from thresher.models.loading.load import DTYPES
 
 
 def check_reference_mode(config: DPOConfig) -> Iterator[Finding]:
@@ -23,13 +26,14 @@ def check_reference_mode(config: DPOConfig) -> Iterator[Finding]:
         yield warning(text)
     has_own_model = mode in ("precompute", "concurrent")
     policy_dtype, reference_dtype = config.actor_train.model_args.dtype, config.reference_dtype
-    if has_own_model and same_initial_weights(config) and (policy_dtype, reference_dtype) == ("fp32", "bf16"):
+    is_coarser = torch.finfo(DTYPES[reference_dtype]).eps > torch.finfo(DTYPES[policy_dtype]).eps
+    if has_own_model and same_initial_weights(config) and is_coarser:
         yield Finding(
-            "reference.model_args.dtype is bf16 and actor_train.model_args.dtype is fp32, but both start from the same "
-            "weights, so margins would not start at 0; remove reference.model_args.dtype"
+            f"reference.model_args.dtype is {reference_dtype} and actor_train.model_args.dtype is {policy_dtype}, but "
+            "both start from the same weights, so margins would not start at 0; remove reference.model_args.dtype"
         )
     has_workers = mode == "concurrent" and config.uses_ray and reference_has_workers(config, mode)
-    if has_workers and not axis_sizes(config.reference).is_replicated:
+    if has_workers and not config.reference.is_replicated:
         yield Finding(
             "a concurrent reference cannot be sharded; set reference.strategy_args.strategy_name to hf_infer, or "
             "reference.mode to precompute"

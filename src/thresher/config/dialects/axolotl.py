@@ -15,16 +15,22 @@ from thresher.config.dialects.rules import (
     TEMPLATES,
     TRAINING,
     VALIDATION_FILES,
+    VALIDATION_SPLIT,
+    Function,
     Rule,
+    adapter,
     by,
     drop,
     lack,
     lacks,
+    lora_init,
     part_of,
     planned,
+    set_split,
     template,
     template_argument,
     to,
+    tokenizer,
     track,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
@@ -142,6 +148,17 @@ def _set_attention(name: str) -> Any:
     return function
 
 
+def _set_times_per_epoch(target: str) -> Function:
+    """Make a function that reads a number of evaluations or checkpoints per epoch: once per epoch here."""
+
+    def function(value: Any, run: Translation) -> None:
+        run.set(target, "epoch")
+        if value != 1:
+            run.differs(f"once per epoch here; set {target.replace('strategy', 'steps')} for more")
+
+    return function
+
+
 def _set_wandb_project(value: Any, run: Translation) -> None:
     run.set("tracker_kwargs.wandb_project", value)
     if "wandb" not in (run.value("track_with") or []):
@@ -164,6 +181,12 @@ def _set_precision(value: Any, run: Translation) -> None:
     if value in (True, "auto", "full"):
         set_weight_dtype(lambda run: not _is_lora(run))("bfloat16", run)
         run.entries[-1].outcome = "translated"
+
+
+def _set_float16(value: Any, run: Translation) -> None:
+    huggingface.set_fp16(value, run)
+    if value is True:
+        run.differs("master weights are fp32 here")
 
 
 _OWN: dict[str, Rule] = {
@@ -198,13 +221,13 @@ _OWN: dict[str, Rule] = {
     "peft_use_rslora": part_of("lora_alpha", f"{MODEL}lora_alpha"),
     "peft_use_dora": planned("dora"),
     "lora_modules_to_save": planned("trained_modules"),
-    "lora_model_dir": planned("adapter"),
-    "peft_init_lora_weights": planned("pissa", True),
+    "lora_model_dir": adapter(),
+    "peft_init_lora_weights": lora_init(),
     "load_in_8bit": planned("quantization"),
     "load_in_4bit": planned("quantization"),
     "datasets": by(_set_datasets(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
     "test_datasets": by(_set_datasets(VALIDATION_FILES), VALIDATION_FILES),
-    "val_set_size": planned("validation_split", 0, 0.0),
+    "val_set_size": by(set_split, VALIDATION_SPLIT),
     "chat_template": template("tokenizer_default"),
     "chat_template_jinja": lacks("write the template to a file and set data_args.template to its path"),
     "chat_template_kwargs": template_argument(),
@@ -223,7 +246,7 @@ _OWN: dict[str, Rule] = {
     "cosine_min_lr_ratio": by(_set_min_ratio, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio"),
     "bf16": by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype"),
     "bfloat16": by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype"),
-    "float16": by(huggingface.set_fp16, note="fp16 is not supported"),
+    "float16": by(_set_float16, f"{MODEL}dtype"),
     "flash_attention": by(_set_attention("flash_attention_2"), f"{MODEL}attn_implementation"),
     "sdp_attention": by(_set_attention("sdpa"), f"{MODEL}attn_implementation"),
     "eager_attention": by(_set_attention("eager"), f"{MODEL}attn_implementation"),
@@ -231,7 +254,7 @@ _OWN: dict[str, Rule] = {
     "trust_remote_code": to(f"{MODEL}trust_remote_code"),
     "revision_of_model": planned("revision", "main"),
     "special_tokens": by(_set_special_tokens, f"{MODEL}pad_token"),
-    "tokenizer_config": planned("tokenizer"),
+    "tokenizer_config": tokenizer("base_model"),
     "tensor_parallel_size": axis("tp_size"),
     "context_parallel_size": axis("cp_size"),
     "sequence_parallel_degree": axis("cp_size"),
@@ -245,7 +268,9 @@ _OWN: dict[str, Rule] = {
     "mlflow_tracking_uri": to("tracker_kwargs.mlflow_tracking_uri"),
     "eval_steps": by(lambda v, run: run.set("eval_steps", int(v)), "eval_steps"),
     "save_steps": by(lambda v, run: run.set("save_steps", int(v)), "save_steps"),
-    **drop("counted in steps here; set eval_steps and save_steps", "evals_per_epoch saves_per_epoch save_first_step"),
+    "evals_per_epoch": by(_set_times_per_epoch("eval_strategy"), "eval_strategy"),
+    "saves_per_epoch": by(_set_times_per_epoch("save_strategy"), "save_strategy"),
+    **drop("counted in steps or epochs here", "save_first_step"),
     "early_stopping_patience": lacks("a run ends after max_steps or num_train_epochs"),
     "embedding_lr": lacks("all parameters have one learning rate"),
     "lr_groups": lacks("all parameters have one learning rate"),
@@ -362,10 +387,16 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     simpo = {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if given.get("rl") == "simpo" else {}
     beta = {} if given.keys() & {"rl_beta", "dpo_beta", "trl.beta", "orpo_alpha"} else {"rl_beta": 0.1}
     warmup = {} if given.keys() & {"warmup_steps", "warmup_ratio"} else {"warmup_ratio": 0.03}
+    cadences = {
+        f"{what}_strategy": "epoch"
+        for what in ("eval", "save")
+        if not given.keys() & {f"{what}_strategy", f"{what}_steps", f"{what}s_per_epoch"}
+    }
     return {
         **beta,
         **simpo,
         **warmup,
+        **cadences,
         "sequence_len": 512,
         "micro_batch_size": 1,
         "num_epochs": 1.0,

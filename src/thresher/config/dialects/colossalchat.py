@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.config.dialects.engines import has_reference_model
 from thresher.config.dialects.rules import (
+    DATA,
     FILES,
     MODEL,
     TRAINING,
@@ -15,13 +17,24 @@ from thresher.config.dialects.rules import (
     drop,
     lacks,
     part_of,
-    planned,
     to,
+    tokenizer,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
 
 _AXIS = "actor_train.strategy_args.strategy_config"
 _DEFAULT_SIMPO_GAMMA = 1.4
+_PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
+# what to set when device_mapping has several workers
+_WITH_MORE_WORKERS = {
+    "ddp": "; set dp_replicate to the number of workers if you add some",
+    "zero2": "; set zero_stage: 2 if you add workers",
+    "zero2_cpu": "; set zero_stage: 2 and cpu_offload if you add workers",
+    "gemini": "",
+    "gemini_auto": "",
+}
+# modes of sequence parallelism that have workers of their own; the others use those of tp
+_SEQUENCE_AXES = ("all_to_all", "ring_attn")
 
 
 def _set_loss(value: Any, run: Translation) -> None:
@@ -44,35 +57,89 @@ def _set_gamma(value: Any, run: Translation) -> None:
         run.ignore("no margin")
 
 
-def _set_precision(value: Any, run: Translation) -> None:
-    if value == "bf16":
-        run.set(f"{MODEL}dtype", "bf16")
+def _set_loss_mask(value: Any, run: Translation) -> None:
+    if value:
+        run.set("apply_loss_mask", False)
+        run.differs("all tokens but the first are scored; ColossalChat scores the padding too")
     else:
-        run.plan("fp16", "fp16")
+        run.ignore("the responses are scored")
+
+
+def _set_precision(value: Any, run: Translation) -> None:
+    run.set(f"{MODEL}dtype", value)
 
 
 def _set_data(target: str) -> Any:
     def function(value: Any, run: Translation) -> None:
         directories = value if isinstance(value, list) else [value]
         run.set(target, directories[0] if len(directories) == 1 else directories)
-        run.lacks("tokenized Arrow of ColossalChat cannot be read; give the JSONL files that it was prepared from")
+        run.set(target.replace("file_name", "template"), "raw")
+        run.note("the token ids are read as they are; template: raw, because no text is rendered")
+        if target == VALIDATION_FILES:
+            run.set("eval_strategy", "epoch")
 
     return function
 
 
-def _set_tokenizer(value: Any, run: Translation) -> None:
-    if value == run.get("pretrain"):
-        run.ignore("the model's tokenizer")
-    else:
-        run.plan("tokenizer", value)
-
-
 def _set_plugin(value: Any, run: Translation) -> None:
-    if value == "zero2_cpu":
-        run.set(f"{_AXIS}.cpu_offload", True)
-        run.note("FSDP2 with weights and optimizer state in host memory")
+    """Set the layout of weights, gradients and optimizer state; see the table of plugins in docs/guides/import.md."""
+    if value not in _PLUGINS:
+        run.lacks(f"the plugins are {', '.join(_PLUGINS)}")
+    elif value == "3d":
+        _set_zero_of_3d(int(run.get("zero_stage", 0)), run)
+    elif run.num_devices == 1:
+        run.drop(f"one worker holds the whole model; numbers do not change{_WITH_MORE_WORKERS[value]}")
+    elif value == "ddp":
+        run.set(f"{_AXIS}.dp_replicate", run.num_devices)
     else:
-        run.drop("FSDP2 shards the model over the workers of device_mapping; numbers agree up to rounding")
+        run.set(f"{_AXIS}.zero_stage", 2 if value in ("zero2", "zero2_cpu") else 3)
+        if value == "zero2_cpu":
+            run.set(f"{_AXIS}.cpu_offload", True)
+        if value == "gemini_auto":
+            run.note("Gemini moves weights to host memory when a device is full; cpu_offload keeps them there")
+        if value in ("gemini", "gemini_auto") and has_reference_model(run):
+            run.set("reference.strategy_args.strategy_name", "fsdp2_infer")
+
+
+def _set_zero_of_3d(stage: int, run: Translation) -> None:
+    """Stage 0 replicates the model along the data-parallel axis, 1 shards optimizer state, 2 also gradients."""
+    per_data_rank = int(run.get("tp", 1)) * int(run.get("pp", 1)) * _context_size(run)
+    replicas, shards = run.num_devices // per_data_rank, run.num_devices // per_data_rank * _context_size(run)
+    if shards <= 1:
+        run.drop("no two workers shard the model; numbers do not change")
+    elif stage:
+        run.set(f"{_AXIS}.zero_stage", 2)
+        if stage == 1:
+            run.note("gradients are sharded too, and weights between steps")
+    elif replicas > 1:
+        run.set(f"{_AXIS}.dp_replicate", replicas)
+    else:
+        run.ignore("one replica")
+
+
+def _context_size(run: Translation) -> int:
+    """Workers that split a sequence beside those of tp, which `split_gather` and `ring` use."""
+    return int(run.get("sp", 1)) if run.get("sp_mode", "split_gather") in _SEQUENCE_AXES else 1
+
+
+def _set_sequence_axis(value: Any, run: Translation) -> None:
+    if value == 1:
+        run.ignore("one worker")
+    elif run.get("sp_mode", "split_gather") not in _SEQUENCE_AXES:
+        run.drop("splits activations over the workers of tp; numbers do not change")
+    elif run.num_devices == 1:
+        run.drop("does not change the numbers; set strategy_config.cp_size together with device_mapping")
+    else:
+        run.set(f"{_AXIS}.cp_size", int(value))
+
+
+def _set_offload(value: Any, run: Translation) -> None:
+    if not value or not run.get("zero_stage"):
+        run.ignore("off" if not value else "ColossalChat offloads with zero_stage 1 and 2 only")
+    elif run.value(f"{_AXIS}.zero_stage") is None:
+        run.drop("no two workers shard the model; numbers do not change")
+    else:
+        run.set(f"{_AXIS}.cpu_offload", True)
 
 
 def _set_reference_axis(value: Any, run: Translation) -> None:
@@ -90,7 +157,7 @@ TABLE: dict[str, Rule] = {
     "disable_reference_model": part_of("loss_type", "pref_loss"),
     "gamma": by(_set_gamma, "gamma"),
     "beta": to("beta"),
-    "disable_loss_mask": planned("loss_on_prompt"),
+    "disable_loss_mask": by(_set_loss_mask, "apply_loss_mask"),
     "lr": to(f"{TRAINING}learning_rate"),
     "lr_scheduler_type": to(f"{TRAINING}lr_scheduler_type"),
     "adam_beta2": to(f"{TRAINING}adam_beta2"),
@@ -109,9 +176,9 @@ TABLE: dict[str, Rule] = {
         f"{MODEL}attn_implementation",
     ),
     "lora_config": lacks("a JSON file: set lora_rank, lora_alpha, lora_dropout and lora_target"),
-    "dataset": by(_set_data(FILES), FILES),
-    "eval_dataset": by(_set_data(VALIDATION_FILES), VALIDATION_FILES),
-    "tokenizer_dir": by(_set_tokenizer, note="only the model's own tokenizer"),
+    "dataset": by(_set_data(FILES), FILES, f"{DATA}template"),
+    "eval_dataset": by(_set_data(VALIDATION_FILES), VALIDATION_FILES, "eval_strategy"),
+    "tokenizer_dir": tokenizer("pretrain"),
     "checkpoint_path": lacks("checkpoints of another trainer cannot be resumed; give the model as `pretrain`"),
     "save_interval": to("save_steps"),
     "save_dir": to("output_dir"),
@@ -119,16 +186,23 @@ TABLE: dict[str, Rule] = {
     "use_wandb": by(
         lambda v, run: run.set("track_with", ["console", "tensorboard", *(["wandb"] if v else [])]), "track_with"
     ),
-    "plugin": by(_set_plugin, f"{_AXIS}.cpu_offload", note="FSDP2 shards the model; zero2_cpu sets cpu_offload"),
-    "zero_cpu_offload": to(f"{_AXIS}.cpu_offload"),
+    "plugin": by(
+        _set_plugin,
+        f"{_AXIS}.zero_stage",
+        f"{_AXIS}.dp_replicate",
+        f"{_AXIS}.cpu_offload",
+        note="see the table of plugins above",
+    ),
+    "zero_stage": part_of("plugin", f"{_AXIS}.zero_stage"),
+    "zero_cpu_offload": by(_set_offload, f"{_AXIS}.cpu_offload"),
     "tp": axis("tp_size"),
     "pp": axis("pp_size"),
-    "sp": axis("cp_size"),
+    "sp": by(_set_sequence_axis, f"{_AXIS}.cp_size", note="with sp_mode all_to_all or ring_attn"),
     "ref_tp": by(_set_reference_axis, "reference.strategy_args.strategy_config.tp_size"),
     **drop("found from the model's files", "model_type"),
     **drop(
         "memory and placement; numbers do not change",
-        "zero_stage sp_mode enable_sequence_parallelism microbatch_size",
+        "sp_mode enable_sequence_parallelism microbatch_size",
     ),
     **drop("the config is in each checkpoint", "config_file"),
 }

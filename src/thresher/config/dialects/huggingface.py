@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from thresher.config.dialects.engines import deepspeed
 from thresher.config.dialects.rules import DATA, MODEL, TRAINING, Function, Rule, by, drop, lack, lacks, part_of, to
 from thresher.config.dialects.translation import Translation
 
@@ -94,7 +95,8 @@ def set_cadence(target: str, strategy_key: str, strategy: str) -> Function:
     """Make a function that sets a number of steps if its strategy is `steps`."""
 
     def function(value: Any, run: Translation) -> None:
-        if run.get(strategy_key, strategy) != "steps":
+        old = run.get("evaluation_strategy", strategy) if strategy_key == "eval_strategy" else strategy
+        if run.get(strategy_key, old) != "steps":
             run.ignore(f"only with {strategy_key}: steps")
         elif float(value) < 1:
             run.drop(f"a fraction of the run cannot be given; set {target} in steps")
@@ -108,15 +110,15 @@ def set_strategy(target: str) -> Function:
     """Make a function that reads `steps`, `epoch` or `no`."""
 
     def function(value: Any, run: Translation) -> None:
-        if value in ("no", False) and target == "save_steps":
-            run.set("save_steps", 0)
+        if value in ("no", False) and target == "save_strategy":
+            run.set(target, "no")
             run.differs("the final step is always saved")
         elif value in ("no", False):
             run.ignore("no evaluation during training")
-        elif value == "steps":
-            run.use(target)
+        elif value in ("steps", "epoch"):
+            run.set(target, value)
         else:
-            run.plan(f"{target} by epoch", value, changes_numbers=False)
+            run.drop("steps, epoch or no; the best checkpoint is kept as well")
 
     return function
 
@@ -134,7 +136,7 @@ def set_bf16(value: Any, run: Translation) -> None:
     """Read the switch of mixed precision."""
     if value in (True, "auto", "full"):
         run.set(f"{MODEL}dtype", "bf16")
-    elif run.get("fp16") is True:
+    elif run.get("fp16") is True or run.get("float16") is True:
         run.ignore("fp16 is on")
     else:
         run.set(f"{MODEL}dtype", "fp32")
@@ -143,7 +145,7 @@ def set_bf16(value: Any, run: Translation) -> None:
 def set_fp16(value: Any, run: Translation) -> None:
     """Read the switch of fp16."""
     if value is True:
-        run.plan("fp16", "fp16")
+        run.set(f"{MODEL}dtype", "fp16")
     else:
         run.ignore("off")
 
@@ -153,8 +155,11 @@ def set_weight_dtype(is_full: Any) -> Function:
 
     def function(value: Any, run: Translation) -> None:
         name = str(value).removeprefix("torch.")
-        if name in ("float16", "fp16", "half"):
-            run.plan("fp16", "fp16")
+        if name in ("float16", "fp16", "half") and run.get("bf16"):
+            run.differs("master weights are fp32 here, and bf16 is the precision of the computation")
+        elif name in ("float16", "fp16", "half"):
+            run.set(f"{MODEL}dtype", "fp16")
+            run.note("master weights are fp32 here")
         elif name in ("float32", "fp32"):
             run.set(f"{MODEL}master_dtype", "fp32")
         elif not is_full(run):
@@ -200,7 +205,7 @@ TABLE: dict[str, Rule] = {
     "torch_compile": to(f"{TRAINING}torch_compile"),
     "optim": by(set_optimizer, note="AdamW is the only optimizer"),
     "bf16": by(set_bf16, f"{MODEL}dtype"),
-    "fp16": by(set_fp16, note="fp16 is not supported"),
+    "fp16": by(set_fp16, f"{MODEL}dtype"),
     "seed": to("seed"),
     "output_dir": to("output_dir"),
     "logging_dir": to("logging_dir"),
@@ -210,12 +215,12 @@ TABLE: dict[str, Rule] = {
         lambda v, run: run.set("logging_steps", int(v)) if float(v) >= 1 else run.drop("counted in steps here"),
         "logging_steps",
     ),
-    "eval_strategy": by(set_strategy("eval_steps"), "eval_steps"),
-    "evaluation_strategy": by(set_strategy("eval_steps"), "eval_steps"),
+    "eval_strategy": by(set_strategy("eval_strategy"), "eval_strategy"),
+    "evaluation_strategy": by(set_strategy("eval_strategy"), "eval_strategy"),
     "eval_steps": by(set_cadence("eval_steps", "eval_strategy", "no"), "eval_steps"),
     "eval_on_start": to("eval_on_start"),
     "per_device_eval_batch_size": to(f"{TRAINING}per_device_eval_batch_size"),
-    "save_strategy": by(set_strategy("save_steps"), "save_steps"),
+    "save_strategy": by(set_strategy("save_strategy"), "save_strategy"),
     "save_steps": by(set_cadence("save_steps", "save_strategy", "steps"), "save_steps"),
     "save_total_limit": to("save_total_limit"),
     "metric_for_best_model": by(set_best_metric, "metric_for_best_model"),
@@ -229,7 +234,7 @@ TABLE: dict[str, Rule] = {
     ),
     "resume_from_checkpoint": by(set_resume, "resume_from_checkpoint"),
     "dataset_num_proc": to(f"{DATA}preprocessing_num_workers"),
-    "deepspeed": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
+    "deepspeed": deepspeed(),
     "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
     "fsdp_config": part_of("fsdp", "actor_train.device_mapping"),
     "neftune_noise_alpha": lacks("noise on embeddings is not supported"),

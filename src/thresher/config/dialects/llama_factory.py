@@ -16,13 +16,16 @@ from thresher.config.dialects.rules import (
     MODEL,
     TRAINING,
     VALIDATION_FILES,
+    VALIDATION_SPLIT,
     Rule,
+    adapter,
     by,
     drop,
     lack,
     lacks,
     part_of,
     planned,
+    set_split,
     template,
     template_argument,
     to,
@@ -121,6 +124,14 @@ def _set_pure_bf16(value: Any, run: Translation) -> None:
         run.ignore("fp32 master weights")
 
 
+def _set_pissa(value: Any, run: Translation) -> None:
+    if value:
+        iterations = run.get("pissa_iter", 16)
+        run.set(f"{MODEL}lora_init", "pissa" if iterations == -1 else f"pissa_niter_{int(iterations)}")
+    else:
+        run.ignore("off")
+
+
 _OWN: dict[str, Rule] = {
     "stage": by(_set_stage, note="dpo; KTO and the other stages have no equivalent"),
     "model_name_or_path": to("pretrain"),
@@ -144,8 +155,9 @@ _OWN: dict[str, Rule] = {
     "use_rslora": part_of("lora_alpha", f"{MODEL}lora_alpha"),
     "use_dora": planned("dora"),
     "additional_target": planned("trained_modules"),
-    "adapter_name_or_path": planned("adapter"),
-    "pissa_init": planned("pissa"),
+    "adapter_name_or_path": adapter(),
+    "pissa_init": by(_set_pissa, f"{MODEL}lora_init"),
+    "pissa_iter": part_of("pissa_init", f"{MODEL}lora_init"),
     "quantization_bit": planned("quantization"),
     "trust_remote_code": to(f"{MODEL}trust_remote_code"),
     "flash_attn": by(_set_attention, f"{MODEL}attn_implementation"),
@@ -162,11 +174,11 @@ _OWN: dict[str, Rule] = {
     "enable_thinking": template_argument("enable_thinking"),
     "preserve_thinking": template_argument("preserve_thinking"),
     "default_system": planned("system_prompt"),
-    "val_size": planned("validation_split", 0.0, 0),
+    "val_size": by(set_split, VALIDATION_SPLIT),
     "max_samples": planned("max_samples"),
     "mix_strategy": planned("mixing", "concat"),
     "interleave_probs": planned("mixing"),
-    "train_on_prompt": planned("loss_on_prompt"),
+    **drop("LLaMA-Factory reads it in SFT only", "train_on_prompt"),
     "preprocessing_num_workers": to(f"{DATA}preprocessing_num_workers"),
     "disable_shuffling": lacks("pairs are shuffled every epoch"),
     "early_stopping_steps": lacks("a run ends after max_steps or num_train_epochs"),
@@ -180,7 +192,7 @@ _OWN: dict[str, Rule] = {
     **lack("the loss of supervised stages", "use_dft_loss use_asft_loss use_eaft_loss"),
     **lack("parameters cannot be frozen", {"freeze_language_model": False}),
     **drop("used with another tuner", "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"),
-    **drop("used with LoRA+ or PiSSA", "loraplus_lr_embedding pissa_iter pissa_convert create_new_adapter"),
+    **drop("used with LoRA+ or PiSSA", "loraplus_lr_embedding pissa_convert create_new_adapter"),
     **drop(
         "images are not supported",
         "freeze_vision_tower freeze_multi_modal_projector media_dir image_* video_* audio_* crop_to_patches "
@@ -228,6 +240,7 @@ _OWN: dict[str, Rule] = {
     **drop("inference and export", "vllm_* sglang_* export_* eval_num_beams model_max_length"),
     **drop("trackers have no such setting", "swanlab_* profiler_* enable_torch_profiler profile_modules"),
 }
+
 
 TABLE: dict[str, Rule] = {**_OWN, **huggingface.TABLE, **_OWN}
 

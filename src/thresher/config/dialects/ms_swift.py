@@ -7,22 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from thresher.config.dialects import huggingface
+from thresher.config.dialects.engines import megatron, set_megatron
 from thresher.config.dialects.huggingface import ratio, set_weight_dtype, source_name
 from thresher.config.dialects.losses import LOSS_PARAMETERS, set_if_loss, set_if_positive, set_losses
 from thresher.config.dialects.rules import (
+    AXES,
     DATA,
     FILES,
     MODEL,
     TRAINING,
     VALIDATION_FILES,
+    VALIDATION_SPLIT,
     Rule,
+    adapter,
     by,
     drop,
     lack,
     lacks,
+    lora_init,
     part_of,
     planned,
     set_reference_free,
+    set_split,
     template,
     template_argument,
     to,
@@ -45,6 +51,7 @@ _ATTENTION = {
     "sdpa": "sdpa",
     "eager": "eager",
 }
+_RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
 _TUNER_KEYS = ("tuner_type", "train_type", "sft_type")
 
 
@@ -95,13 +102,17 @@ def _set_files(target: str) -> Any:
     def function(value: Any, run: Translation) -> None:
         names = value if isinstance(value, list) else [value]
         files = []
+        counts: list[int | None] = []
         for name in names:
             path, _, count = str(name).partition("#")
             path, _, subset = path.partition(":") if "://" not in path else (path, "", "")
             path = path.removeprefix("HF::").removeprefix("MS::")
             files.append(source_name(path, "train" if subset else None, subset or None))
-            if count:
-                run.plan("max_samples", int(count))
+            counts.append(int(count) if count else None)
+        if any(counts):
+            run.set(target.replace("file_name", "max_samples"), max(filter(None, counts)))
+            if len(set(counts)) > 1:
+                run.differs("max_samples is the same for all data sets here")
         run.set(target, files[0] if len(files) == 1 else files)
         if any(name.startswith("hf://") for name in files) and not run.get("use_hf"):
             run.note("ms-swift reads ModelScope, thresher the Hugging Face Hub; check the name")
@@ -133,6 +144,16 @@ def _set_min_lr(value: Any, run: Translation) -> None:
         run.ignore("decays to 0")
 
 
+def _set_recomputed_modules(value: Any, run: Translation) -> None:
+    names = value.split(",") if isinstance(value, str) else list(value)
+    if run.get("recompute_granularity") != "selective":
+        run.ignore("without recompute_granularity selective")
+    elif set(names) <= _RECOMPUTED:
+        set_megatron(run, {"recompute_modules": names})
+    else:
+        run.drop(f"recomputed are {', '.join(sorted(_RECOMPUTED))}; numbers do not change")
+
+
 def _set_decay(value: Any, run: Translation) -> None:
     names = {
         "constant": "constant_with_warmup",
@@ -146,10 +167,6 @@ def _set_decay(value: Any, run: Translation) -> None:
         run.set(f"{TRAINING}lr_scheduler_type", names[value])
     else:
         run.use(f"{TRAINING}lr_scheduler_type")
-
-
-def _set_recompute(value: Any, run: Translation) -> None:
-    run.set(f"{TRAINING}gradient_checkpointing", value not in (None, "none"))
 
 
 _OWN: dict[str, Rule] = {
@@ -170,7 +187,7 @@ _OWN: dict[str, Rule] = {
     "reference_free": by(set_reference_free, "reference.mode"),
     "ref_model": to("reference.model_args.model_name_or_path"),
     "ref_adapters": planned("adapter"),
-    "adapters": planned("adapter"),
+    "adapters": adapter(),
     **dict.fromkeys(_TUNER_KEYS, by(_set_tuner, f"{MODEL}lora_rank", note="full or lora")),
     "lora_rank": by(if_lora(_is_lora, f"{MODEL}lora_rank"), f"{MODEL}lora_rank"),
     "lora_alpha": by(
@@ -183,7 +200,7 @@ _OWN: dict[str, Rule] = {
     "modules_to_save": planned("trained_modules"),
     "target_regex": lacks("adapters are on named modules"),
     "target_parameters": lacks("adapters are on named modules"),
-    "init_weights": planned("pissa", "true", True),
+    "init_weights": lora_init(),
     "lora_bias": lacks("biases are not trained", "none"),
     "lorap_lr_ratio": lacks("all parameters have one learning rate"),
     "quant_method": planned("quantization"),
@@ -195,7 +212,7 @@ _OWN: dict[str, Rule] = {
     "model_revision": planned("revision", "main", "master"),
     "dataset": by(_set_files(FILES), FILES),
     "val_dataset": by(_set_files(VALIDATION_FILES), VALIDATION_FILES),
-    "split_dataset_ratio": planned("validation_split", 0, 0.0),
+    "split_dataset_ratio": by(set_split, VALIDATION_SPLIT),
     "max_length": to("sequence_length"),
     "truncation_strategy": by(_set_truncation, f"{DATA}truncation"),
     "template": template(),
@@ -218,7 +235,7 @@ _OWN: dict[str, Rule] = {
         note="AdamW is the only optimizer",
     ),
     "freeze_llm": planned("freeze"),
-    "freeze_parameters": planned("freeze"),
+    "freeze_parameters": to(f"{MODEL}freeze_module_prefix"),
     "freeze_parameters_regex": planned("freeze"),
     "freeze_parameters_ratio": planned("freeze", 0.0, 0),
     "use_galore": lacks("AdamW is the only optimizer"),
@@ -235,10 +252,19 @@ _OWN: dict[str, Rule] = {
     "train_iters": to("max_steps"),
     "clip_grad": to(f"{TRAINING}max_grad_norm"),
     "adam_eps": to(f"{TRAINING}adam_epsilon"),
-    "recompute_granularity": by(_set_recompute, f"{TRAINING}gradient_checkpointing"),
-    "tensor_model_parallel_size": axis("tp_size"),
-    "pipeline_model_parallel_size": axis("pp_size"),
-    "context_parallel_size": axis("cp_size"),
+    **{
+        f"{name}_parallel_size": megatron(f"{name}_parallel_size", 1)
+        for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+    },
+    "sequence_parallel": megatron("sequence_parallel", False),
+    "use_distributed_optimizer": megatron("use_distributed_optimizer", True),
+    "overlap_grad_reduce": megatron("overlap_grad_reduce", False),
+    "overlap_param_gather": megatron("overlap_param_gather", False),
+    "recompute_granularity": megatron("recompute_granularity", "none"),
+    "recompute_method": megatron("recompute_method"),
+    "recompute_num_layers": megatron("recompute_num_layers"),
+    "recompute_modules": by(_set_recomputed_modules, AXES.removesuffix("."), note="with `selective`"),
+    "moe_token_dispatcher_type": megatron("moe_token_dispatcher_type", "alltoall"),
     "wandb_project": to("tracker_kwargs.wandb_project"),
     "wandb_exp_name": to("exp_name"),
     "eval_steps": by(
@@ -264,8 +290,7 @@ _OWN: dict[str, Rule] = {
     ),
     **drop(
         "sharding and placement; numbers do not change",
-        "device_map max_memory expert_model_parallel_size sequence_parallel use_distributed_optimizer "
-        "expert_tensor_parallel_size tp_comm_overlap overlap_grad_reduce overlap_param_gather "
+        "device_map max_memory expert_tensor_parallel_size tp_comm_overlap "
         "optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer zero_hpz_partition_size "
         "decoder_first_pipeline_num_layers use_megatron_fsdp decoder_last_pipeline_num_layers data_sharding "
         "account_for_* align_* batch_p2p_comm cp_* data_parallel_* deepspeed_autotp_size overlap_* manual_gc* "
@@ -276,12 +301,11 @@ _OWN: dict[str, Rule] = {
         "kernels; numbers change by rounding only",
         "attention_backend cross_entropy_loss_fusion cross_entropy_fusion_impl masked_softmax_fusion "
         "bias_dropout_fusion bias_activation_fusion experts_impl apply_rope_fusion gradient_accumulation_fusion "
-        "moe_grouped_gemm moe_permute_fusion moe_router_dtype moe_token_dispatcher_type moe_shared_expert_overlap "
+        "moe_grouped_gemm moe_permute_fusion moe_router_dtype moe_shared_expert_overlap "
         "attention_softmax_in_fp32 use_logits_to_keep accumulate_allreduce_grads_in_fp32 te_rng_tracker apply_* "
         "use_fused_mhc mlp_padding_free exp_avg_* main_* linear_decoupled_in_proj enable_npu_model_patch "
         "moe_enable_deepep moe_layer_recompute csa_dense_mode mhc_recompute_layer_num bridge_backend",
     ),
-    **drop("recomputation is by layer", "recompute_method recompute_num_layers recompute_modules"),
     **drop(
         "images are not supported",
         "max_pixels freeze_vit freeze_aligner aligner_lr norm_bbox vit_* language_model_only",
@@ -326,11 +350,10 @@ _OWN: dict[str, Rule] = {
     **drop("trackers have no such setting", "swanlab_*"),
     **drop("used with fp8", "fp8_* fp4_*"),
     **drop("every token of a response has the same weight", "is_binary_loss_scale calculate_per_token_loss"),
-    "virtual_pipeline_model_parallel_size": axis("virtual_pp_size"),
     "preserve_thinking": template_argument("preserve_thinking"),
     "ref_adapter_name": planned("adapter"),
     "mcore_adapter": planned("adapter"),
-    "ref_model_revision": planned("revision", "main", "master"),
+    "ref_model_revision": Rule(("reference.model_args.revision",), neutral=("main", "master")),
     "trainable_parameters": planned("freeze"),
     "trainable_parameters_regex": planned("freeze"),
     "mcore_model": lacks("a Megatron checkpoint; give a Hugging Face model as `model`"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.config.dialects.engines import MEGATRON_SIZES, set_megatron, use_megatron
 from thresher.config.dialects.huggingface import ratio, source_name
 from thresher.config.dialects.losses import set_if_positive
 from thresher.config.dialects.rules import (
@@ -22,6 +23,7 @@ from thresher.config.dialects.rules import (
     template,
     template_argument,
     to,
+    tokenizer,
     track,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
@@ -53,18 +55,8 @@ def _set_sft(value: Any, run: Translation) -> None:
         set_if_positive("rpo_alpha")(value, run)
 
 
-def _set_tokenizer(value: Any, run: Translation) -> None:
-    if value == run.get("policy.model_name"):
-        run.ignore("the model's tokenizer")
-    else:
-        run.plan("tokenizer", value)
-
-
 def _set_precision(value: Any, run: Translation) -> None:
-    if value == "float16":
-        run.plan("fp16", "fp16")
-    else:
-        run.set(f"{MODEL}dtype", "bf16" if value == "bfloat16" else "fp32")
+    run.set(f"{MODEL}dtype", {"bfloat16": "bf16", "float16": "fp16"}.get(value, "fp32"))
 
 
 def _set_data(target: str) -> Function:
@@ -142,16 +134,12 @@ def _set_megatron(value: Any, run: Translation) -> None:
     run.set(f"{TRAINING}lr_scheduler_type", style.get(str(scheduler.get("lr_decay_style")), "constant_with_warmup"))
     run.set(f"{TRAINING}warmup_steps", int(scheduler.get("lr_warmup_iters", 0)))
     run.set(f"{TRAINING}gradient_checkpointing", bool(value.get("activation_checkpointing")))
-    for key, name in (
-        ("tensor_model_parallel_size", "tp_size"),
-        ("pipeline_model_parallel_size", "pp_size"),
-        ("context_parallel_size", "cp_size"),
-    ):
-        if value.get(key, 1) > 1:
-            run.set(f"{_AXIS}.{name}", value[key])
+    use_megatron(run)
+    sizes = {key: value.get(key) or 1 for key in MEGATRON_SIZES}
+    set_megatron(run, {key: size for key, size in sizes.items() if size is True or size > 1})
     if value.get("peft", {}).get("enabled"):
         run.lacks("LoRA of megatron_cfg is not read; set actor_train.model_args.lora_rank")
-    return run.note("FSDP2 with the same parallel axes replaces Megatron")
+    return None
 
 
 def _set_devices(value: Any, run: Translation) -> None:
@@ -203,7 +191,7 @@ TABLE: dict[str, Rule] = {
         "dpo.val_batches dpo.val_global_batch_size dpo.val_at_end",
     ),
     "policy.model_name": to("pretrain"),
-    "policy.tokenizer.name": by(_set_tokenizer, note="only the model's own tokenizer"),
+    "policy.tokenizer.name": tokenizer("policy.model_name"),
     "policy.tokenizer.chat_template": template("default"),
     "policy.tokenizer.chat_template_kwargs": template_argument(),
     "policy.train_global_batch_size": to(f"{TRAINING}global_batch_size"),
@@ -258,7 +246,7 @@ TABLE: dict[str, Rule] = {
         _set_scheduler, f"{TRAINING}lr_scheduler_type", f"{TRAINING}warmup_steps", f"{TRAINING}min_lr_ratio"
     ),
     "policy.megatron_cfg": by(
-        _set_megatron, f"{TRAINING}learning_rate", f"{_AXIS}.tp_size", note="optimizer, schedule and axes, if enabled"
+        _set_megatron, f"{TRAINING}learning_rate", _AXIS, note="optimizer, schedule and axes, if enabled"
     ),
     "data.train": by(_set_data(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
     "data.validation": by(_set_data(VALIDATION_FILES), VALIDATION_FILES),

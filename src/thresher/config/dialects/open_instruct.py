@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.config.dialects.engines import set_deepspeed
 from thresher.config.dialects.huggingface import TABLE as HF
 from thresher.config.dialects.huggingface import set_resume, set_schedule, source_name
 from thresher.config.dialects.rules import (
+    AXES,
     DATA,
     FILES,
     MODEL,
@@ -21,6 +23,7 @@ from thresher.config.dialects.rules import (
     planned,
     template,
     to,
+    tokenizer,
 )
 from thresher.config.dialects.translation import Dialect, Translation, axis
 from thresher.config.dialects.trl import if_lora
@@ -56,6 +59,15 @@ def _set_smoothing(value: Any, run: Translation) -> None:
         run.lacks(f"{run.losses[0]} has no label smoothing")
 
 
+def _set_zero(value: Any, run: Translation) -> None:
+    offloads = [name for name in ("offload_optimizer", "offload_param") if run.get(name)]
+    set_deepspeed(run, {"zero_stage": int(value), **dict.fromkeys(offloads, True)})
+
+
+def _offload(name: str) -> Rule:
+    return by(lambda _, run: run.use(f"{AXES}{name}"), AXES.removesuffix("."), note="read with `zero_stage`")
+
+
 def _set_mixer(value: Any, run: Translation) -> None:
     pairs = dict(value) if isinstance(value, Mapping) else dict(zip(value[::2], value[1::2], strict=False))
     files = [source_name(str(name)) for name in pairs]
@@ -77,7 +89,7 @@ def _set_saving(value: Any, run: Translation) -> None:
     if str(value).isdigit():
         run.set("save_steps", int(value))
     else:
-        run.plan("save_steps by epoch", value, changes_numbers=False)
+        run.set("save_strategy", str(value))
 
 
 def _set_tracking(value: Any, run: Translation) -> None:
@@ -91,11 +103,11 @@ def _set_limit(value: Any, run: Translation) -> None:
         run.drop("all checkpoints are kept there, save_total_limit here")
 
 
-def _set_tokenizer(value: Any, run: Translation) -> None:
-    if value == run.get("model_name_or_path"):
-        run.ignore("the model's tokenizer")
+def _set_balance(value: Any, run: Translation) -> None:
+    if value:
+        run.set(f"{MODEL}moe_aux_loss_coef", run.get("load_balancing_weight", 0.5))
     else:
-        run.plan("tokenizer", value)
+        run.ignore("off")
 
 
 TABLE: dict[str, Rule] = {
@@ -108,7 +120,7 @@ TABLE: dict[str, Rule] = {
     "dpo_gamma_beta_ratio": by(_set_gamma, "gamma"),
     "label_smoothing": by(_set_smoothing, "label_smoothing"),
     "dpo_label_smoothing": by(_set_smoothing, "label_smoothing"),
-    "load_balancing_loss": planned("moe_aux_loss"),
+    "load_balancing_loss": by(_set_balance, f"{MODEL}moe_aux_loss_coef"),
     "dataset_mixer": by(_set_mixer, FILES),
     "dataset_mixer_list": by(_set_mixer, FILES),
     "mixer_list": by(_set_mixer, FILES),
@@ -119,12 +131,12 @@ TABLE: dict[str, Rule] = {
     "max_train_samples": planned("max_samples"),
     "max_seq_length": by(_set_length, "sequence_length", f"{DATA}truncation"),
     "preprocessing_num_workers": to(f"{DATA}preprocessing_num_workers"),
-    "tokenizer_name": by(_set_tokenizer, note="only the model's own tokenizer"),
-    "tokenizer_name_or_path": by(_set_tokenizer, note="only the model's own tokenizer"),
+    "tokenizer_name": tokenizer("model_name_or_path"),
+    "tokenizer_name_or_path": tokenizer("model_name_or_path"),
     "chat_template_name": template(),
     "add_bos": lacks("a BOS token is added where the chat template or the tokenizer adds one"),
     "model_revision": planned("revision", "main"),
-    "tokenizer_revision": planned("revision", "main"),
+    "tokenizer_revision": lacks("write it as NAME@REVISION in tokenizer_name_or_path", "main"),
     "learning_rate": to(f"{TRAINING}learning_rate"),
     "lr_scheduler_type": by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "warmup_ratio": to(f"{TRAINING}warmup_ratio"),
@@ -162,7 +174,7 @@ TABLE: dict[str, Rule] = {
     "exp_name": to("exp_name"),
     "output_dir": to("output_dir"),
     "logging_steps": to("logging_steps"),
-    "checkpointing_steps": by(_set_saving, "save_steps"),
+    "checkpointing_steps": by(_set_saving, "save_steps", "save_strategy"),
     "keep_last_n_checkpoints": by(_set_limit, "save_total_limit"),
     "resume_from_checkpoint": by(set_resume, "resume_from_checkpoint"),
     "with_tracking": by(_set_tracking, "track_with"),
@@ -174,11 +186,14 @@ TABLE: dict[str, Rule] = {
     **lack("AdamW in fp32 is the only optimizer", {"optimizer_kwargs": {}}),
     **lack("the model's config cannot be changed", "additional_model_arguments config_name rope_scaling_factor"),
     **drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
-    **drop("used with load_balancing_loss", "load_balancing_weight"),
+    "load_balancing_weight": part_of("load_balancing_loss", f"{MODEL}moe_aux_loss_coef"),
+    "zero_stage": by(_set_zero, "actor_train.strategy_args.strategy_name", AXES.removesuffix(".")),
+    "offload_optimizer": _offload("offload_optimizer"),
+    "offload_param": _offload("offload_param"),
     **drop("the tokenizers give the same tokens", "use_slow_tokenizer use_fast"),
     **drop(
         "memory and placement; numbers do not change",
-        "concatenated_forward packing dpo_use_paged_optimizer zero_stage offload_optimizer offload_param "
+        "concatenated_forward packing dpo_use_paged_optimizer "
         "fsdp_shard_degree fsdp_num_replicas low_cpu_mem_usage use_liger_kernel fused_optimizer compile_model "
         "activation_memory_budget sync_each_batch timeout zero_hpz_partition_size activation_checkpointing_mode "
         "activation_checkpointing_modules cp_*",

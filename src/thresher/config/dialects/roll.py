@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thresher.config.dialects import huggingface
+from thresher.config.dialects.engines import find_declared
 from thresher.config.dialects.rules import (
     DATA,
     FILES,
@@ -15,9 +16,9 @@ from thresher.config.dialects.rules import (
     VALIDATION_FILES,
     Function,
     Rule,
+    adapter,
     by,
     drop,
-    lack,
     lacks,
     part_of,
     planned,
@@ -25,7 +26,8 @@ from thresher.config.dialects.rules import (
 )
 from thresher.config.dialects.translation import Dialect, Translation
 from thresher.config.dialects.trl import lora_targets
-from thresher.config.roll import TOKENIZER_TEMPLATES
+from thresher.config.roll import MOVED, TOKENIZER_TEMPLATES, Moved, without_effect
+from thresher.config.strategies import StrategySettings
 
 _AXES = {
     "tensor_model_parallel_size": "tp_size",
@@ -36,9 +38,14 @@ _AXES = {
     "pp_size": "pp_size",
     "cp_size": "cp_size",
 }
+# settings of these engines have other names in ROLL
+_NATIVE = ("fsdp2_train", "fsdp2_infer", "hf_infer")
 _ATTENTION = {"fa2": "flash_attention_2", "auto": None, "disabled": "eager"}
-# settings of Megatron and DeepSpeed for speed and memory
+# settings of engines for speed and memory
 _ENGINE_ONLY = {
+    "fsdp_size",
+    "param_dtype",
+    "reduce_dtype",
     "expert_model_parallel_size",
     "use_distributed_optimizer",
     "recompute_granularity",
@@ -51,6 +58,7 @@ _ENGINE_ONLY = {
     "moe_shared_expert_overlap",
     "moe_layer_recompute",
     "bf16",
+    "fp16",
     "additional_configs",
     "overlap_grad_reduce",
     "overlap_param_gather",
@@ -69,6 +77,9 @@ def _set_ipo(value: Any, run: Translation) -> None:
 
 def _set_engine(role: str) -> Function:
     def function(value: Any, run: Translation) -> None:
+        if value not in _NATIVE and find_declared(value) is not None:
+            run.set(f"{role}.strategy_args.strategy_name", value)
+            return
         axes = run.get(f"{role}.strategy_args.strategy_config") or {}
         is_sharded = any(key in _AXES and size not in (None, 1) for key, size in axes.items())
         ours = "fsdp2_train" if role == "actor_train" else "fsdp2_infer" if is_sharded else "hf_infer"
@@ -81,11 +92,25 @@ def _set_engine(role: str) -> Function:
 
 def _set_strategy(role: str) -> Function:
     def function(value: Any, run: Translation) -> None:
+        name = run.get(f"{role}.strategy_args.strategy_name")
+        declared = find_declared(name)
+        if declared is not None and name not in _NATIVE:
+            _keep_settings(role, name, declared.settings, value, run)
+            return
+        target = f"{role}.strategy_args.strategy_config."
         unknown = []
         for key, setting in value.items():
             if key in _AXES:
                 if setting not in (None, 1):
-                    run.set(f"{role}.strategy_args.strategy_config.{_AXES[key]}", setting)
+                    run.set(f"{target}{_AXES[key]}", setting)
+            elif key == "reshard_after_forward":
+                if setting is False:
+                    run.set(f"{target}zero_stage", 2)
+            elif key == "offload_policy":
+                if setting:
+                    run.set(f"{target}cpu_offload", True)
+            elif key == "fp16" and role == "actor_train" and isinstance(setting, dict):
+                _set_loss_scale(setting, run)
             elif key not in _ENGINE_ONLY:
                 unknown.append(key)
         dropped = sorted(_ENGINE_ONLY & set(value))
@@ -95,6 +120,31 @@ def _set_strategy(role: str) -> Function:
             run.note(f"engine settings without an equivalent, which do not change the numbers: {', '.join(dropped)}")
 
     return function
+
+
+def _keep_settings(
+    role: str, name: str, settings: type[StrategySettings], given: Mapping[str, Any], run: Translation
+) -> None:
+    """Keep the settings that the engine has; validation of the config checks their values."""
+    known = {*settings.model_fields, *settings.spellings}
+    kept = {key: setting for key, setting in given.items() if key in known and setting is not None}
+    if kept:
+        run.set(f"{role}.strategy_args.strategy_config", kept)
+    if isinstance(fp16 := given.get("fp16"), dict) and role == "actor_train":
+        _set_loss_scale(fp16, run)
+    left = [key for key, setting in given.items() if key not in known and setting is not None]
+    if unknown := [key for key in left if key not in _ENGINE_ONLY]:
+        run.lacks(f"{name} has no setting {', '.join(unknown)}")
+    elif left:
+        run.note(f"settings without an equivalent, which do not change the numbers: {', '.join(left)}")
+
+
+def _set_loss_scale(settings: Mapping[str, Any], run: Translation) -> None:
+    """Read DeepSpeed's section of fp16."""
+    if run.get(f"{MODEL}dtype") in ("fp16", "float16"):
+        for name in ("initial_scale_power", "loss_scale_window"):
+            if name in settings:
+                run.set(f"{TRAINING}{name}", settings[name])
 
 
 def _set_lora(value: Any, run: Translation) -> None:
@@ -114,10 +164,7 @@ def _set_attention(target: str) -> Function:
 
 def _set_dtype(target: str) -> Function:
     def function(value: Any, run: Translation) -> None:
-        if value in ("fp16", "float16"):
-            run.plan("fp16", "fp16")
-        else:
-            run.set(target, value)
+        run.set(target, {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(value, value))
 
     return function
 
@@ -164,7 +211,19 @@ _KEPT = (
     f"{MODEL}lora_alpha",
     f"{MODEL}lora_dropout",
     f"{MODEL}trust_remote_code",
+    f"{MODEL}freeze_module_prefix",
     f"{DATA}preprocessing_num_workers",
+    f"{DATA}dataset_dir",
+    "validation.data_args.dataset_dir",
+    FILES,
+    VALIDATION_FILES,
+    "system_envs",
+    "actor_train.system_envs",
+    "reference.system_envs",
+    "reference.infer_batch_size",
+    "tracker_kwargs.name",
+    "tracker_kwargs.notes",
+    "tracker_kwargs.tags",
     "actor_train.device_mapping",
     "reference.device_mapping",
     "reference.model_args.model_name_or_path",
@@ -175,15 +234,30 @@ def _under(prefixes: str, names: str) -> str:
     return " ".join(f"{prefix}{name}" for prefix in prefixes.split() for name in names.split())
 
 
-TABLE: dict[str, Rule] = {
+def _moved(moved: Moved) -> Rule:
+    def function(value: Any, run: Translation) -> None:
+        ours = moved.convert(value)
+        if ours is None:
+            run.ignore("off")
+        elif run.gives(moved.target) and run.get(moved.target) != ours:
+            run.ignore(f"{moved.target} is set too and counts")
+        else:
+            run.set(moved.target, ours)
+
+    return by(function, moved.target)
+
+
+# keys that are also read directly, see config/roll.py; those below need a translation that only an import makes
+SHARED_RULES: dict[str, Rule] = {
+    **{key: _moved(moved) for key, moved in MOVED.items()},
+    **{key: Rule(note=reason) for key, reason in without_effect().items()},
+}
+TABLE: dict[str, Rule] = SHARED_RULES | {
     "ipo": by(_set_ipo, "pref_loss"),
     **{key: to(key) for key in _KEPT},
     "label_smoothing": by(
         lambda v, run: run.set("label_smoothing", v) if v else run.ignore("no label smoothing"), "label_smoothing"
     ),
-    "max_grad_norm": to(f"{TRAINING}max_grad_norm"),
-    f"{TRAINING}num_train_epochs": to("num_train_epochs"),
-    f"{TRAINING}max_steps": Rule(note="the top-level max_steps counts"),
     f"{TRAINING}lr_scheduler_type": by(huggingface.set_schedule, f"{TRAINING}lr_scheduler_type"),
     f"{TRAINING}warmup_steps": by(huggingface.set_warmup_steps, f"{TRAINING}warmup_steps"),
     f"{MODEL}dtype": by(_set_dtype(f"{MODEL}dtype"), f"{MODEL}dtype"),
@@ -192,18 +266,12 @@ TABLE: dict[str, Rule] = {
     "reference.model_args.attn_implementation": by(
         _set_attention("reference.model_args.attn_implementation"), "reference.model_args.attn_implementation"
     ),
-    f"{MODEL}disable_gradient_checkpointing": by(
-        lambda v, run: run.set(f"{TRAINING}gradient_checkpointing", not v), f"{TRAINING}gradient_checkpointing"
-    ),
     f"{MODEL}lora_target": by(_set_lora, f"{MODEL}lora_target", f"{MODEL}lora_rank"),
     f"{MODEL}lora_rank": part_of("lora_target", f"{MODEL}lora_rank"),
     f"{MODEL}additional_target": planned("trained_modules"),
-    f"{MODEL}adapter_name_or_path": planned("adapter"),
+    f"{MODEL}adapter_name_or_path": adapter(),
     f"{MODEL}moe_aux_loss_coef": planned("moe_aux_loss", 0.0),
-    f"{MODEL}freeze_module_prefix": planned("freeze"),
     f"{MODEL}model_config_kwargs": lacks("change the model's config.json"),
-    FILES: to(FILES),
-    VALIDATION_FILES: to(VALIDATION_FILES),
     f"{DATA}template": by(_set_template, f"{DATA}template"),
     "global_template": by(_set_template, f"{DATA}template"),
     f"{DATA}domain_interleave_probs": planned("mixing"),
@@ -217,73 +285,40 @@ TABLE: dict[str, Rule] = {
     "reference.strategy_args.strategy_config": by(
         _set_strategy("reference"), "reference.strategy_args.strategy_config"
     ),
-    "actor_train.infer_batch_size": to(f"{TRAINING}per_device_eval_batch_size"),
-    "reference.infer_batch_size": to("reference.infer_batch_size"),
     "track_with": by(_set_trackers, "track_with"),
-    "tracker_kwargs.project": to("tracker_kwargs.wandb_project"),
+    # not moved: an import does not write a secret
+    "tracker_kwargs.api_key": Rule(note="secrets are not written; use `wandb login` or WANDB_API_KEY"),
     "num_gpus_per_node": by(
         lambda v, run: (
             run.set("num_gpus_per_node", v) if run.get("actor_train.device_mapping") else run.ignore("no devices")
         ),
         "num_gpus_per_node",
     ),
-    "max_ckpt_to_keep": by(
-        lambda v, run: run.set("save_total_limit", v) if v else run.drop("save_total_limit checkpoints are kept"),
-        "save_total_limit",
-    ),
     "resume_from_checkpoint": by(huggingface.set_resume, "resume_from_checkpoint"),
-    **drop("files are named in full", f"{DATA}dataset_dir", "validation.data_args.dataset_dir", "dataset_dir"),
     **drop("Hydra's own directories", "hydra"),
-    **{key: to(key) for key in ("system_envs", "actor_train.system_envs", "reference.system_envs")},
-    **drop("checkpoints are in output_dir", "checkpoint_config"),
-    **drop("device_mapping names the devices", "num_nodes local_rank rpc_timeout"),
-    **drop(
-        "memory and placement; numbers do not change",
-        "is_offload_states is_offload_optimizer_states_in_train_step",
-    ),
-    **drop("profiling", "profiler_timeline profiler_memory profiler_output_dir length_profiler_dir"),
-    **drop("models are read from a directory or the Hugging Face Hub", "model_download_type"),
-    **drop(
-        "trackers have no such setting",
-        "tracker_kwargs.log_dir tracker_kwargs.notes tracker_kwargs.tags tracker_kwargs.name "
-        "tracker_kwargs.api_key tracker_kwargs.mode",
-    ),
+    **drop("profiling", "length_profiler_dir"),
     **drop(
         "the worker's own settings; numbers do not change",
-        _under(
-            "actor_train. reference.",
-            "model_args.model_type name worker_cls num_gpus_per_worker backend_timeout max_concurrency "
-            "model_args.device_map model_args.gradient_checkpointing_use_reentrant logits_in_fp32 offload_nccl "
-            "use_dynamic_batching_in_train max_tokens_per_microbatch_in_train use_dynamic_batching_in_infer "
-            "max_tokens_per_microbatch_in_infer use_sequence_packing sequence_packing_args",
-        ),
-        _under(TRAINING, "dataloader_num_workers seed data_seed output_dir bf16 tf32 save_hf_model"),
+        _under("actor_train. reference.", "model_args.model_type max_concurrency"),
+        _under(TRAINING, "data_seed tf32 save_hf_model"),
         _under("validation.data_args.", "preprocessing_num_workers template"),
-        "reference.model_args.disable_gradient_checkpointing",
-        f"{DATA}dataset_type",
     ),
     **drop("images are not supported", _under(DATA, "image_* video_* audio_*")),
-    **drop("rows name their columns; see chosen_key", _under(DATA, "id tag messages prompt response")),
+    **drop("rows name their columns; see chosen_key", _under(DATA, "id tag messages response")),
     **drop(
         "used by other pipelines",
-        _under(DATA, "eval_file_name custom_data_kwargs_func"),
+        _under(DATA, "custom_data_kwargs_func"),
         _under(MODEL, "num_labels autocast_adapter_dtype"),
         _under(
             "actor_train. reference.",
             "generating_args model_update_frequency mtp_training_mode opd_kl_coef pg_variant router_replay "
-            "tag_included topr_negative_weight topr_positive_weight apply_loss_scale world_size "
-            "sequence_length_round_in_infer sequence_length_round_in_train",
+            "tag_included topr_negative_weight topr_positive_weight world_size",
         ),
-        "base_dir max_running_requests model_update_buffer_size_mb otlp_output_dir report_length_and_rewards "
+        "max_running_requests otlp_output_dir report_length_and_rewards "
         "rollout_* transfer_backend generate_opt_level router_args user_defined_rollout_loop_cls "
         "is_use_additional_prompts max_additional_running_prompts is_num_return_sequences_expand",
     ),
-    f"{TRAINING}fp16": by(huggingface.set_fp16, note="fp16 is not supported"),
-    **lack("give the number of context-parallel workers as cp_size", {f"{MODEL}ulysses_size": 1}),
-    **drop(
-        "not read by ROLL's DPO pipeline",
-        "prompt_length response_length val_prompt_length val_sequence_length val_batch_size",
-    ),
+    **drop("not read by ROLL's DPO pipeline", "response_length"),
 }
 
 
@@ -294,11 +329,12 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "per_device_train_batch_size": 8,
         "num_train_epochs": 1.0,
     }
-    validation = {"eval_steps": 10} if VALIDATION_FILES in given else {}
+    is_evaluated = VALIDATION_FILES in given or f"{DATA}eval_file_name" in given
+    validation = {"eval_steps": 10} if is_evaluated else {}
     return {
         "ipo": False,
         "beta": 0.1,
-        "max_steps": 500,
+        **({} if f"{TRAINING}max_steps" in given else {"max_steps": 500}),
         "save_steps": 50,
         **validation,
         "track_with": "tensorboard",

@@ -29,6 +29,7 @@ TEMPLATES = {
     "phi_4": "phi4",
 }
 VALIDATION_FILES = "validation.data_args.file_name"
+VALIDATION_SPLIT = "validation.split"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,35 @@ def lacks(note: str, *neutral: Any) -> Rule:
 def planned(name: str, *neutral: Any) -> Rule:
     """Copy the value to a key that `planned.py` names, or report that it does not exist yet."""
     key = PLANNED[name]
-    return lacks(key.reason, *neutral) if key.target is None else to(key.target)
+    return lacks(key.reason, *neutral) if key.target is None else Rule((key.target,), neutral=neutral)
+
+
+def adapter() -> Rule:
+    """Start from an adapter on disk."""
+
+    def function(value: Any, run: Translation) -> None:
+        paths = [path.strip() for path in value.split(",")] if isinstance(value, str) else list(value)
+        if len(paths) == 1:
+            run.set(f"{MODEL}adapter_name_or_path", paths[0])
+            run.note("the reference starts from the adapter too")
+        else:
+            run.lacks("training starts from one adapter; merge the others into the model first")
+
+    return by(function, f"{MODEL}adapter_name_or_path", note="the reference starts from the adapter too")
+
+
+def lora_init() -> Rule:
+    """Set PEFT's initialization of LoRA."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value is True or value in ("true", "default", "True"):
+            run.ignore("the default")
+        elif isinstance(value, str) and value.startswith("pissa"):
+            run.set(f"{MODEL}lora_init", value)
+        else:
+            run.plan("lora_init", value)
+
+    return by(function, f"{MODEL}lora_init", note="pissa and pissa_niter_N")
 
 
 def find_rule(table: Mapping[str, Rule], key: str) -> Rule | None:
@@ -79,6 +108,18 @@ def find_rule(table: Mapping[str, Rule], key: str) -> Rule | None:
         return table[key]
     families = (name for name in table if name.endswith("*") and key.startswith(name[:-1]))
     return table.get(max(families, key=len, default=""))
+
+
+def tokenizer(model_key: str) -> Rule:
+    """Set a separate tokenizer; `model_key` is the trainer's key of the model, whose own tokenizer is the default."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value == run.get(model_key):
+            run.ignore("the model's tokenizer")
+        else:
+            run.set(f"{MODEL}tokenizer_name_or_path", value)
+
+    return by(function, f"{MODEL}tokenizer_name_or_path")
 
 
 def template(*neutral: str) -> Rule:
@@ -123,6 +164,20 @@ def set_reference_free(value: Any, run: Translation) -> None:
         run.set("reference.mode", "none")
     else:
         run.ignore("there is a reference")
+
+
+def set_split(value: Any, run: Translation) -> None:
+    """Hold out a share of the training pairs, unless there is other validation data."""
+    share = float(value or 0)
+    if run.value(VALIDATION_FILES):
+        run.ignore("there is validation data")
+    elif 0 < share < 1:
+        run.set(VALIDATION_SPLIT, share)
+        run.differs("the share is held out by prompt, so the pairs are others than there")
+    elif share:
+        run.lacks("a number of pairs cannot be held out; set validation.split to a share")
+    else:
+        run.ignore("nothing is held out")
 
 
 def drop(note: str, *keys: str) -> dict[str, Rule]:

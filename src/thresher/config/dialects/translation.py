@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 from thresher.config.dialects.losses import LOSS_PARAMETERS
 from thresher.config.dialects.planned import PLANNED
-from thresher.config.dialects.rules import AXES, DATA, MODEL, TRAINING, VALIDATION_FILES, Rule, by, find_rule
+from thresher.config.dialects.rules import (
+    AXES,
+    DATA,
+    MODEL,
+    TRAINING,
+    VALIDATION_FILES,
+    VALIDATION_SPLIT,
+    Rule,
+    by,
+    find_rule,
+)
 
 Outcome = Literal["kept", "renamed", "translated", "different meaning", "no equivalent", "no effect"]
 OUTCOMES: tuple[Outcome, ...] = (
@@ -160,6 +170,8 @@ class Translation:
             except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
                 self.lacks(f"a value that {self.dialect.title} would not accept")
             self._compare(entry)
+        elif rule.targets and value in rule.neutral:
+            self.ignore("neutral value")
         elif rule.targets:
             self.set(rule.targets[0], value)
             self._compare(entry)
@@ -197,8 +209,15 @@ class Translation:
         self.entries.append(Entry(key, ""))
         self.drop(
             f"empty in the script{f'; set `{target}`' if target else ''}",
-            changes_numbers=target not in (None, "pretrain", "output_dir", "logging_dir"),
+            changes_numbers=target
+            not in (None, "pretrain", "output_dir", "logging_dir", f"{MODEL}tokenizer_name_or_path"),
         )
+
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether the launcher or the config names more than one device."""
+        nodes = self.get("cluster.gpus_per_node", 1), self.get("cluster.num_nodes", 1)
+        return self.num_devices > 1 or bool(self.get("actor_train.device_mapping")) or max(nodes) > 1
 
     @property
     def losses(self) -> list[str]:
@@ -214,22 +233,34 @@ class Translation:
         for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau"):
             if not any(parameter in LOSS_PARAMETERS.get(loss, ()) for loss in self.losses):
                 self.unset(parameter, f"{' + '.join(self.losses)} has no {parameter}")
-        if self.value(f"{MODEL}lora_rank") is None:
-            for name in ("lora_alpha", "lora_dropout", "lora_target"):
+        has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
+        if has_adapter:
+            for name in ("lora_rank", "lora_alpha", "lora_target", "lora_init"):
+                self.unset(f"{MODEL}{name}", "read from the adapter")
+        if has_adapter or self.value(f"{MODEL}lora_rank") is not None:
+            self.unset(f"{MODEL}freeze_module_prefix", "LoRA trains adapters only")
+        else:
+            for name in ("lora_alpha", "lora_dropout", "lora_target", "lora_init"):
                 self.unset(f"{MODEL}{name}", "LoRA is off")
         self._tidy_schedule()
         for tracker in ("wandb", "mlflow", "tensorboard"):
             for key in [key for key in self._flat if key.startswith(f"tracker_kwargs.{tracker}_")]:
                 if tracker not in (self.value("track_with") or ()):
                     self.unset(key, f"{tracker} is off")
+        if not {"wandb", "mlflow"} & set(self.value("track_with") or ()):
+            for name in ("name", "notes", "tags"):
+                self.unset(f"tracker_kwargs.{name}", "wandb and mlflow are off")
         if self.value(VALIDATION_FILES):
-            for name in ("template", "truncation"):
+            for name in ("template", "template_arguments", "system_prompt", "truncation"):
                 if self.value(f"{DATA}{name}") is not None:
                     self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
-        else:
-            for name in ("eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
+        elif not self.value(VALIDATION_SPLIT):
+            for name in ("eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
                 self.unset(name, "there is no validation data")
             self.unset(f"{TRAINING}per_device_eval_batch_size", "there is no validation data")
+
+    def settle(self) -> None:
+        """Leave out targets that were not set after all."""
         for entry in self.entries:
             entry.targets = [target for target in entry.targets if target in self._flat]
             if not entry.targets and entry.outcome in ("kept", "renamed", "translated"):
@@ -261,7 +292,8 @@ def translate(
     """Translate a config of another trainer.
 
     num_devices: processes that its launcher starts. empty: options of a script that have no value.
-    Without `with_defaults`, only the given keys are translated and the rest keeps our defaults.
+    Without `with_defaults`, the config is a part of one: only the given keys are translated, the rest keeps our
+    defaults, and settings without effect are left to validation.
     """
     flat = flatten(config, dialect.table)
     given = {key: value for key, value in flat.items() if value is not None}
@@ -275,7 +307,9 @@ def translate(
     run.add_devices()
     for key in empty:
         run.add_empty(key)
-    run.tidy()
+    if with_defaults:
+        run.tidy()
+    run.settle()
     run.entries = [entry for entry in run.entries if entry.targets or entry.is_lost or not entry.is_default]
     return run
 
@@ -300,7 +334,8 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
         section = nested
         for name in sections:
             section = section.setdefault(name, {})
-        section[last] = value
+        # a section can be set as a whole, and a key of it by another rule
+        section[last] = {**value, **section.get(last, {})} if isinstance(value, Mapping) else value
     return nested
 
 
@@ -310,7 +345,7 @@ def axis(name: str) -> Rule:
     def function(value: Any, run: Translation) -> None:
         if value in (None, 1, -1):
             run.ignore("one worker")
-        elif run.num_devices > 1 or run.get("actor_train.device_mapping") or run.get("cluster.gpus_per_node", 1) > 1:
+        elif run.has_several_devices:
             run.set(f"{AXES}{name}", int(value))
         else:
             run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")

@@ -14,6 +14,7 @@ from thresher.config.dialects.rules import (
     FILES,
     MODEL,
     VALIDATION_FILES,
+    VALIDATION_SPLIT,
     Function,
     Rule,
     by,
@@ -22,6 +23,7 @@ from thresher.config.dialects.rules import (
     part_of,
     planned,
     set_reference_free,
+    set_split,
     to,
 )
 from thresher.config.dialects.translation import Dialect, Translation
@@ -54,7 +56,7 @@ def _set_mixture(value: Any, run: Translation) -> None:
         run.plan("mixing", [part.get("weight", 1.0) for part in parts])
     held_out = value.get("test_split_size") if isinstance(value, Mapping) else run.get("test_split_size")
     if held_out and run.get("eval_strategy", "no") != "no":
-        run.plan("validation_split", held_out)
+        set_split(held_out, run)
 
 
 def _set_mixer(value: Any, run: Translation) -> None:
@@ -192,11 +194,11 @@ _DATA: dict[str, Rule] = {
     "dataset_config": part_of("dataset_name", FILES),
     "dataset_train_split": part_of("dataset_name", FILES),
     "dataset_test_split": part_of("dataset_name", VALIDATION_FILES),
-    "datasets": by(_set_mixture, FILES),
-    "dataset_mixture": by(_set_mixture, FILES),
+    "datasets": by(_set_mixture, FILES, VALIDATION_SPLIT),
+    "dataset_mixture": by(_set_mixture, FILES, VALIDATION_SPLIT),
     "dataset_mixer": by(_set_mixer, FILES, VALIDATION_FILES),
     "dataset_splits": part_of("dataset_mixer", FILES),
-    "test_split_size": part_of("datasets", FILES),
+    "test_split_size": part_of("datasets", VALIDATION_SPLIT),
     "max_length": to("sequence_length"),
     "truncation_mode": by(_set_truncation, f"{DATA}truncation"),
     "chat_template": by(_set_template, f"{DATA}template"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +31,16 @@ class MicroBatching:
 
     def split(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
         """Return the pair ids of each micro-batch of a rank; every pair is in one micro-batch of one rank."""
-        if num_ranks > 1:
-            pair_ids = pair_ids[assign_ranks(self._costs_of(pair_ids), num_ranks) == rank]
+        return self.split_ranks(pair_ids, [rank], num_ranks)[0]
+
+    def split_ranks(self, pair_ids: PairIds, ranks: Sequence[int], num_ranks: int) -> list[list[PairIds]]:
+        """The same for several ranks, with one assignment of the pairs."""
+        if num_ranks == 1:
+            return [self._split_rank(pair_ids) for _ in ranks]
+        assigned = assign_ranks(self._costs_of(pair_ids), num_ranks)
+        return [self._split_rank(pair_ids[assigned == rank]) for rank in ranks]
+
+    def _split_rank(self, pair_ids: PairIds) -> list[PairIds]:
         if len(pair_ids) == 0:
             return []
         if self.max_pairs is None:

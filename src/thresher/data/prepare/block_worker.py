@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,17 @@ import numpy as np
 
 from thresher.data.pair import Pair
 from thresher.data.prepare.findings import Keys, to_keys
-from thresher.data.rows.formats import FORMAT_BY_NAME, PreferenceRow, to_preference_row
+from thresher.data.rows.formats import (
+    FORMAT_BY_NAME,
+    PreferenceRow,
+    check_columns,
+    read_numbers,
+    to_preference_row,
+    with_system,
+)
 from thresher.data.rows.messages import has_content
 from thresher.data.rows.parsing import BadRowError, Unreadable, find_invalid, parse_row
+from thresher.data.rows.tokenized import read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
@@ -95,22 +103,41 @@ class BlockWorker:
         result = BlockResult(
             task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
         )
-        rows, rendered = self._render(task, result)
         kept: list[Pair] = []
-        for row, text, tokenized in zip(rows, rendered, self._to_tokens(rendered), strict=True):
-            pair = self._keep(row, tokenized, result)
+        for tokenized, has_placeholders in self._tokenize(task, result):
+            pair = self._keep(tokenized, result)
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
-            if text.has_placeholders:
+            if has_placeholders:
                 result.control_tokens.append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
         result.pairs = pairs_to_record_batch(kept, hashes)
         result.keys = to_keys([each.pair for each in hashes])
         result.swapped_keys = to_keys([each.swapped for each in hashes])
-        result.headers_shortened = sum(each.header_shortened for each in rendered)
         return result
+
+    def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, bool]]:
+        """Return the tokenized rows, and whether each has placeholders for control tokens."""
+        if FORMAT_BY_NAME[task.row_format].is_tokenized:
+            return [(TokenizedRow(pair, False, False), False) for pair in self._read_pairs(task, result)]
+        rows, rendered = self._render(task, result)
+        result.headers_shortened = sum(each.header_shortened for each in rendered)
+        return [
+            (replace(tokens, pair=replace(tokens.pair, weight=row.weight, margin=row.margin)), text.has_placeholders)
+            for row, text, tokens in zip(rows, rendered, self._to_tokens(rendered), strict=True)
+        ]
+
+    def _read_pairs(self, task: BlockTask, result: BlockResult) -> Iterator[Pair]:
+        row_format = FORMAT_BY_NAME[task.row_format]
+        for index, content in enumerate(task.block.contents):
+            try:
+                row = parse_row(content)
+                check_columns(row, row_format, task.column_names)
+                yield read_tokenized(row, len(self._tokenizer), *read_numbers(row))
+            except BadRowError as error:
+                result.bad.append(BadRow.of(task.block, index, error))
 
     def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
         row_format = FORMAT_BY_NAME[task.row_format]
@@ -119,6 +146,7 @@ class BlockWorker:
         for index, content in enumerate(task.block.contents):
             try:
                 row = to_preference_row(parse_row(content), row_format, task.column_names)
+                row = with_system(row, self._settings.system_prompt)
                 if not (has_content(row.chosen) and has_content(row.rejected)):
                     result.dropped["empty_response"] += 1
                     continue
@@ -140,7 +168,7 @@ class BlockWorker:
             )
         return self._control_tokens.render_as_text(row)
 
-    def _keep(self, row: PreferenceRow, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
+    def _keep(self, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
         """Return the pair to keep, or the reason to drop it."""
         full = tokenized.pair
         if tokenized.has_empty_response:
@@ -159,7 +187,7 @@ class BlockWorker:
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
         result.splits_moved += tokenized.split_moved
-        return replace(pair, weight=row.weight, margin=row.margin)
+        return pair
 
 
 def _json_content(content: Any) -> Any:

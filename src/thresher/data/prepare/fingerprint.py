@@ -41,7 +41,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
     """Return the settings that can change the pairs of a store, as stored in its manifest."""
+    # absent unless set, as in stores that are older than the setting
+    newer = {"max_samples": settings.max_samples, "system_prompt": settings.system_prompt}
     return {
+        **{name: value for name, value in newer.items() if value is not None},
         "sequence_length": settings.sequence_length,
         "truncation": settings.truncation,
         "on_bad_row": settings.on_bad_row,

@@ -1,8 +1,9 @@
-"""Report of a preparation: counts that account for every row, lengths and findings; `cli/` prints it."""
+"""Report of a preparation: counts that account for every row, lengths and findings; `cli/` and `report/` show it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,6 +70,41 @@ class PrepareReport:
             f"{truncation}prompt_start or {truncation}response_end truncates pairs instead"
         )
 
+    def count_rows(self) -> Iterator[tuple[str, int]]:
+        """Yield what became of the rows, in words, with counts."""
+        yield "rows read", self.rows_read
+        yield "pairs kept", self.pairs_kept
+        if self.rows_joined:
+            yield "rows joined to another row's pair", self.rows_joined
+        for cause, count in self.dropped.items():
+            yield f"dropped: {cause.replace('_', ' ')}", count
+        if self.bad_rows:
+            yield "bad rows", self.bad_rows
+        for kind, count in self.truncated.items():
+            yield f"truncated: {kind.replace('_', ' ')}", count
+        if self.splits_moved:
+            yield "prompt/response boundaries moved before a merged token", self.splits_moved
+        if self.headers_shortened:
+            yield "responses without the full generation prompt", self.headers_shortened
+
+    def notes(self) -> Iterator[tuple[int, str]]:
+        """Yield remarks on files, bad rows, findings and lengths, with their logging level."""
+        for file in self.files:
+            unused = f"; ignored columns: {', '.join(file.unused_columns)}" if file.unused_columns else ""
+            yield logging.INFO, f"{file.name}: {file.rows:,} rows of format {file.shape}{unused}"
+        for reason, count in self.bad_reasons.items():
+            yield logging.WARNING, f"{count:,} bad rows: {reason}"
+        for finding in self.findings:
+            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs{format_examples(finding.examples)}"
+            yield logging.WARNING if finding.count else logging.INFO, line
+        if self.length_bias is not None:
+            bias = self.length_bias
+            yield (
+                logging.INFO,
+                f"length: chosen is longer in {bias.share_chosen_longer:.0%} of pairs, equal in "
+                f"{bias.share_equal:.0%}; mean {bias.mean_chosen:.1f} tokens chosen, {bias.mean_rejected:.1f} rejected",
+            )
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -88,6 +124,15 @@ class PrepareReport:
             "percentiles": {name: tuple(each) for name, each in values["percentiles"].items()},
         }
         return cls(**fields)
+
+
+def percentile_names() -> list[str]:
+    """The columns of `percentiles`."""
+    return ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
+
+
+def format_examples(pair_ids: tuple[int, ...]) -> str:
+    return f" (such as pair {', '.join(map(str, pair_ids))})" if pair_ids else ""
 
 
 def report_of(store: PairStore) -> PrepareReport:

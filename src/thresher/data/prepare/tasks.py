@@ -61,6 +61,7 @@ class TaskReader:
     def __init__(self, settings: DataSettings, sources: Sequence[SourceFile]) -> None:
         self._joiner = UnpairedJoiner()
         names = settings.column_names
+        sources = [replace(source, max_rows=settings.max_samples) for source in sources]
         self.files = [_detect_source(source, names) for source in sources]
         spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
         # if no row of a file can be parsed, each is reported as bad whatever the format

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from thresher.data.rows.messages import (
     to_messages,
     to_tools,
 )
-from thresher.data.rows.parsing import BadRowError, Row, quoted
+from thresher.data.rows.parsing import BadRowError, Row, decode_json, quoted
 from thresher.errors import UserError
 from thresher.spelling import nearest
 
@@ -30,7 +30,9 @@ from thresher.spelling import nearest
 MAX_MESSAGES = 1000
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
-_OPTIONAL = ("system", "tools", "margin", "weight")
+# variables of the chat template: TRL's name, and that of our config
+_ARGUMENTS = ("chat_template_kwargs", "template_arguments")
+_OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class PreferenceRow:
     """One pair before tokenization.
 
     chosen, rejected: the messages after the prompt; the first and the last are from the assistant.
+    template_arguments: variables of the chat template for this row.
     """
 
     prompt: list[Message]
@@ -56,17 +59,19 @@ class PreferenceRow:
     plain: PlainText | None = None
     weight: float = 1.0
     margin: float = 0.0
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns of a row and how to read them."""
+    """The columns of a row and how to read them; rows of token ids are read by `tokenized`."""
 
     name: str
     required: tuple[str, ...]
     read: Callable[[Row], PreferenceRow]
     optional: tuple[str, ...] = _OPTIONAL
     is_unpaired: bool = False
+    is_tokenized: bool = False
 
 
 def _read_instruction(row: Row) -> PreferenceRow:
@@ -194,8 +199,20 @@ def _read_unpaired(row: Row) -> PreferenceRow:
     raise AssertionError(f"row with columns {sorted(row)}: `unpaired` must join rows with a label before they are read")
 
 
+def _read_ids(row: Row) -> PreferenceRow:
+    raise AssertionError(f"row with columns {sorted(row)}: rows of token ids have no text")
+
+
+_SIDES = ("chosen", "rejected")
 # in order of priority: the first format whose required columns are all present is used
 FORMATS = (
+    RowFormat(
+        "tokenized",
+        tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask")),
+        _read_ids,
+        (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight"),
+        is_tokenized=True,
+    ),
     RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
     RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
     RowFormat(
@@ -278,9 +295,7 @@ def rename(row: Row, column_names: Mapping[str, str]) -> Row:
 def to_preference_row(row: Row, row_format: RowFormat, column_names: Mapping[str, str]) -> PreferenceRow:
     """Read a row in the format of its file, or raise `BadRowError`."""
     row = rename(row, column_names)
-    missing = [column_names.get(name, name) for name in row_format.required if row.get(name) is None]
-    if missing:
-        raise BadRowError(f"no value for {', '.join(missing)}; its columns are {_names(row)}")
+    check_columns(row, row_format, column_names)
     read = row_format.read(row)
     for name, side in (("chosen", read.chosen), ("rejected", read.rejected)):
         if not side:
@@ -295,6 +310,29 @@ def to_preference_row(row: Row, row_format: RowFormat, column_names: Mapping[str
     return read
 
 
+def with_system(row: PreferenceRow, system: str | None) -> PreferenceRow:
+    """Add a system message to a row that has none."""
+    if not system or row.prompt[0]["role"] == "system":
+        return row
+    plain = row.plain and replace(row.plain, prompt=f"{system}\n\n{row.plain.prompt}")
+    return replace(row, prompt=[{"role": "system", "content": system}, *row.prompt], plain=plain)
+
+
+def check_columns(row: Row, row_format: RowFormat, column_names: Mapping[str, str]) -> None:
+    """Raise `BadRowError` if a required column has no value."""
+    missing = [column_names.get(name, name) for name in row_format.required if row.get(name) is None]
+    if missing:
+        raise BadRowError(f"no value for {', '.join(missing)}; its columns are {_names(row)}")
+
+
+def read_numbers(row: Row) -> tuple[float, float]:
+    """Read the weight and the margin of a row."""
+    weight, margin = _number(row, "weight", 1.0), _number(row, "margin", 0.0)
+    if weight < 0:
+        raise BadRowError(f"`weight` must not be negative, got {weight}")
+    return weight, margin
+
+
 def _pair(
     row: Row, prompt: list[Message], chosen: list[Message], rejected: list[Message], plain: PlainText | None = None
 ) -> PreferenceRow:
@@ -304,10 +342,24 @@ def _pair(
             raise BadRowError("`system` conflicts with the prompt's system message; keep one")
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
-    weight, margin = _number(row, "weight", 1.0), _number(row, "margin", 0.0)
-    if weight < 0:
-        raise BadRowError(f"`weight` must not be negative, got {weight}")
-    return PreferenceRow(prompt, chosen, rejected, to_tools(row.get("tools")), plain, weight, margin)
+    tools, arguments = to_tools(row.get("tools")), _template_arguments(row)
+    return PreferenceRow(prompt, chosen, rejected, tools, plain, *read_numbers(row), arguments)
+
+
+def _template_arguments(row: Row) -> dict[str, Any]:
+    """Read the variables of the chat template; a null is a key that other rows of the file have."""
+    name = next((name for name in _ARGUMENTS if row.get(name) is not None), None)
+    if name is None:
+        return {}
+    value = row[name]
+    if isinstance(value, str):  # as CSV files have it
+        try:
+            value = decode_json(value)
+        except ValueError as error:
+            raise BadRowError(f"`{name}` is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRowError(f"`{name}` must be an object with variables of the chat template, got {quoted(value)}")
+    return {key: each for key, each in value.items() if each is not None}
 
 
 def _side(row: Row, name: str) -> list[Message]:

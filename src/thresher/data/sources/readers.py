@@ -73,7 +73,9 @@ class Block:
 
 
 def split_source(source: SourceFile) -> list[SourceSpan]:
-    """Split a source into spans of a few thousand rows where its format allows it."""
+    """Split a source into spans of a few thousand rows where its format allows it; one span if rows are limited."""
+    if source.max_rows is not None:
+        return [SourceSpan(source)]
     if source.format == "jsonl" and source.compression is None:
         starts = range(0, source.size, BYTES_PER_SPAN)
         return [SourceSpan(source, start, min(start + BYTES_PER_SPAN, source.size)) for start in starts]
@@ -105,7 +107,18 @@ def read_span(span: SourceSpan) -> Iterator[Block]:
         "hub_dataset": lambda span: _read_dataset(span.source, load_hub_dataset(span.source.name)),
     }
     with _translate_errors(span.source):
-        yield from readers[span.source.format](span)
+        blocks = readers[span.source.format](span)
+        yield from blocks if span.source.max_rows is None else _first_rows(blocks, span.source.max_rows)
+
+
+def _first_rows(blocks: Iterator[Block], count: int) -> Iterator[Block]:
+    for block in blocks:
+        if len(block) >= count:
+            numbers, contents = block.numbers[:count], block.contents[:count]
+            yield replace(block, numbers=numbers, contents=contents, last_number=numbers[-1])
+            return
+        count -= len(block)
+        yield block
 
 
 def read_blocks(source: SourceFile) -> Iterator[Block]:

@@ -34,6 +34,7 @@ FORMAT_OF_SUFFIX: dict[str, Format] = {
 }
 COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _HUB = "hf://"
+_HUB_NAME = re.compile(r"hf://((?:datasets/)?[^/:@]+/[^/:@]+)(.*)")
 _HUB_DATASET = re.compile(r"\w[\w-]*/\w[\w.-]*(:[\w./-]+)*")
 
 
@@ -45,14 +46,26 @@ def find_in_directory(name: str, directory: str | None) -> str:
     return inside if not glob.glob(name) and glob.glob(inside) else name  # noqa: PTH207
 
 
+def at_revision(name: str, revision: str | None) -> str:
+    """Name a revision of a data set of the Hub, hf://OWNER/NAME@REVISION, unless the name has one."""
+    match = _HUB_NAME.fullmatch(name)
+    if revision is None or match is None or match[2].startswith("@"):
+        return name
+    return f"{_HUB}{match[1]}@{revision}{match[2]}"
+
+
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, saved dataset directory or Hub dataset; `size` is in bytes, 0 if unknown."""
+    """One file, saved dataset directory or Hub dataset.
+
+    size: in bytes, 0 if unknown. max_rows: only the first rows are read; None: all.
+    """
 
     name: str
     format: Format
     compression: str | None = None
     size: int = 0
+    max_rows: int | None = None
 
     @property
     def shown(self) -> str:
@@ -70,7 +83,7 @@ def resolve_sources(file_names: Sequence[str]) -> list[SourceFile]:
 
 
 def _resolve(name: str) -> list[SourceFile]:
-    if name.startswith(_HUB) and not _suffixes(name)[0]:
+    if _is_hub_dataset(name):
         return [SourceFile(name, "hub_dataset")]
     try:
         return _find_files(name)
@@ -80,6 +93,13 @@ def _resolve(name: str) -> list[SourceFile]:
         if "://" not in name:
             raise
         raise UserError(f"{name!r} cannot be reached: {error}; check the URL, the network and your login") from error
+
+
+def _is_hub_dataset(name: str) -> bool:
+    """Tell a data set of the Hub from a file on it; a dot in OWNER/NAME or in a revision is not a suffix."""
+    suffix, match = _suffixes(name)[0], _HUB_NAME.fullmatch(name)
+    is_whole = match is not None and match[2][:1] in ("", "@", ":") and suffix not in FORMAT_OF_SUFFIX
+    return name.startswith(_HUB) and (not suffix or is_whole)
 
 
 def _find_files(name: str) -> list[SourceFile]:
@@ -110,6 +130,10 @@ def _resolve_directory(filesystem: Any, path: str, name: str) -> list[SourceFile
             f"{name!r} has several splits ({', '.join(splits)}); name one, such as "
             f"{directory}/{(splits or ['train'])[0]}"
         )
+    parts = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False) if filesystem.isdir(entry))
+    saved = [part for part in parts if filesystem.exists(f"{path}/{part}/state.json")]
+    if saved and saved == parts:  # shards of one data set, as ColossalChat writes them
+        return [each for part in parts for each in _resolve_directory(filesystem, f"{path}/{part}", f"{name}/{part}")]
     raise UserError(f"{name!r} is a directory but not a saved dataset; name its files, such as '{directory}/*.jsonl'")
 
 
@@ -201,13 +225,14 @@ def source_digest(source: SourceFile) -> str:
 
 
 def load_hub_dataset(name: str) -> Any:
-    """Load `hf://OWNER/NAME[:SPLIT[:CONFIG]]`; the default split is `train`."""
+    """Load `hf://OWNER/NAME[@REVISION][:SPLIT[:CONFIG]]`; the default split is `train`."""
     import datasets
 
     repo, _, rest = name.removeprefix("hf://").removeprefix("datasets/").partition(":")
+    repo, _, revision = repo.partition("@")
     split, _, config = rest.partition(":")
     try:
-        return datasets.load_dataset(repo, config or None, split=split or "train")
+        return datasets.load_dataset(repo, config or None, split=split or "train", revision=revision or None)
     # RuntimeError: a dataset with a loading script, which `datasets` refuses to run
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {name!r} from the Hub: {error}; write hf://OWNER/NAME:SPLIT") from error

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +128,10 @@ def render(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenize
 def _render_raw(row: PreferenceRow) -> RenderedRow:
     if row.tools:
         raise BadRowError("the row has `tools`, which data_args.template=raw cannot render; use a chat template")
+    if row.template_arguments:
+        raise BadRowError(
+            "the row has variables of a chat template, but data_args.template is raw; use a chat template"
+        )
     if row.plain is not None:
         prompt, chosen, rejected = row.plain.prompt, row.plain.chosen, row.plain.rejected
     else:
@@ -152,6 +156,8 @@ def _join_segments(prompt: str, segments: Sequence[TextSegment]) -> SideText:
 
 
 def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenizerBase) -> RenderedRow:
+    if row.template_arguments:
+        template = replace(template, arguments={**template.arguments, **row.template_arguments})
     apply = partial(apply_template, tokenizer, template, tools=row.tools)
     header = apply(row.prompt, header=True)
     texts = [apply(row.prompt + side, header=False) for side in (row.chosen, row.rejected)]

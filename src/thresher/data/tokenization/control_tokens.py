@@ -77,7 +77,7 @@ class ControlTokens:
         for message in (*row.prompt, *row.chosen, *row.rejected):
             pattern = self._pattern(by_assistant=message["role"] == "assistant")
             yield from ((text, pattern) for text in _strings(_without_role(message)))
-        yield from ((text, self._forbidden) for text in _strings(row.tools))
+        yield from ((text, self._forbidden) for text in _strings([row.tools, row.template_arguments]))
 
     def _pattern(self, *, by_assistant: bool) -> re.Pattern[str]:
         return self._assistant_forbidden if by_assistant else self._forbidden
@@ -105,6 +105,7 @@ class ControlTokens:
             chosen=self._mark_messages(row.chosen, mark),
             rejected=self._mark_messages(row.rejected, mark),
             tools=_mark_value(row.tools, self._forbidden, mark),
+            template_arguments=_mark_value(row.template_arguments, self._forbidden, mark),
             plain=None if row.plain is None else self._mark_plain(row.plain, mark),
         )
 

@@ -20,19 +20,31 @@ _PASSES_SLIDING_WINDOW = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gem
 
 
 def choose_layout(
-    requested: LayoutName, configs: Sequence[PreTrainedConfig], attn_implementation: str | None, pad_id: int
+    requested: LayoutName,
+    configs: Sequence[PreTrainedConfig],
+    attn_implementation: str | None,
+    pad_id: int | None,
+    *,
+    scores_prompt: bool = False,
 ) -> tuple[Layout, str | None]:
     """Return a layout that all models support and, if packing is not possible, a line that says why.
 
-    configs: the transformers config of every model that scores with the layout.
+    configs: the transformers config of every model that scores with the layout. pad_id: only for padded rows.
     """
     reason = next(filter(None, (_why_not_packable(config, attn_implementation) for config in configs)), None)
     vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)
     if requested == "padded" or (requested == "auto" and reason is not None):
-        return PaddedLayout(pad_id, vocab_size), None if reason is None else f"using layout padded: {reason}"
+        if pad_id is None:
+            raise UserError(
+                "layout padded needs a pad token, and the tokenizer has neither a pad token nor EOS; name an existing "
+                "token with actor_train.model_args.pad_token"
+            )
+        return PaddedLayout(
+            pad_id, vocab_size, scores_prompt
+        ), None if reason is None else f"using layout padded: {reason}"
     if reason is not None:
         raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
-    return PackedLayout(requested != "packed", vocab_size), None
+    return PackedLayout(requested != "packed", vocab_size, scores_prompt), None
 
 
 def vocab_size_of(config: PreTrainedConfig) -> int | None:

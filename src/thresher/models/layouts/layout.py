@@ -23,6 +23,8 @@ class ModelInputs:
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
     num_useful_tokens: tokens of both sequences of every pair, the same in every layout.
     segments: attention segments, for layouts that pack several sequences into one row; None: plain causal attention.
+    row_weights: [rows] how many tokens that predict another one each flat row stands for: 2 in a shared prompt, 0 in
+        padding and at the end of a sequence. All layouts have the same sum.
     kept, scored_in_kept: the rows that the last layer computes if it skips others, and the scored rows among them.
     """
 
@@ -33,6 +35,7 @@ class ModelInputs:
     rejected_lengths: Tensor
     num_useful_tokens: int
     num_padding_tokens: int
+    row_weights: Tensor
     num_shared_tokens: int = 0
     segments: tuple[Segment, ...] | None = None
     kept: KeptRows | None = None
@@ -47,6 +50,11 @@ class Layout(Protocol):
 
     @property
     def shares_prompt(self) -> bool: ...
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether all tokens but the first are scored, and not only those of the responses."""
+        ...
 
     @property
     def needs_pair_attention(self) -> bool:

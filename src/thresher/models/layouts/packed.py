@@ -26,13 +26,15 @@ class _PackedRow:
     """A packed row under construction."""
 
     tokens: list[TokenIds]
+    weights: list[Rows]
     positions: list[Rows]
     segments: list[Segment]
     length: int = 0
 
-    def add(self, ids: TokenIds, first_position: int) -> int:
-        """Append tokens and return the row of the first."""
+    def add(self, ids: TokenIds, first_position: int, *, weight: int = 1) -> int:
+        """Append tokens, each of which stands for `weight` tokens, and return the row of the first."""
         start = self.length
+        self.weights.append(np.full(len(ids), weight))
         self.tokens.append(ids)
         self.positions.append(np.arange(first_position, first_position + len(ids)))
         self.length += len(ids)
@@ -45,6 +47,7 @@ class PackedLayout:
 
     shares_prompt: bool
     vocab_size: int | None = None
+    scores_prompt: bool = False
 
     @property
     def name(self) -> str:
@@ -57,17 +60,18 @@ class PackedLayout:
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
         check_token_ids(batch, self.vocab_size)
-        row = _PackedRow([], [], [])
+        row = _PackedRow([], [], [], [])
         sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
         for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
             if len(pair.prompt_ids) == 0:
                 raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
             packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
-            for side, predictors, ids, mask in zip(
+            for side, rows, ids, mask in zip(
                 sides, packed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
             ):
-                scored = scored_positions(ids, mask)
-                side.append((predictors[scored], ids[scored]))
+                scored = scored_positions(pair.prompt_ids, ids, mask, with_prompt=self.scores_prompt)
+                # the row of a token predicts the next token of its sequence
+                side.append((rows[scored - 1], np.concatenate([pair.prompt_ids, ids])[scored]))
         both = [*sides[0], *sides[1]]
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
         kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows)
@@ -83,6 +87,7 @@ class PackedLayout:
             rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
             num_useful_tokens=num_useful,
             num_padding_tokens=0,
+            row_weights=torch.from_numpy(np.concatenate(row.weights)),
             num_shared_tokens=num_useful - row.length,
             segments=tuple(row.segments),
             kept=kept,
@@ -91,27 +96,29 @@ class PackedLayout:
 
     @staticmethod
     def _pack_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        """Append prompt, chosen and rejected; return the rows that predict each side's tokens."""
+        """Append prompt, chosen and rejected; return the rows of each side's sequence."""
         prompt_length = len(pair.prompt_ids)
-        start = row.add(pair.prompt_ids, 0)
+        start = row.add(pair.prompt_ids, 0, weight=2)
         chosen = row.add(pair.chosen_ids[:-1], prompt_length)
         row.segments.append(Segment(start, row.length))
         rejected = row.add(pair.rejected_ids[:-1], prompt_length)
         if row.length > rejected:
             row.segments.append(Segment(rejected, row.length, start, start + prompt_length))
-        # the last prompt token predicts the first token of both sides
-        last = start + prompt_length - 1
-        return _predictors(last, chosen, len(pair.chosen_ids)), _predictors(last, rejected, len(pair.rejected_ids))
+        prompt = np.arange(start, start + prompt_length)  # the rows that both sides share
+        return (
+            np.concatenate([prompt, np.arange(chosen, chosen + len(pair.chosen_ids) - 1)]),
+            np.concatenate([prompt, np.arange(rejected, rejected + len(pair.rejected_ids) - 1)]),
+        )
 
     @staticmethod
     def _pack_separate(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        predictors = []
+        rows = []
         for ids in (pair.chosen_ids, pair.rejected_ids):
             start = row.add(pair.prompt_ids, 0)
-            response = row.add(ids[:-1], len(pair.prompt_ids))
+            row.add(ids[:-1], len(pair.prompt_ids))
             row.segments.append(Segment(start, row.length))
-            predictors.append(_predictors(response - 1, response, len(ids)))
-        return predictors[0], predictors[1]
+            rows.append(np.arange(start, row.length))
+        return rows[0], rows[1]
 
 
 def _rows_to_keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
@@ -124,13 +131,6 @@ def _rows_to_keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows,
             tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
     rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
     return KeptRows(torch.from_numpy(rows), PackedAttention(tuple(tails))), np.searchsorted(rows, scored_rows)
-
-
-def _predictors(last_of_prompt: int, first_of_response: int, length: int) -> Rows:
-    """Return the rows that predict the `length` tokens of a response."""
-    rows = np.arange(first_of_response - 1, first_of_response - 1 + length)
-    rows[:1] = last_of_prompt
-    return rows
 
 
 def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
@@ -148,4 +148,5 @@ def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
         model_inputs=inputs,
         segments=(*batch.segments, Segment(rows, rows + extra)),
         num_padding_tokens=batch.num_padding_tokens + extra,
+        row_weights=F.pad(batch.row_weights, (0, extra)),
     )

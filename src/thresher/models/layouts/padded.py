@@ -18,12 +18,13 @@ class PaddedLayout:
 
     pad_id: int
     vocab_size: int | None = None
+    scores_prompt: bool = False
     name: str = "padded"
     shares_prompt: bool = False
     needs_pair_attention: bool = False
 
     def collate(self, batch: PairBatch) -> ModelInputs:
-        """Pad and stack both sides; list the positions that predict scored response tokens."""
+        """Pad and stack both sides; list the positions that predict scored tokens."""
         check_token_ids(batch, self.vocab_size)
         sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
         sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
@@ -41,12 +42,14 @@ class PaddedLayout:
             input_ids[i, : len(prompt)] = prompt
             input_ids[i, len(prompt) : end] = response
             attention_mask[i, :end] = 1
-            scored = scored_positions(response, mask)
+            scored = scored_positions(prompt, response, mask, with_prompt=self.scores_prompt)
             # the hidden state at t predicts the token at t + 1
-            rows.append((i * width + len(prompt) - 1 + scored).astype(np.int32))
-            targets.append(response[scored])
+            rows.append((i * width + scored - 1).astype(np.int32))
+            targets.append(input_ids[i, scored].astype(np.int32))
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         num_useful = int(attention_mask.sum())
+        # the last token of each sequence predicts nothing
+        row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
         return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(input_ids),
@@ -59,4 +62,5 @@ class PaddedLayout:
             rejected_lengths=lengths[len(batch) :],
             num_useful_tokens=num_useful,
             num_padding_tokens=input_ids.size - num_useful,
+            row_weights=torch.from_numpy(row_weights.reshape(-1)),
         )

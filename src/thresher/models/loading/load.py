@@ -22,10 +22,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from thresher.errors import UserError
-from thresher.models.loading.location import locate_model
+from thresher.models.loading.location import locate_model, locate_tokenizer
 from thresher.models.loading.weight_files import differently_tied, find_weight_files, missing_tensor, wrong_shape
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextmanager
@@ -38,20 +38,22 @@ def translate_load_errors(what: str, path: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model."""
-    directory, gguf = locate_model(path)
+    """Load the tokenizer of a model, or one that is in a directory or repository of its own."""
+    directory, arguments = locate_tokenizer(path)
     with translate_load_errors("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, **gguf
+            directory, trust_remote_code=trust_remote_code, **arguments
         )
     return tokenizer
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the transformers config of a model; reject one that is not causal or names a kernel to download."""
-    directory, gguf = locate_model(path)
+    directory, arguments = locate_model(path)
     with translate_load_errors("model config", path):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **gguf)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, **arguments
+        )
     _reject_hub_kernels(config, path)
     _reject_encoders(config, path)
     return config
@@ -70,6 +72,11 @@ def longrope_limit(config: PreTrainedConfig) -> int | None:
     return int(rope["original_max_position_embeddings"]) if is_longrope else None
 
 
+def soft_caps_scores(config: PreTrainedConfig) -> bool:
+    """Return whether attention scores are soft-capped, as in Gemma 2; sdpa cannot do that."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def load_model(
     path: str,
     *,
@@ -78,8 +85,9 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with dropout disabled."""
-    directory, gguf = locate_model(path)
-    if not gguf:
+    directory, arguments = locate_model(path)
+    is_gguf = "gguf_file" in arguments
+    if not is_gguf:
         load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
@@ -88,16 +96,28 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            use_safetensors=None if gguf else True,
+            use_safetensors=None if is_gguf else True,
             ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
-            **gguf,
+            **arguments,
         )
     model: PreTrainedModel = loaded[0]
     _check_loaded(model, path, report=loaded[1])
-    if gguf:
+    if is_gguf:
         model = _without_quantization(model, dtype)
-    return without_dropout(model)
+    return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+def with_soft_caps(model: PreTrainedModel, requested: str | None) -> PreTrainedModel:
+    """Replace sdpa if scores are soft-capped: transformers 5.19 selects it for Gemma 2 and ignores the cap."""
+    if soft_caps_scores(model.config) and model.config._attn_implementation == "sdpa":
+        if requested is not None:
+            raise UserError(
+                f"attn_implementation {requested} ignores the soft cap on attention scores of the model family "
+                f"{model.config.model_type}; remove the setting, or set eager"
+            )
+        model.set_attn_implementation("eager")
+    return model
 
 
 def _check_loaded(model: PreTrainedModel, path: str, report: Mapping[str, Any]) -> None:
@@ -137,20 +157,17 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int:
-    """Return the padding id; a tokenizer without one needs `model_args.pad_token`."""
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int | None:
+    """Return the id to pad with: of `model_args.pad_token`, of the tokenizer's pad token, or of EOS; None without any.
+
+    Padding is masked and never scored, so EOS may be used for it; the tokenizer keeps having no pad token then.
+    """
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise UserError(f"pad_token {pad_token!r} is not in the vocabulary of {path}; name an existing token")
         tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None:
-        known = [token for token in (tokenizer.unk_token, tokenizer.eos_token) if token]
-        example = known[0] if known else "<a token of the vocabulary>"
-        raise UserError(
-            f"the tokenizer of {path} has no pad token; name one that exists, such as "
-            f"`actor_train.model_args.pad_token={example}`"
-        )
-    return int(tokenizer.pad_token_id)
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return None if pad_id is None else int(pad_id)
 
 
 def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:

@@ -6,7 +6,7 @@ The model is built on the meta device, its parameters are sharded, and each proc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from thresher.distributed.sharded_tensor import local_slices, to_local
-from thresher.models.loading.load import load_model_config, translate_load_errors, without_dropout
+from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
+from thresher.models.loading.location import hub_arguments
 from thresher.models.loading.weight_files import (
     differently_tied,
     find_files_to_shard,
@@ -44,22 +45,85 @@ def build_without_weights(
 ) -> PreTrainedModel:
     """Build a model whose parameters are on the meta device; buffers are real."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
+    revision = hub_arguments(path)[1].get("revision")
+    runs_code = trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
+    code = {"code_revision": revision} if runs_code and revision is not None else {}
     with translate_load_errors("model", path), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **code
         )
     model.tie_weights()
-    return without_dropout(model)
+    return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+@torch.no_grad()
+def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
+    """Copy this process's shard of a tensor from a slice of a safetensors file; path and name are for the error."""
+    if tuple(source.get_shape()) != tuple(into.shape):
+        raise wrong_shape(path, name, source.get_shape(), into.shape)
+    local = to_local(into)
+    if local.numel():
+        local.copy_(source[local_slices(into)])
+
+
+def allocate(model: PreTrainedModel, device: torch.device) -> None:
+    """Give every parameter that is on the meta device memory on a device, without values."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    model.tie_weights()  # allocating a tied parameter made two of it
 
 
 def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Allocate every parameter on a device and read its local shard; `init_adapters` sets those of adapters."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # allocating a tied parameter made two of it
+    allocate(model, device)
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
-            reader.read(name.replace(".base_layer.", "."), parameter)
+            reader.read(_stored_name(name), parameter)
+    _load_buffers(model, reader)
+
+
+def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
+    """Whether the files have each parameter as it is: experts may be stored one by one, and loaded as one tensor."""
+    reader = SafetensorsReader(path, model.all_tied_weights_keys)
+    return all(reader.has(_stored_name(name)) for name, _ in model.named_parameters() if ".lora_" not in name)
+
+
+def load_modules(
+    model: PreTrainedModel, path: str, device: torch.device, after_module: Callable[[nn.Module], None]
+) -> None:
+    """Allocate and read whole parameters, one module at a time; adapters are not read.
+
+    after_module: called with each module that has parameters; it may take their memory away again.
+    """
+    reader = SafetensorsReader(path, model.all_tied_weights_keys)
+    # a tied parameter belongs to two modules, and is stored under the first of its names
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    loaded: dict[nn.Parameter, nn.Parameter] = {}
+    for module in reversed(list(model.modules())):  # children before their parents
+        for name, empty in list(module.named_parameters(recurse=False)):
+            if empty.is_meta and empty not in loaded:
+                values = torch.empty_like(empty, device=device)
+                reader.read(_stored_name(names[empty]), values)
+                loaded[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
+            if empty.is_meta:
+                module.register_parameter(name, loaded[empty])
+        if next(module.parameters(recurse=False), None) is not None:
+            after_module(module)
+    move_buffers(model, device)
+    _load_buffers(model, reader)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _stored_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def _load_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> None:
     optional = model._keys_to_ignore_on_load_missing or ()
     for name, buffer in _persistent_buffers(model):
         if reader.has(name) or not any(re.search(pattern, name) for pattern in optional):
@@ -93,17 +157,21 @@ class SafetensorsReader:
     def has(self, name: str) -> bool:
         return name in self._file_of
 
-    @torch.no_grad()
     def read(self, name: str, into: Tensor) -> None:
         """Copy this process's shard of a tensor from its file."""
         if not self.has(name):
             raise missing_tensor(self._directory, name)
-        source = self._slices(name)
-        if tuple(source.get_shape()) != tuple(into.shape):
-            raise wrong_shape(self._directory, name, source.get_shape(), into.shape)
-        local = to_local(into)
-        if local.numel():
-            local.copy_(source[local_slices(into)])
+        copy_shard(self._slices(name), into, self._directory, name)
+
+    def read_slices(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        """Read a slice of a tensor; shape: that the full tensor must have."""
+        if not self.has(name):
+            raise missing_tensor(self._directory, name)
+        stored = self._slices(name)
+        if tuple(stored.get_shape()) != shape:
+            raise wrong_shape(self._directory, name, stored.get_shape(), shape)
+        values: Tensor = stored[slices]
+        return values
 
     def _check_equal(self, name: str, other: str) -> None:
         one, two = self._slices(name), self._slices(other)

@@ -1,4 +1,7 @@
-"""Find where a model is: a directory, a GGUF file, or a name on the Hugging Face Hub. Imports no model library."""
+"""Find where a model is: a directory, a GGUF file, or a name on the Hugging Face Hub. Imports no model library.
+
+A Hub name may end in `@revision`: a branch, a tag or a commit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from typing import Any
 from thresher.errors import UserError
 from thresher.file_names import is_safe_relative_path
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
 _SECONDS_TO_REACH_HUB = 10
+# a directory or repository with one of them has a tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def named_model(path: str | None) -> str:
@@ -23,9 +28,23 @@ def named_model(path: str | None) -> str:
     return path
 
 
+def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
+    """Return a path unchanged, or a Hub name without its revision, and the `revision` argument of transformers."""
+    found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
+    if found is None or found["revision"] is None:
+        return path, {}
+    return found["name"], {"revision": found["revision"]}
+
+
 def find_model(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the directory or Hub name to load from, and the `gguf_file` argument for a GGUF file."""
+    """Return the directory or Hub name to load from, and the arguments `gguf_file` or `revision` of transformers."""
     location = Path(path)
+    name, at, revision = path.rpartition("@")
+    if at and not location.exists() and Path(name).exists():
+        raise UserError(
+            f"revision {revision} has no effect on {name}, which is on this machine; remove it, or give a name on the "
+            "Hugging Face Hub"
+        )
     if location.suffix == ".gguf":
         if not location.is_file():
             raise UserError(
@@ -47,32 +66,59 @@ def find_model(path: str) -> tuple[str, dict[str, Any]]:
         raise UserError(
             f"model directory {path} does not exist; give the path of a model directory or of a `.gguf` file"
         )
-    return path, {}
+    return hub_arguments(path)
+
+
+def find_tokenizer(path: str) -> tuple[str, dict[str, Any]]:
+    """Find a tokenizer like `find_model`; its directory needs no model."""
+    directory = Path(path)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        if any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return path, {}
+        raise UserError(
+            f"tokenizer directory {path} has neither {', '.join(TOKENIZER_FILES)} nor config.json; give the directory "
+            "of a model or of a tokenizer that was saved with save_pretrained"
+        )
+    return find_model(path)
 
 
 def locate_model(path: str) -> tuple[str, dict[str, Any]]:
     """Find a model like `find_model`; a Hub name that cannot be loaded is rejected within seconds."""
-    location, gguf = find_model(path)
+    return _reachable(*find_model(path), ("config.json",))
+
+
+def locate_tokenizer(path: str) -> tuple[str, dict[str, Any]]:
+    """Find a tokenizer like `find_tokenizer`; a Hub name that cannot be loaded is rejected within seconds."""
+    return _reachable(*find_tokenizer(path), ("config.json", *TOKENIZER_FILES))
+
+
+def _reachable(location: str, arguments: dict[str, Any], files: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if not Path(location).is_dir():
-        _check_hub_name(location)
-    return location, gguf
+        _check_hub_name(location, arguments.get("revision"), files)
+    return location, arguments
 
 
 @cache
-def _check_hub_name(name: str) -> None:
+def _check_hub_name(name: str, revision: str | None, files: tuple[str, ...]) -> None:
     """Ask the Hub once: without a network, transformers would retry for a minute per file."""
     from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    shown, option = (name, "") if revision is None else (f"{name}@{revision}", f" --revision {revision}")
 
     if is_offline_mode():
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
             raise UserError(
-                f"{name} is neither a model directory nor in the Hugging Face cache, and HF_HUB_OFFLINE is set; give "
-                f"the path of a model directory, or run `hf download {name}` with a network"
+                f"{shown} is neither a model directory nor in the Hugging Face cache, and HF_HUB_OFFLINE is set; give "
+                f"the path of a model directory, or run `hf download {name}{option}` with a network"
             )
         return
     try:
-        HfApi().model_info(name, timeout=_SECONDS_TO_REACH_HUB)
+        HfApi().model_info(name, revision=revision, timeout=_SECONDS_TO_REACH_HUB)
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"the model {name} on the Hugging Face Hub has no revision {revision}; name a branch, a tag or a commit"
+        ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{name} is neither a model directory nor a model on the Hugging Face Hub; check the name, or log in with "

@@ -14,13 +14,24 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.errors import UserError
+from thresher.models.loading.adapter_files import AdapterFiles
 
 
 def attach_lora(
-    model: PreTrainedModel, *, rank: int, alpha: float | None, dropout: float, target: Sequence[str]
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float | None,
+    dropout: float,
+    target: Sequence[str],
+    init: str = "default",
 ) -> nn.Module:
-    """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
-    from peft import LoraConfig, get_peft_model
+    """Freeze a model and add trainable adapters; `init_adapters` sets their values.
+
+    init: `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948). The
+    same weights give the same components, so a checkpoint of the adapters needs no copy of the rest.
+    """
+    from peft import LoraConfig
 
     names = [name for name, _ in model.named_modules()]
     # PEFT is content if one target matches; another, misspelled one would be left untrained
@@ -33,7 +44,24 @@ def attach_lora(
         lora_dropout=dropout,
         target_modules="all-linear" if list(target) == ["all-linear"] else list(target),
         task_type="CAUSAL_LM",
+        init_lora_weights=True if init == "default" or next(model.parameters()).is_meta else init,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # for pissa_niter_N, which draws a random subspace
+        return _attach(model, config, target)
+
+
+def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
+    """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
+    from peft import LoraConfig
+
+    config = LoraConfig(**adapter.settings, lora_dropout=dropout, task_type="CAUSAL_LM")
+    return _attach(model, config, [str(adapter.settings.get("target_modules"))])
+
+
+def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Module:
+    from peft import get_peft_model
+
     try:
         is_on_meta = next(model.parameters()).is_meta
         adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
@@ -43,6 +71,15 @@ def attach_lora(
     if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
         raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
     return adapted
+
+
+def default_lora_target(model_type: str) -> list[str]:
+    """The modules that PEFT gives adapters in a family of models if none are named."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    if model_type not in DEFAULTS:
+        raise UserError(f"PEFT has no default target_modules for {model_type} models; name them, or use all-linear")
+    return list(DEFAULTS[model_type])
 
 
 def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:
@@ -58,10 +95,11 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            to_local(parameter).copy_(_init_values(name, parameter.shape, seed)[local_slices(parameter)])
+            to_local(parameter).copy_(initial_values(name, parameter.shape, seed)[local_slices(parameter)])
 
 
-def _init_values(name: str, shape: torch.Size, seed: int) -> Tensor:
+def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Initial values of a full tensor of an adapter; name: in the transformers model."""
     # one factor is zero: B, but A of an embedding, as in PEFT
     if ".lora_B." in name or ".lora_embedding_A." in name:
         return torch.zeros(shape)

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from thresher.errors import UserError
 from thresher.file_names import is_safe_relative_path
-from thresher.models.loading.location import read_index
+from thresher.models.loading.location import hub_arguments, read_index
 
 # transformers prefers such files to all others
 _DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -76,8 +76,9 @@ def find_files_to_shard(path: str) -> tuple[Path, ...]:
 
 def find_file(path: str, name: str) -> Path | None:
     """Find a file in a model directory, or in the Hugging Face cache, downloading it if needed."""
+    location, revision = hub_arguments(path)
     try:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(location, name, **revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise UserError(f"{name} of {path} can neither be found nor downloaded: {error}") from error
     return None if found is None else Path(found)
@@ -149,8 +150,9 @@ def _existing(path: str, name: str, named_by: str) -> Path:
 
 
 def _config_of(path: str) -> dict[str, Any]:
+    location, revision = hub_arguments(path)
     try:
-        values: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+        values: dict[str, Any] = PreTrainedConfig.get_config_dict(location, **revision)[0]
     except (OSError, ValueError) as error:
         raise UserError(f"the config.json of {path} cannot be read: {error}") from error
     return values

@@ -50,7 +50,12 @@ def _norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
     device = hidden_states.device.type
     # round once here, not once in each of the linear layers that follow
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    out: Tensor = _RMSNorm.apply(hidden_states, norm.weight, norm.variance_epsilon, out_dtype)  # type: ignore[no-untyped-call]
+    return rms_norm(hidden_states, norm.weight, norm.variance_epsilon, out_dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out_dtype: torch.dtype | None = None) -> Tensor:
+    """weight * x / rms(x), computed in fp32 or wider; saves only x and one number per row."""
+    out: Tensor = _RMSNorm.apply(x, weight, epsilon, out_dtype)  # type: ignore[no-untyped-call]
     return out
 
 

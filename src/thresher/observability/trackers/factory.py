@@ -48,7 +48,11 @@ _FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] =
 
 
 def make_trackers(
-    names: Sequence[str], settings: TrackerSettings | None = None, *, console: ConsoleTracker | None = None
+    names: Sequence[str],
+    settings: TrackerSettings | None = None,
+    *,
+    console: ConsoleTracker | None = None,
+    callbacks: Tracker | None = None,
 ) -> Trackers:
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
@@ -56,7 +60,7 @@ def make_trackers(
     settings = settings or TrackerSettings()
     console = console or ConsoleTracker()
     optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
-    return Trackers([JsonlTracker()], optional)
+    return Trackers([JsonlTracker()], optional, callbacks)
 
 
 def check_name(name: str) -> None:

@@ -12,9 +12,8 @@ from typing import Any, TextIO
 
 from thresher import durable
 from thresher.errors import UserError
-from thresher.observability.trackers.tracker import RunInfo, Status, rotate
-
-FILE_NAME = "metrics.jsonl"
+from thresher.observability.log_files import METRICS
+from thresher.observability.trackers.tracker import RunInfo, Status, rotate, translate_os_errors
 
 
 class JsonlTracker:
@@ -27,7 +26,7 @@ class JsonlTracker:
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Open the log; the log of an earlier, separate run is renamed, never overwritten."""
-        path = run.run_dir / FILE_NAME
+        path = run.run_dir / METRICS
         if resume_step is None:
             rotate(path)
         elif path.exists():
@@ -40,7 +39,7 @@ class JsonlTracker:
             raise RuntimeError("call start() before log()")
         if "step" in metrics:
             raise ValueError("`step` is reserved and cannot be the name of a metric")
-        self._file.write(json.dumps({"step": step, **{k: _encode(v) for k, v in metrics.items()}}) + "\n")
+        self._file.write(json.dumps({"step": step, **{k: encode_number(v) for k, v in metrics.items()}}) + "\n")
         self._file.flush()
 
     def close(self, status: Status) -> None:  # noqa: ARG002
@@ -51,9 +50,38 @@ class JsonlTracker:
                 durable.sync_stream(file)
 
 
+class StepLog:
+    """Another log beside the metrics: one JSON object with a `step` per line, synced to disk.
+
+    The file exists only if a record was written. Resuming truncates it like the metrics.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        """Start a new log, or continue after `resume_step`; the file of an earlier run is renamed, not overwritten."""
+        self.path = path
+        with translate_os_errors():
+            if resume_step is None:
+                rotate(path)
+            elif path.exists():
+                truncate_after(path, resume_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        with translate_os_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+                durable.sync_stream(file)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a log, ignoring an incomplete last line."""
-    return [_decode(json.loads(line)) for line in _complete_lines(path)]
+    """Read a log of metrics, ignoring an incomplete last line."""
+    return [_decode(record) for record in read_records(path)]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a log whose values need not be numbers, ignoring an incomplete last line."""
+    return [json.loads(line) for line in _complete_lines(path)]
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -77,7 +105,8 @@ def _complete_lines(path: Path) -> list[str]:
     return texts
 
 
-def _encode(value: float) -> float | str:
+def encode_number(value: float) -> float | str:
+    """Return a number as JSON can hold it."""
     # float() converts tensors and NumPy scalars
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else repr(number)

@@ -53,13 +53,19 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. Errors of `required` trackers are raised, those of `optional` trackers logged once."""
+    """Several trackers as one. Errors of `required` trackers are raised, those of `optional` trackers logged once.
+
+    callbacks: the user's code, called last; its errors are raised as they are.
+    """
 
     name = "trackers"
 
-    def __init__(self, required: Sequence[Tracker], optional: Sequence[Tracker]) -> None:
+    def __init__(
+        self, required: Sequence[Tracker], optional: Sequence[Tracker], callbacks: Tracker | None = None
+    ) -> None:
         self._required = list(required)
         self._optional = list(optional)
+        self._callbacks = [] if callbacks is None else [callbacks]
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Start all trackers; a `UserError` of any tracker is raised, because no work is lost yet."""
@@ -71,6 +77,8 @@ class Trackers:
             for tracker in self._required:
                 tracker.start(run, resume_step)
         self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
+        for tracker in self._callbacks:
+            tracker.start(run, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log to all trackers."""
@@ -78,6 +86,8 @@ class Trackers:
             for tracker in self._required:
                 tracker.log(step, metrics)
         self._each_optional(lambda tracker: tracker.log(step, metrics))
+        for tracker in self._callbacks:
+            tracker.log(step, metrics)
 
     def close(self, status: Status) -> None:
         """Close all trackers, also when the local log fails to close."""
@@ -87,6 +97,8 @@ class Trackers:
                     tracker.close(status)
         finally:
             self._each_optional(lambda tracker: tracker.close(status))
+        for tracker in self._callbacks:
+            tracker.close(status)
 
     def _each_optional(self, call: Callable[[Tracker], None], *, raise_user_errors: bool = False) -> None:
         for tracker in list(self._optional):

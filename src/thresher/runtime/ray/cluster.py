@@ -52,6 +52,7 @@ class Cluster:
         self.log_dir = log_dir
         self.monitor = monitor or HeartbeatMonitor()
         placements = resource_manager.placements[worker_config.role]
+        self.num_nodes = len({placement.node.node_id for placement in placements})
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
             remote.options(

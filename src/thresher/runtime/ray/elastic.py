@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from thresher.builders.axes import axis_sizes
 from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
 from thresher.errors import ResourceError
@@ -88,27 +87,15 @@ def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_no
     available = len(devices) if role.device_mapping else min(requested, max(1, cores))
     if available >= requested:
         return role.model_copy(update={"device_mapping": devices}) if devices else role
-    count, replicas = _largest_fit(role, available)
+    settings = role.strategy_args.settings
+    count, changes = settings.fit(requested, available)
     if not count:
         raise ResourceError(
             f"{name} requests {requested} workers, but the cluster has room for {available} and one model replica "
-            f"needs {role.strategy_args.axes.workers_per_data_rank}; add nodes"
+            f"needs {settings.workers_per_data_rank}; add nodes"
         )
-    settings = role.strategy_args.strategy_config
-    if "dp_replicate" in settings:
-        settings = {**settings, "dp_replicate": replicas}
-    strategy_args = role.strategy_args.model_copy(update={"strategy_config": settings})
+    changed = {**role.strategy_args.strategy_config, **changes}
+    strategy_args = role.strategy_args.model_copy(update={"strategy_config": changed})
     if role.device_mapping:
         return role.model_copy(update={"device_mapping": devices[:count], "strategy_args": strategy_args})
     return role.model_copy(update={"num_workers": count, "strategy_args": strategy_args})
-
-
-def _largest_fit(role: RoleConfig, available: int) -> tuple[int, int]:
-    """Return the number of workers and replicas; fewer replicas before larger shards, which need more memory."""
-    sizes = axis_sizes(role)
-    per_data_rank = sizes.pp * sizes.cp * sizes.tp
-    per_replica = per_data_rank * sizes.dp_shard
-    if sizes.dp_replicate > 1 and available >= per_replica:
-        replicas = available // per_replica
-        return replicas * per_replica, replicas
-    return available // per_data_rank * per_data_rank, 1

@@ -1,46 +1,27 @@
-"""The reference of a policy worker: read from the cache, prefetched from reference workers, or loaded locally."""
+"""The reference of a policy worker whose logps are prefetched from reference workers."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayActorError
 
-from thresher.builders.inputs import RunInputs, build_micro_batching
-from thresher.builders.precompute import look_up_splits, open_cache
-from thresher.builders.reference import ReferenceBundle, build_reference_bundle, reference_digest
-from thresher.builders.reference_mode import same_initial_weights
+from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
+from thresher.builders.reference import ReferenceBundle
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
-from thresher.errors import UserError, WorkerLostError
+from thresher.errors import WorkerLostError
 from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
-from thresher.reference.cache_admin import cache_root
-from thresher.reference.modes import ReferenceMode
-from thresher.reference.scorers import PrecomputedReference
-from thresher.reference.step_zero_check import Forwards
+from thresher.runtime.rank import ReferenceHandle, bundle_of
 from thresher.runtime.ray.cluster import death_cause
 from thresher.runtime.ray.logps_transport import unpack_logps
-from thresher.strategies.native.train import NativeTrain
-from thresher.training.trainer import ReferenceScorer, evaluation_batches
-
-
-@dataclass(frozen=True)
-class ReferenceHandle:
-    """Describes the reference to a policy worker: its mode, the digest of its weights, and its workers, if any.
-
-    on_policy_axes: the policy's workers score all of its pairs.
-    """
-
-    mode: ReferenceMode
-    weights: str | None
-    workers: tuple[Any, ...] = ()
-    on_policy_axes: bool = False
+from thresher.strategies.strategy import TrainStrategy
+from thresher.training.trainer import evaluation_batches
 
 
 class PrefetchingReference:
@@ -110,49 +91,18 @@ class PrefetchingReference:
             self._next += 1
 
 
-def build_worker_reference(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, handle: ReferenceHandle, first_step: int
+def prefetch_reference(
+    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, handle: ReferenceHandle, first_step: int
 ) -> ReferenceBundle:
-    """Build the reference of a policy worker: from the cache, from reference workers, or loaded locally."""
-    train: ReferenceScorer
-    validation: ReferenceScorer | None
-    if handle.mode == "precompute":
-        train, validation = cached_splits(config, inputs, str(handle.weights), policy.device)
-    elif handle.workers:
-        train, validation = _prefetching(config, inputs, policy, handle, first_step)
-    else:
-        return build_reference_bundle(config, inputs, policy, device=policy.device, weights=handle.weights)
-    digest = reference_digest(config, handle.mode, handle.weights)
-    forwards: Forwards = "other batches" if handle.on_policy_axes else "other axes"
-    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), forwards)
-
-
-def cached_splits(
-    config: DPOConfig, inputs: RunInputs, weights: str, device: torch.device
-) -> tuple[PrecomputedReference, PrecomputedReference | None]:
-    """Look up the pairs of the run in the cache, in the driver, reference workers and policy workers alike."""
-    return look_up_splits(config, inputs, open_cache(config, weights), device)
-
-
-def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pair: float) -> None:
-    """Repeat the lookup after reference workers filled the cache."""
-    for split in (reference.train, reference.validation):
-        if isinstance(split, PrecomputedReference):
-            split.lookup()
-            if split.num_missing:
-                raise UserError(
-                    f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
-                    f"{cache_root(config.reference_cache_dir)}; set reference.cache_dir to a directory that all "
-                    "nodes share"
-                )
-            split.seconds_per_pair = seconds_per_pair
+    """Build the reference of a policy worker whose logps the reference workers compute."""
+    return bundle_of(config, handle, *_prefetching(config, inputs, policy, handle, first_step))
 
 
 def _prefetching(
-    config: DPOConfig, inputs: RunInputs, policy: NativeTrain, handle: ReferenceHandle, first_step: int
+    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, handle: ReferenceHandle, first_step: int
 ) -> tuple[PrefetchingReference, PrefetchingReference | None]:
     dp_group, workers, plan = policy.dp_group, handle.workers, inputs.plan
-    micro_batching = build_micro_batching(config, inputs.layout, inputs.train, policy.hidden_size)
+    micro_batching = build_micro_batching(config, inputs, policy.hidden_size)
 
     def worker_for(item: int) -> Any:
         return workers[(item * dp_group.size + dp_group.rank) % len(workers)]  # round-robin over items and ranks
@@ -167,8 +117,8 @@ def _prefetching(
     )
     if inputs.validation is None:
         return train, None
-    size = config.actor_train.training_args.pairs_per_eval_batch
-    batches = evaluation_batches(len(inputs.validation), size, dp_group.rank, dp_group.size)
+    batching = build_eval_batching(config, inputs)
+    batches = evaluation_batches(inputs.validation.lengths, batching, dp_group.rank, dp_group.size)
     validation = PrefetchingReference(
         lambda index: [batches[index]],
         lambda index: worker_for(index).score_validation.remote(index, dp_group.rank),

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from datetime import timedelta
 
-import psutil
 import ray
-import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from thresher.distributed.groups import Group
+from thresher.runtime import process_group
 
 Address = tuple[str, int]
-# for a peer that hangs; the driver notices a dead one immediately
-_PEER_TIMEOUT = timedelta(minutes=30)
 
 
 def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
@@ -31,23 +25,5 @@ def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
 def init_process_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
     """Join the process group of all ranks; store is the TCPStore that this rank hosts, if it does."""
     host, port = address
-    interface = _interface_of(ray.util.get_node_ip_address())
-    if interface is not None:
-        # the default is the address that the host name resolves to, which may be loopback on a cluster, or the reverse
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store or TCPStore(host, port, size, is_master=False),
-        rank=rank,
-        world_size=size,
-        timeout=_PEER_TIMEOUT,
-    )
-    return Group(rank, size, dist.group.WORLD)
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address, None if there is no such interface."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if address in {each.address for each in addresses}), None)
+    store = store or TCPStore(host, port, size, is_master=False)
+    return process_group.init_process_group(rank, size, store, ray.util.get_node_ip_address())

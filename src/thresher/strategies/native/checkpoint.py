@@ -6,33 +6,38 @@ The files record the slice of each shard, not the mesh, so any number of process
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.json_io import load_json, save_json
+from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import HostBuffers, ShardFile, TensorShard, shards_to_write
+from thresher.checkpoint.sharded import HostBuffers, shards_to_write
 from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
 from thresher.checkpoint.state import State
 from thresher.checkpoint.weights import STEM, load_weights
 from thresher.distributed.sharded_tensor import local_slices
+from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.parameters import LocalParameters
-
-_OPTIMIZER = "optimizer"
+from thresher.strategies.policy_files import OPTIMIZER, load_loss_scale, with_loss_scale, write_policy
 
 
 class PolicyCheckpoint:
-    """Saves and loads the weights and optimizer state of a policy."""
+    """Saves and loads the weights, the optimizer state and the loss scale of a policy."""
 
-    def __init__(self, parameters: LocalParameters, optimizer: torch.optim.Optimizer, parallel: ParallelContext):
+    def __init__(
+        self,
+        parameters: LocalParameters,
+        optimizer: torch.optim.Optimizer,
+        parallel: ParallelContext,
+        loss_scale: LossScale | None = None,
+    ):
         self._parameters = parameters
         self._optimizer = optimizer
+        self._loss_scale = loss_scale
         self._world = parallel.dp_group.world
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None) -> Write:
@@ -44,25 +49,14 @@ class PolicyCheckpoint:
         shards = {
             stem: shards_to_write(tensors, tensors, owns) for stem, tensors in {STEM: parameters, **extra}.items()
         }
-        shards[_OPTIMIZER] = shards_to_write(state.tensors, sharded_like, owns)
-        if copies is not None:
-            shards = {stem: _copied(stem, local, copies) for stem, local in shards.items()}
+        shards[OPTIMIZER] = shards_to_write(state.tensors, sharded_like, owns)
         # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
         is_owner = owns(torch.zeros(()))
         gathered = self._world.gather_object(state.values if is_owner else None)
         values = None if gathered is None else join_values([each for each in gathered if each is not None])
-        number = self._file_number(has_shards=any(shards.values()))
-
-        def write(directory: Path) -> list[str]:
-            names = []
-            if number is not None:
-                names += [save_shards(directory, stem, local, number) for stem, local in shards.items()]
-            if values is not None:
-                save_json(directory / f"{_OPTIMIZER}.json", values)
-                names.append(f"{_OPTIMIZER}.json")
-            return names
-
-        return write
+        if values is not None:
+            values = with_loss_scale(values, self._loss_scale)
+        return write_policy(shards, values, self._world, copies)
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint bitwise, for any number of processes that wrote it; collective."""
@@ -74,20 +68,12 @@ class PolicyCheckpoint:
         def slices_of(name: str, shape: Shape) -> Slices:
             return local_slices(parameters[_parameter_of(name)]) if shape else ()
 
-        values = load_json(directory / f"{_OPTIMIZER}.json")
-        with ShardedReader(directory, _OPTIMIZER) as stored:
+        values = load_json(directory / f"{OPTIMIZER}.json")
+        with ShardedReader(directory, OPTIMIZER) as stored:
             state = State(LocalShards(stored, slices_of), values)
             load_optimizer_state(self._optimizer, self._parameters.shard_names, state, parameters, other_rank_names)
-
-    def _file_number(self, *, has_shards: bool) -> ShardFile | None:
-        """Number the files among the processes that own shards; replicas write none."""
-        writers = [rank for rank, writes in enumerate(self._world.all_gather_object(has_shards)) if writes]
-        return ShardFile(writers.index(self._world.rank), len(writers)) if has_shards else None
+        load_loss_scale(values, self._loss_scale)
 
 
 def _parameter_of(name: str) -> str:
     return name.partition("/")[2]
-
-
-def _copied(stem: str, shards: Mapping[str, TensorShard], copies: HostBuffers) -> dict[str, TensorShard]:
-    return {name: replace(shard, values=copies.take(f"{stem}/{name}", shard.values)) for name, shard in shards.items()}

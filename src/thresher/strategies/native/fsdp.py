@@ -13,8 +13,18 @@ from transformers import PreTrainedModel
 from thresher.models.pipeline_chunk import local_layers
 
 
-def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
-    """Shard every parameter over the last axis of a mesh; the first of two axes replicates."""
+def apply_fsdp(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    offload: bool = False,
+    keeps_gathered: bool = False,
+) -> None:
+    """Shard every parameter over the last axis of a mesh; the first of two axes replicates.
+
+    keeps_gathered: the matrices of the layers stay gathered between forward and backward (ZeRO-2).
+    """
     hint = "use one worker, or set dp_replicate to the number of workers"
     layers = local_layers(model.get_decoder(), "sharding", hint)
     options: dict[str, Any] = {"mesh": mesh}
@@ -37,10 +47,22 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dt
             param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False
         )
     for layer in layers:
-        fully_shard(layer, **options, ignored_params={p for p in layer.parameters() if p.ndim < 2})
+        fully_shard(
+            layer,
+            **options,
+            reshard_after_forward=not keeps_gathered,
+            ignored_params={p for p in layer.parameters() if p.ndim < 2},
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # the loss is already divided by the pairs of the whole step: sum gradients over ranks, do not average
             module.set_gradient_divide_factor(1.0)
             # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights: keeps_gathered keeps them after a forward without a backward, until they are stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thresher.data.pair import PairBatch
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import compile_layers
 from thresher.strategies.accumulate import MicroBatchExecutor
+from thresher.strategies.native.fsdp import reshard
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.pipeline_check import check_stages
 from thresher.strategies.native.pipeline_executor import PipelineExecutor
+from thresher.strategies.native.router_loss import RouterLoss
 from thresher.strategies.native.sequential import SequentialExecutor
 
 
@@ -29,27 +32,35 @@ class NativeInfer:
         layout: Layout,
         compute_dtype: torch.dtype,
         parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
+        *,
+        router_loss_coef: float = 0.0,
     ):
+        """router_loss_coef: weight of the load-balancing loss in a step; 0 leaves it out."""
         self.model = model
         self.dp_group = parallel.dp_group
         self._layout = layout
         self.pair_model = PairModel.for_layout(model, compute_dtype, layout, parallel.context_parallel)
         stage = parallel.stage
         self.executor: MicroBatchExecutor = (
-            SequentialExecutor(self.pair_model, layout)
+            SequentialExecutor(self.pair_model, layout, self._router_loss(router_loss_coef))
             if stage is None
             else PipelineExecutor(self.pair_model, layout, stage)
         )
 
+    def _router_loss(self, coef: float) -> RouterLoss | None:
+        model: Any = self.pair_model.base_model
+        return RouterLoss(coef, int(model.num_experts), self.dp_group) if coef else None
+
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch in eval mode, then restore the mode of the model."""
         was_training = self.model.training
         self.model.eval()
         try:
-            return self.executor.score(batch, with_squared_probs=with_squared_probs).detach()
+            return self.executor.score(batch, statistics=statistics).detach()
         finally:
             self.model.train(was_training)
+            reshard(self.model)
 
     def check_logps(self, batch: PairBatch) -> None:
         """Compare the logps with those of the model's original forward; raise UserError if they differ."""
@@ -57,6 +68,7 @@ class NativeInfer:
             check_stages(self.executor, batch)
         else:
             check_logps(self.pair_model, self._layout, batch)
+        reshard(self.model)
 
     def compile(self) -> None:
         """Compile the layers; the first batches are slow."""

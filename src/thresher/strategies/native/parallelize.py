@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
-from thresher.models.loading.load_sharded import load_local_shards
+from thresher.models.loading.load_sharded import allocate, load_local_shards
 from thresher.strategies.native.fsdp import apply_fsdp
 from thresher.strategies.native.pipeline_parallel import PipelineStageInfo, keep_stage_layers
 from thresher.strategies.native.tensor_parallel import apply_tensor_parallel
@@ -38,6 +38,10 @@ class ParallelContext:
     partial_grad_params: frozenset[str] = frozenset()
     stage: PipelineStageInfo | None = None
 
+    @property
+    def cp_rank(self) -> int:
+        return 0 if self.context_parallel is None else self.context_parallel.rank
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this process is the first of all that hold the same shard of a parameter."""
         sharded = sharded_axes(parameter)
@@ -55,22 +59,29 @@ def sharded_axes(parameter: Tensor) -> set[str]:
 
 def parallelize(
     model: PreTrainedModel,
-    path: str,
+    path: str | None,
     mesh: Mesh,
     compute_dtype: torch.dtype,
     device: torch.device,
     *,
     offload: bool = False,
+    keeps_gathered: bool = False,
     virtual_pp_size: int = 1,
 ) -> ParallelContext:
-    """Parallelize a model on the meta device along every axis of a mesh, outermost first, and load the local shards."""
+    """Parallelize a model on the meta device along every axis of a mesh, outermost first, and load the local shards.
+
+    path: None allocates the shards only.
+    """
     dims, device_mesh = mesh.dims, mesh.device_mesh
     stage = keep_stage_layers(model, mesh.group("pp"), virtual_pp_size) if dims.pp > 1 else None
     partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"]) if dims.tp > 1 else frozenset()
     if dims.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        apply_fsdp(model, device_mesh[axes], compute_dtype, offload=offload)
-    load_local_shards(model, path, device)
+        apply_fsdp(model, device_mesh[axes], compute_dtype, offload=offload, keeps_gathered=keeps_gathered)
+    if path is None:
+        allocate(model, device)
+    else:
+        load_local_shards(model, path, device)
     return ParallelContext(
         dp_group=mesh.data_parallel_group(),
         context_parallel=mesh.context_parallel(),

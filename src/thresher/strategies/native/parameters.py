@@ -13,7 +13,6 @@ The loss is already divided by the pairs of the whole step (see accumulate.py), 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,6 @@ from torch.distributed.tensor import DTensor
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.sharded_tensor import to_local
 from thresher.strategies.native.parallelize import ParallelContext
-
-
-class ParameterCounts(NamedTuple):
-    """Number of parameters of a model, adapters included, and of those that are trained."""
-
-    total: int
-    trained: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ParameterCounts:
-        """Count the parameters of a model that is not sharded."""
-        parameters = list(model.parameters())
-        return cls(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
 class LocalParameters:
@@ -81,6 +67,11 @@ class LocalParameters:
             if shard is not parameter:
                 shard.grad = None if parameter.grad is None else to_local(parameter.grad)
 
+    def unscale(self, loss_scale: float) -> None:
+        """Divide the gradients by the loss scale."""
+        if gradients := [p.grad for p in self.shards.values() if p.grad is not None]:
+            torch._foreach_mul_(gradients, 1.0 / loss_scale)
+
     def clip(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most max_norm (0: no clipping); return the norm before."""
         owned = [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
@@ -90,6 +81,13 @@ class LocalParameters:
         if max_norm and norm > max_norm:
             torch._foreach_mul_([p.grad for p in self.shards.values() if p.grad is not None], max_norm / (norm + 1e-6))
         return norm
+
+    def count_zeros(self) -> int:
+        """Count the elements of the reduced gradients that are 0, each once over all processes; a collective call."""
+        owned = [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
+        local = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in owned)
+        _, (total,) = self._parallel.dp_group.world.all_reduce([], [local])
+        return total
 
     def zero_grad(self) -> None:
         for parameter, shard in self.shards.items():

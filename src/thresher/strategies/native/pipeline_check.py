@@ -14,11 +14,12 @@ from torch import Tensor
 
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError, eval_mode, family_of, in_storage_precision
 from thresher.models.layouts import ModelInputs, PaddedLayout
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.pipeline_chunk import Chunk
+from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.native.pipeline_executor import PipelineExecutor
 
 
@@ -30,7 +31,9 @@ def check_stages(executor: PipelineExecutor, batch: PairBatch) -> None:
     with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
         ours = _flat(replace(executor, model=model).score(batch))
         with original_forward(model.causal_lm):
-            one_by_one = replace(executor, model=original, layout=PaddedLayout(pad_id=0))
+            one_by_one = replace(
+                executor, model=original, layout=PaddedLayout(pad_id=0, scores_prompt=executor.layout.scores_prompt)
+            )
             pairs = [PairBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
             scored = [one_by_one.score(pair) for pair in pairs]
     expected = torch.cat([sides.chosen.values for sides in scored] + [sides.rejected.values for sides in scored])
@@ -53,10 +56,10 @@ class _OriginalForwardModel(PairModel):
     """Scores the last chunk with the original forward of the causal LM."""
 
     def _compute_chunk(
-        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, with_squared_probs: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
+    ) -> Tensor | ScoredTokens:
         if not chunk.is_last:
-            return super()._compute_chunk(chunk, batch, entering, with_squared_probs)
+            return super()._compute_chunk(chunk, batch, entering, statistics)
         inputs = {name: tensor.to(self.device) for name, tensor in batch.model_inputs.items() if name != "input_ids"}
         model: Any = self.base_model
         width = batch.model_inputs["input_ids"].shape[1]
@@ -68,4 +71,4 @@ class _OriginalForwardModel(PairModel):
         if logits.shape[1] != len(columns):  # the architecture ignores logits_to_keep
             logits = logits[:, columns]
         rows = logits[batch.scored_rows // width, column_index].float()
-        return rows.log_softmax(-1).gather(1, batch.targets.to(rows.device)[:, None]).squeeze(1), None
+        return ScoredTokens(rows.log_softmax(-1).gather(1, batch.targets.to(rows.device)[:, None]).squeeze(1))

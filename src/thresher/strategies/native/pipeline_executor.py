@@ -16,13 +16,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel
 from thresher.models.pipeline_chunk import Chunk
-from thresher.strategies.accumulate import LossFn
+from thresher.models.scored_rows import ScoredTokens
+from thresher.strategies.accumulate import ExecutedBatches, LossFn
 from thresher.strategies.native.pipeline_parallel import PipelineStageInfo
-from thresher.strategies.native.sequential import DUMMY_BATCH, count_tokens, empty_like
+from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
 from thresher.strategies.strategy import TokenCounts
 
 TorchLoss = Callable[[Tensor, Tensor], Tensor]
@@ -37,32 +38,34 @@ class PipelineExecutor:
     stage: PipelineStageInfo
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training, bitwise; the last stage broadcasts the logps to all."""
         self._check_repeatable()
-        run = self._collate([batch], with_squared_probs)
+        run = self._collate([batch], statistics)
         self._run_schedule(run, None)
-        sides = self.model.split_sides(run.inputs[0], *self._broadcast(run, index=0))
+        sides = self.model.split_sides(run.inputs[0], self._broadcast(run, index=0))
         return sides if len(batch) else empty_like(sides)
 
-    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
+    def backward(
+        self,
+        batches: Sequence[PairBatch],
+        loss_fn: LossFn,
+        *,
+        statistics: TokenStatistics,
+        loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
+    ) -> ExecutedBatches:
+        """Run the schedule; no stage adds a term of its own to the loss."""
         if not batches:
-            return TokenCounts()
-        run = self._collate(batches, with_squared_probs)
+            return ExecutedBatches(TokenCounts())
+        run = self._collate(batches, statistics)
 
         def loss(logps: Tensor, target: Tensor) -> Tensor:
             index = int(target)
-            sides = self.model.split_sides(run.inputs[index], logps, run.log_sum_squared_probs.get(index))
-            if index >= len(batches):
-                return empty_like(sides).chosen.values.sum()
-            return loss_fn(index, sides if len(batches[index]) else empty_like(sides))
+            sides = self.model.split_sides(run.inputs[index], run.scored[index]._replace(logps=logps))
+            return loss_of_batch(index, sides, batches, loss_fn)
 
         self._run_schedule(run, loss)
-        tokens = TokenCounts()
-        if self.stage.is_last:
-            for inputs, batch in zip(run.inputs, batches, strict=False):
-                tokens += count_tokens(inputs) if len(batch) else TokenCounts()
-        return tokens
+        return ExecutedBatches(count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts())
 
     def _check_repeatable(self) -> None:
         """Reject dropout: only losses that couple pairs score in training mode, twice with the same masks."""
@@ -73,10 +76,10 @@ class PipelineExecutor:
                 "dropout masks; set lora_dropout to 0 or pp_size to 1"
             )
 
-    def _collate(self, batches: Sequence[PairBatch], with_squared_probs: bool) -> _StepRun:
+    def _collate(self, batches: Sequence[PairBatch], statistics: TokenStatistics) -> _StepRun:
         missing = self._num_scheduled(len(batches)) - len(batches)
         padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        return _StepRun(self.model, [self.layout.collate(batch) for batch in padded], with_squared_probs)
+        return _StepRun(self.model, [self.layout.collate(batch) for batch in padded], statistics)
 
     def _num_scheduled(self, count: int) -> int:
         """The smallest number of micro-batches >= `count` that torch's schedules accept."""
@@ -99,18 +102,15 @@ class PipelineExecutor:
         indices = torch.arange(num_batches)
         schedule.step(batch_index=indices, target=indices, return_outputs=False)
 
-    def _broadcast(self, run: _StepRun, index: int) -> tuple[Tensor, Tensor | None]:
+    def _broadcast(self, run: _StepRun, index: int) -> ScoredTokens:
         """Broadcast the logps of a micro-batch from the last stage."""
         inputs = run.inputs[index]
-        rows = 2 if run.with_squared_probs else 1
         wide = torch.promote_types(self.model.stored_dtype, torch.float32)
-        scored = torch.empty(rows, len(inputs.targets), dtype=wide, device=self.model.device)
+        scored = torch.empty(1 + sum(run.statistics), len(inputs.targets), dtype=wide, device=self.model.device)
         if self.stage.is_last:
-            scored[0] = run.logps[index]
-            if run.with_squared_probs:
-                scored[1] = run.log_sum_squared_probs[index]
+            scored.copy_(run.scored[index].stack())
         self.stage.broadcast_from_last(scored)
-        return scored[0], scored[1] if run.with_squared_probs else None
+        return ScoredTokens.unstack(scored, run.statistics)
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,8 @@ class _StepRun:
 
     model: PairModel
     inputs: list[ModelInputs]
-    with_squared_probs: bool
-    logps: dict[int, Tensor] = field(default_factory=dict)
-    log_sum_squared_probs: dict[int, Tensor] = field(default_factory=dict)
+    statistics: TokenStatistics
+    scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
 
 class _ChunkModule(nn.Module):
@@ -134,12 +133,12 @@ class _ChunkModule(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, batch_index: Tensor) -> Tensor:
         index, run = int(batch_index), self._run
-        out, log_sum_squared = run.model.compute_chunk(self._chunk, run.inputs[index], hidden, run.with_squared_probs)
-        if self._chunk.is_last and not torch.is_grad_enabled():
-            run.logps[index] = out
-        if log_sum_squared is not None:
-            run.log_sum_squared_probs[index] = log_sum_squared
-        return out
+        out = run.model.compute_chunk(self._chunk, run.inputs[index], hidden, run.statistics)
+        if isinstance(out, Tensor):
+            return out
+        # detached: the schedule passes the logps with their graph to the loss
+        run.scored[index] = out._replace(logps=out.logps.detach())
+        return out.logps
 
 
 class _RaggedStage(PipelineStage):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from thresher.data.pair import Pair, PairBatch
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel
-from thresher.strategies.accumulate import LossFn
+from thresher.models.router import ExpertLoad
+from thresher.strategies.accumulate import ExecutedBatches, LossFn
+from thresher.strategies.native.router_loss import RouterLoss, StepBalance
 from thresher.strategies.strategy import TokenCounts
 
 _IDS = np.zeros(2, dtype=np.int32)
@@ -19,32 +23,76 @@ _IDS = np.zeros(2, dtype=np.int32)
 DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
 
 
+def run_backward(loss: Tensor, is_last: bool) -> None:  # noqa: ARG001
+    loss.backward()
+
+
 @dataclass(frozen=True)
 class SequentialExecutor:
-    """Scores micro-batches in turn; the output of a dummy batch is discarded."""
+    """Scores micro-batches in turn; the output of a dummy batch is discarded.
+
+    router_loss: adds the load-balancing loss of a mixture-of-experts model to the loss of a step.
+    run_backward: of a loss, and whether it is the last one of the step.
+    """
 
     model: PairModel
     layout: Layout
+    router_loss: RouterLoss | None = None
+    run_backward: Callable[[Tensor, bool], None] = run_backward
 
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
-        return self._score(batch, with_squared_probs)[0]
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+        return self._score(batch, statistics)[0]
 
-    def backward(self, batches: Sequence[PairBatch], loss_fn: LossFn, *, with_squared_probs: bool) -> TokenCounts:
+    def backward(
+        self,
+        batches: Sequence[PairBatch],
+        loss_fn: LossFn,
+        *,
+        statistics: TokenStatistics,
+        loss_scale: float | None = None,
+    ) -> ExecutedBatches:
+        balance = None if self.router_loss is None else self._balance_of_step(batches, self.router_loss)
         tokens = TokenCounts()
         for index, batch in enumerate(batches):
-            policy, batch_tokens = self._score(batch, with_squared_probs)
-            loss_fn(index, policy).backward()
+            policy, load, batch_tokens = self._score(batch, statistics)
+            loss = loss_fn(index, policy)
+            if balance is not None and load is not None:
+                loss = loss + balance.share(load) * (1.0 if loss_scale is None else loss_scale)
+            self.run_backward(loss, index == len(batches) - 1)
             tokens += batch_tokens
-        return tokens
+        return ExecutedBatches(tokens, {} if balance is None else balance.metrics)
 
-    def _score(self, batch: PairBatch, with_squared_probs: bool) -> tuple[ChosenRejectedLogps, TokenCounts]:
-        inputs = self.layout.collate(batch if len(batch) else DUMMY_BATCH)
-        logps = self.model.score(inputs, with_squared_probs=with_squared_probs)
-        return (logps, count_tokens(inputs)) if len(batch) else (empty_like(logps), TokenCounts())
+    def _score(
+        self, batch: PairBatch, statistics: TokenStatistics
+    ) -> tuple[ChosenRejectedLogps, ExpertLoad | None, TokenCounts]:
+        inputs, load = self.layout.collate(batch if len(batch) else DUMMY_BATCH), None
+        if self.router_loss is None:
+            logps = self.model.score(inputs, statistics=statistics)
+        else:
+            logps, load = self.model.score_with_load(inputs, statistics=statistics)
+        return (logps, load, count_tokens(inputs)) if len(batch) else (empty_like(logps), None, TokenCounts())
+
+    def _balance_of_step(self, batches: Sequence[PairBatch], router_loss: RouterLoss) -> StepBalance:
+        """Score all batches without gradient: the share of a batch depends on the tokens of the whole step."""
+        # forked: the backward draws the same dropout masks again
+        with torch.no_grad(), torch.random.fork_rng():
+            return router_loss.of_step([self._score(batch, statistics=NO_STATISTICS)[1] for batch in batches])
 
 
 def count_tokens(inputs: ModelInputs) -> TokenCounts:
     return TokenCounts(inputs.num_useful_tokens, inputs.num_padding_tokens, inputs.num_shared_tokens)
+
+
+def count_step_tokens(inputs: Sequence[ModelInputs], batches: Sequence[PairBatch]) -> TokenCounts:
+    """Count the tokens of a step; not those of dummy batches, in place of empty ones or at the end."""
+    return sum((count_tokens(each) for each, batch in zip(inputs, batches, strict=False) if len(batch)), TokenCounts())
+
+
+def loss_of_batch(index: int, sides: ChosenRejectedLogps, batches: Sequence[PairBatch], loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; a dummy batch runs through the model and adds zero."""
+    if index >= len(batches):
+        return empty_like(sides).chosen.values.sum()
+    return loss_fn(index, sides if len(batches[index]) else empty_like(sides))
 
 
 def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
@@ -53,5 +101,5 @@ def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
 
 
 def _empty_side(side: ResponseLogps) -> ResponseLogps:
-    squared = None if side.log_sum_squared_probs is None else side.log_sum_squared_probs[:0]
-    return ResponseLogps(side.values[:0], side.lengths[:0], squared)
+    statistics = (None if each is None else each[:0] for each in (side.log_sum_squared_probs, side.entropy))
+    return ResponseLogps(side.values[:0], side.lengths[:0], *statistics)

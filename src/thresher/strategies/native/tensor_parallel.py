@@ -22,21 +22,31 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset
 
     Those are norms within heads (Qwen 3): each process has the gradient of its heads, to be summed once per step.
     """
-    plan = dict(model.tp_plan)
-    if not plan:
+    if not model.tp_plan:
         raise UserError(
             f"tp_size is {mesh.size()}, but transformers has no tensor-parallel plan for the architecture "
             f"{model.config.model_type}; set tp_size to 1"
         )
-    partial = {name for name, style in plan.items() if style == _PARTIAL_GRADIENT}
+    partial = partial_gradient_modules(model)
     on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
-    styles = {name: style for name, style in plan.items() if name not in partial | on_other_stages}
-    apply_tensor_parallelism(model, mesh, _with_adapters(model, styles))
+    styles = {name: style for name, style in module_styles(model).items() if name not in on_other_stages}
+    apply_tensor_parallelism(model, mesh, styles)
     return frozenset(
         name
         for name, _ in model.named_parameters()
         if replace_layer_number_by_wildcard(name.rpartition(".")[0]) in partial
     )
+
+
+def module_styles(model: PreTrainedModel) -> dict[str, str]:
+    """The style of every sharded module, by its name with `*` in place of the layer's number; LoRA included."""
+    partial = partial_gradient_modules(model)
+    return _with_adapters(model, {name: style for name, style in model.tp_plan.items() if name not in partial})
+
+
+def partial_gradient_modules(model: PreTrainedModel) -> set[str]:
+    """Replicated modules whose gradients are partial sums."""
+    return {name for name, style in model.tp_plan.items() if style == _PARTIAL_GRADIENT}
 
 
 def _with_adapters(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:

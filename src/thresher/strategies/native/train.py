@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -13,28 +12,18 @@ from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.sharded import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
 from thresher.models.loading.lora import adapter_disabled
 from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
+from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.checkpoint import PolicyCheckpoint
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext
-from thresher.strategies.native.parameters import LocalParameters, ParameterCounts
-from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
-from thresher.strategies.strategy import MicroBatch, StepOutcome, TokenCounts
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW and gradient clipping; max_grad_norm 0 disables clipping. Every step sets its own learning rate."""
-
-    learning_rate: float
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+from thresher.strategies.native.parameters import LocalParameters
+from thresher.strategies.optimizer import OptimizerSettings, adamw
+from thresher.strategies.step import finish_step
+from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome
 
 
 class NativeTrain:
@@ -48,17 +37,27 @@ class NativeTrain:
         optimizer: OptimizerSettings,
         parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
         parameter_counts: ParameterCounts | None = None,
+        *,
+        router_loss_coef: float = 0.0,
     ):
-        """parameter_counts: of the whole model, if this process holds a part of it."""
+        """parameter_counts: of the whole model, if this process holds a part of it.
+
+        router_loss_coef: weight of the load-balancing loss of a mixture-of-experts model; 0 leaves it out.
+        """
         self.model = model
         self.parameter_counts = parameter_counts or ParameterCounts.of(model)
         self.dp_group = parallel.dp_group
-        self._infer = NativeInfer(model, layout, compute_dtype, parallel)
+        self._infer = NativeInfer(model, layout, compute_dtype, parallel, router_loss_coef=router_loss_coef)
         self._pair_model = self._infer.pair_model
-        self._max_grad_norm = optimizer.max_grad_norm
+        self._max_grad_norm, self._counts_zeros = optimizer.max_grad_norm, optimizer.counts_zeros
         self._parameters = LocalParameters(model, self._pair_model.base_model, parallel)
-        self._optimizer = _adamw(list(self._parameters.shards.values()), optimizer)
-        self._checkpoint = PolicyCheckpoint(self._parameters, self._optimizer, parallel)
+        self._optimizer = adamw(self._parameters.shards.values(), optimizer)
+        self._loss_scale = (
+            LossScale(optimizer.initial_loss_scale, optimizer.loss_scale_window)
+            if compute_dtype == torch.float16
+            else None
+        )
+        self._checkpoint = PolicyCheckpoint(self._parameters, self._optimizer, parallel, self._loss_scale)
         model.train()
 
     def train_step(
@@ -70,21 +69,22 @@ class NativeTrain:
         learning_rate: float,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
-        local = self.accumulate(micro_batches, objective, num_pairs_in_step)
-        self._parameters.reduce_gradients()
-        # the reduced numbers are equal on every process, so all decide alike whether to skip the step
-        metrics, tokens = self.dp_group.metrics_group.all_reduce_metrics(local.metrics, astuple(local.tokens))
-        grad_norm = self._parameters.clip(self._max_grad_norm)
-        nonfinite = None
-        if reason := nonfinite_reason(metrics, grad_norm):
-            pairs = find_nonfinite_pairs(local.scored_pairs, self.dp_group, couples_pairs=objective.couples_pairs)
-            nonfinite = NonFiniteStep(reason, pairs)
-        else:
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
-        self._parameters.zero_grad()
-        return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), nonfinite)
+        return finish_step(
+            self._parameters,
+            self._update,
+            self.accumulate(micro_batches, objective, num_pairs_in_step),
+            objective,
+            self.dp_group,
+            learning_rate=learning_rate,
+            max_grad_norm=self._max_grad_norm,
+            counts_zeros=self._counts_zeros,
+            loss_scale=self._loss_scale,
+        )
+
+    def _update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
 
     def compile(self) -> None:
         self._infer.compile()
@@ -92,11 +92,13 @@ class NativeTrain:
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
     ) -> LocalStepResult:
-        """Add this rank's term of the step's gradient to the parameters, not yet reduced over ranks."""
-        return accumulate_gradients(self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group)
+        """Add this rank's term of the step's gradient, times the loss scale, to the parameters; not yet reduced."""
+        return accumulate_gradients(
+            self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale
+        )
 
-    def score(self, batch: PairBatch, *, with_squared_probs: bool = False) -> ChosenRejectedLogps:
-        return self._infer.score(batch, with_squared_probs=with_squared_probs)
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+        return self._infer.score(batch, statistics=statistics)
 
     def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
         with adapter_disabled(self.model):
@@ -107,6 +109,10 @@ class NativeTrain:
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for p, name in self._parameters.names.items()}
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._loss_scale is None else self._loss_scale.value
 
     @property
     def device(self) -> torch.device:
@@ -121,17 +127,3 @@ class NativeTrain:
 
     def load(self, directory: Path) -> None:
         self._checkpoint.load(directory)
-
-
-def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    # norms and biases are not decayed, as is usual; a shard has as many dims as its parameter
-    decayed = [p for p in parameters if p.ndim >= 2]
-    others = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        groups,  # even an empty one: every process has the same groups, for any sharding
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=True,
-    )

@@ -1,0 +1,214 @@
+"""Write Python objects to files that a config can name: rows, data sets, models and tokenizers.
+
+A name contains a digest of the content, so that the same object gives the same config and a run can resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from thresher import durable
+from thresher.data.sources.arrow_types import strip_extension_types
+from thresher.data.store.reader import sha256_of_file
+from thresher.errors import UserError
+from thresher.models.loading.load import load_tokenizer
+
+_ROWS_PER_GROUP = 4096
+_HINTS = {
+    "DatasetDict": "give one of its splits, such as dataset['train']",
+    "IterableDataset": "write its rows to a file, or give a list of them",
+    "IterableDatasetDict": "write the rows of one split to a file, or give a list of them",
+    "DataFrame": "give datasets.Dataset.from_pandas(frame)",
+}
+
+
+def data_source(dataset: Any, directory: Path, argument: str) -> dict[str, Any]:
+    """Return the keys of `data_args` that name a data set: a Dataset, rows, paths or a prepared store."""
+    if isinstance(dataset, (str, PathLike)):
+        path = fspath(dataset)
+        is_store = (Path(path) / "manifest.json").is_file()
+        return {"store": path} if is_store else {"file_name": [path]}
+    if isinstance(dataset, (list, tuple)) and dataset:
+        if all(isinstance(each, (str, PathLike)) for each in dataset):
+            return {"file_name": [fspath(each) for each in dataset]}
+        if all(isinstance(each, Mapping) for each in dataset):
+            return {"file_name": [str(_write_rows(dataset, directory, argument))]}
+    kind = type(dataset).__name__
+    if kind == "Dataset" and hasattr(dataset, "with_format"):
+        return {"file_name": [str(_write_dataset(dataset, directory, argument))]}
+    if isinstance(dataset, (list, tuple)) and not dataset:
+        raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
+    if isinstance(dataset, Mapping) and kind not in _HINTS:
+        names = ", ".join(map(str, dataset))
+        raise UserError(
+            f"{argument} has several data sets ({names}); join them, or call evaluate(eval_dataset=...) for each"
+        )
+    hint = _HINTS.get(kind, "give a datasets.Dataset, a list of dicts, a path, a list of paths or a prepared store")
+    raise UserError(f"{argument} is of type {kind}, which cannot be read; {hint}")
+
+
+def _write_rows(rows: Sequence[Mapping[str, Any]], directory: Path, argument: str) -> Path:
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode())
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"row {number} of {argument} is not JSON: {error}; use text, numbers, lists and dicts"
+            ) from None
+    content = b"".join(line + b"\n" for line in lines)
+    path = directory / f"rows-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        durable.replace(path, content)
+    return path
+
+
+def _write_dataset(dataset: Any, directory: Path, argument: str) -> Path:
+    if dataset.format["type"] == "custom":
+        raise UserError(f"{argument} has a transform, which is applied on access; apply it with dataset.map instead")
+    tables = dataset.with_format("arrow", columns=dataset.format["columns"]).iter(_ROWS_PER_GROUP)
+
+    def write(path: Path) -> None:
+        writer = None
+        try:
+            for table in tables:
+                # without metadata, which contains a random fingerprint
+                plain = strip_extension_types(table).replace_schema_metadata(None).combine_chunks()
+                writer = writer or pq.ParquetWriter(path, plain.schema)
+                writer.write_table(plain)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{argument} cannot be written as Parquet: {error}; save it as JSON lines") from error
+        finally:
+            if writer is not None:
+                writer.close()
+
+    if not len(dataset):
+        raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
+    directory.mkdir(parents=True, exist_ok=True)
+    with _staged(directory / "dataset.parquet") as staging:
+        write(staging)
+        path = directory / f"dataset-{sha256_of_file(staging)[:16]}.parquet"
+        staging.replace(path)
+    return path
+
+
+def model_path(model: Any, directory: Path, tokenizer: PreTrainedTokenizerBase | None, argument: str) -> str:
+    """Return where a model is: a path or Hub name as it is, a model object after saving it with its tokenizer."""
+    if isinstance(model, (str, PathLike)):
+        return fspath(model)
+    if not isinstance(model, PreTrainedModel):
+        hint = (
+            "give its base model, and a LoraConfig as peft_config" if hasattr(model, "peft_config") else "give a path"
+        )
+        raise UserError(f"{argument} is a {type(model).__name__}, not a model of transformers; {hint}")
+    _check_model(model, argument)
+    origin = model.config._name_or_path
+    if tokenizer is None and not origin:
+        raise UserError(
+            f"{argument} was not loaded from a path or name, so its tokenizer is unknown; set processing_class"
+        )
+    tokenizer = tokenizer or load_tokenizer(origin)
+    path = directory / f"model-{_model_digest(model, tokenizer)[:16]}"
+
+    def write(staging: Path) -> None:
+        try:
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+        except (ValueError, NotImplementedError) as error:  # such as an invalid generation config
+            raise UserError(f"{argument} cannot be saved: {error}; save it yourself and give its path") from error
+
+    _write_directory(path, write)
+    return str(path)
+
+
+def _check_model(model: PreTrainedModel, argument: str) -> None:
+    """Reject a model object that its files would not describe exactly."""
+    reason = None
+    loaded_as = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
+    if type(model) not in (loaded_as if isinstance(loaded_as, tuple) else (loaded_as,)):
+        reason = f"transformers would load it as another class than {type(model).__name__}"
+    elif getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        reason = "it is quantized"
+    elif any(tensor.is_meta for tensor in model.state_dict().values()):
+        reason = "some of its weights are on the meta device"
+    else:
+        with torch.device("meta"):
+            plain = type(model)(model.config).state_dict()
+        own = model.state_dict()
+        changed = sorted(plain.keys() ^ own.keys()) or [name for name in own if own[name].shape != plain[name].shape]
+        wide = [name for name, tensor in own.items() if tensor.dtype == torch.float64]
+        if changed:
+            reason = f"its weights are not those of its config ({changed[0]}), as with adapters in it"
+        elif wide:
+            reason = f"its weights are float64 ({wide[0]})"
+    if reason is not None:
+        raise UserError(f"{argument} cannot be saved exactly: {reason}; save it yourself and give its path")
+
+
+def _model_digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(_tokenizer_content(tokenizer))
+    return digest.hexdigest()
+
+
+def tokenizer_setting(
+    tokenizer: PreTrainedTokenizerBase, model: str, directory: Path, *, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Return the keys of `model_args` that name a tokenizer, after saving it; none for the model's own."""
+    content = _tokenizer_content(tokenizer)
+    if content == _tokenizer_content(load_tokenizer(model, trust_remote_code=trust_remote_code)):
+        return {}
+    path = directory / f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
+    _write_directory(path, tokenizer.save_pretrained)
+    return {"tokenizer_name_or_path": str(path)}
+
+
+def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """What a tokenizer does with text: the vocabulary and rules, special tokens and the chat template."""
+    from thresher.data.prepare.fingerprint import tokenizer_digest
+
+    settings = [tokenizer_digest(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
+    return json.dumps(settings, sort_keys=True, default=str).encode()
+
+
+def _write_directory(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a directory under another name and rename it, so that an existing directory is complete."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _staged(path) as staging:
+        write(staging)
+        staging.rename(path)
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    staging = path.with_name(f".{path.name}.partial")
+    _remove(staging)
+    try:
+        yield staging
+    finally:
+        _remove(staging)
+
+
+def _remove(path: Path) -> None:
+    durable.refuse_link(path)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)

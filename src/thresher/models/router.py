@@ -1,0 +1,36 @@
+"""Load of the experts of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
+
+The loss is Eqs. 4-6 of Switch Transformers (2101.03961), as in `load_balancing_loss_func` of transformers:
+num_experts * sum_e(share of the tokens routed to e * mean probability of e), over the tokens of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# model types whose router logits and loss are tested against transformers
+FAMILIES = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+
+
+class ExpertLoad(NamedTuple):
+    """Sums over tokens and layers. routed, probabilities: [num_experts]; only the probabilities have a gradient."""
+
+    routed: Tensor
+    probabilities: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def of(cls, router_logits: Sequence[Tensor], row_weights: Tensor, top_k: int) -> ExpertLoad:
+        """Add up the layers. row_weights: [rows] how many tokens of the batch each row stands for."""
+        weights = row_weights.to(router_logits[0].device, torch.float32)
+        probabilities = [torch.softmax(logits, dim=-1) for logits in router_logits]
+        routed = torch.zeros(probabilities[0].shape[-1], device=weights.device)
+        for layer in probabilities:
+            selected = torch.topk(layer.detach(), top_k, dim=-1).indices
+            routed.scatter_add_(0, selected.reshape(-1), weights.repeat_interleave(top_k))
+        total = torch.stack([weights @ layer.float() for layer in probabilities]).sum(0)
+        return cls(routed, total, weights.sum() * len(probabilities))

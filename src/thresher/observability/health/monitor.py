@@ -1,0 +1,102 @@
+"""HealthMonitor: passes the metrics of a run on to its trackers, and applies the rules to them.
+
+Rules see the logged records and nothing else, so a resumed run restores their state by reading `metrics.jsonl` again:
+its events equal those of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from thresher.observability.health.events import Action, HealthEvent, HealthLog
+from thresher.observability.health.history import History
+from thresher.observability.health.rules import CHANCE_PAIRS, RULES, SPIKE_RECORDS, Rule, RunFacts
+from thresher.observability.trackers.jsonl import read_metrics
+
+logger = logging.getLogger(__name__)
+
+# records in a row without the condition after which a rule may fire again
+REARM_RECORDS = 20
+METRIC_PREFIX = "health/"
+
+
+class RuleEngine:
+    """Applies the rules to each record; a rule fires when its condition begins, not while it lasts."""
+
+    def __init__(self, facts: RunFacts, rules: Sequence[Rule] = RULES) -> None:
+        self._facts, self._rules = facts, rules
+        self._history = History(CHANCE_PAIRS, SPIKE_RECORDS)
+        # rules that fired, with the number of records since their condition held
+        self._quiet: dict[str, int] = {}
+
+    def check(self, step: int) -> list[HealthEvent]:
+        """Return the rules that fire now; called once before the first record, and then after each."""
+        events = []
+        for rule in self._rules:
+            evidence = rule.check(self._history, self._facts)
+            if evidence is None:
+                if rule.name in self._quiet:
+                    self._quiet[rule.name] += 1
+                    if self._quiet[rule.name] >= REARM_RECORDS:
+                        del self._quiet[rule.name]
+                continue
+            if rule.name not in self._quiet:
+                events.append(HealthEvent(step, rule.name, rule.summary, evidence, rule.advice))
+            self._quiet[rule.name] = 0
+        return events
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:
+        """Add the logged metrics of a step; return the rules that fire."""
+        return self.check(step) if self._history.add(step, metrics) else []
+
+
+def replay(facts: RunFacts, records: Sequence[Mapping[str, float]]) -> Iterator[HealthEvent]:
+    """Yield the events of a logged run."""
+    engine = RuleEngine(facts)
+    yield from engine.check(0)
+    for record in records:
+        yield from engine.add(int(record["step"]), record)
+
+
+class HealthMonitor:
+    """A metric logger in front of another one. Each event is a warning, a line of `health.jsonl` and a metric.
+
+    stop: called after an event, if the run shall end.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[int, Mapping[str, float]], None],
+        facts: RunFacts,
+        events: HealthLog,
+        stop: Callable[[], None] | None = None,
+    ) -> None:
+        self._log, self._engine, self._events, self._stop = log, RuleEngine(facts), events, stop
+        self.fired: list[str] = []
+
+    def start(self, metrics: Path, *, is_new: bool) -> None:
+        """Check the run before its first step, or read the records of a run that is resumed."""
+        events = self._engine.check(0)
+        if is_new:
+            self._publish(0, {}, events)
+            return
+        for record in read_metrics(metrics) if metrics.exists() else ():
+            self._engine.add(record["step"], record)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._publish(step, metrics, self._engine.add(step, metrics))
+
+    def _publish(self, step: int, metrics: Mapping[str, float], events: Sequence[HealthEvent]) -> None:
+        # the event first: the metric log decides after a crash which steps a resumed run repeats
+        action: Action = "warn" if self._stop is None else "stop"
+        for event in events:
+            self._events.write(event, action)
+            logger.warning("%s", event)
+        marked = {**metrics, **{f"{METRIC_PREFIX}{event.rule}": 1.0 for event in events}}
+        if marked:
+            self._log(step, marked)
+        if events and self._stop is not None:
+            self.fired += [event.rule for event in events]
+            self._stop()

@@ -1,0 +1,265 @@
+"""The rules: each is a pure function of the records so far that returns the numbers that prove its condition.
+
+A limit is at least four standard errors of what it is compared with, in a window of history.py, so that the noise of a
+healthy run does not reach it. docs/guides/health.md explains each limit. A rule whose metric a run does not have, such
+as `kl` without a reference, returns None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from thresher.observability.health.history import History, Window
+
+Evidence = Mapping[str, float]
+
+# nats per token: the probability of a chosen token fell by a quarter
+NLL_RISE = 0.3
+# the policy prefers the longer (shorter) response in this many more pairs than the data does, and clearly not at random
+LENGTH_EXCESS, LENGTH_PREFERENCE = 0.15, 0.65
+LENGTH_PAIRS = 512
+# nats per token: the probability of a token changed by a factor of 4.5
+KL_PER_TOKEN = 1.5
+# share of the entropy of the first window
+ENTROPY_SHARE = 0.5
+# the loss of a logistic loss is then the weight of its gradient, so that steps hardly change the policy
+SATURATED_ACCURACY, SATURATED_LOSS_SHARE = 0.99, 0.05
+# at 1,024 pairs the standard error is 0.016: an accuracy of 0.6, low for a run that learns, is 5 of them away
+CHANCE_ACCURACY, CHANCE_PAIRS = 0.52, 1024
+# share of the run before which a learning rate may still be warming up
+CHANCE_FROM = 0.2
+# relative to max(1, its size): rounding of bf16 stays below a tenth of this
+INITIAL_LOSS_OFF = 0.05
+# a spike: this factor above the median of the last records, and above the largest norm of the first ones
+SPIKE_FACTOR, SPIKE_RECORDS, SPIKE_START_RECORDS, SPIKE_START_FACTOR = 10.0, 50, 10, 2.0
+# clipping absorbs a single spike
+NUM_SPIKES = 3
+DUPLICATE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that are not in its metrics.
+
+    initial_loss: the loss while policy equals reference, None if that is not a constant. starts_at_reference: both
+    start from the same weights; logp_noise: by how many nats per token their logps may differ nonetheless.
+    compares_sides: the objective compares chosen with rejected. duplicates: training pairs that repeat another one.
+    """
+
+    total_steps: int
+    num_pairs: int
+    duplicates: int = 0
+    initial_loss: float | None = None
+    starts_at_reference: bool = False
+    logp_noise: float = 0.0
+    compares_sides: bool = True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named condition. summary: what happened; advice: what to change, in config keys.
+
+    check returns the numbers that prove the condition while it holds; history is empty before the first step.
+    """
+
+    name: str
+    summary: str
+    advice: str
+    check: Callable[[History, RunFacts], Evidence | None]
+
+
+def _tokens(window: Window) -> float:
+    """Mean length of a response, over both sides."""
+    return max(1.0, 0.5 * ((window.mean("lengths/chosen") or 0.0) + (window.mean("lengths/rejected") or 0.0)))
+
+
+def _change(history: History, name: str) -> tuple[float, float] | None:
+    """A metric in the first and in the newest window."""
+    recent = history.recent()
+    if recent is None:
+        return None
+    before, now = history.first.mean(name), recent.mean(name)
+    return None if before is None or now is None else (before, now)
+
+
+def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | None:
+    """The NLL of the chosen responses rises while the margin grows."""
+    nll, margin = _change(history, "sft_loss"), _change(history, "rewards/margins")
+    if not facts.compares_sides or nll is None or margin is None:
+        return None
+    if nll[1] - nll[0] < NLL_RISE or margin[1] <= margin[0]:
+        return None
+    return {
+        "chosen NLL per token at the start": nll[0],
+        "chosen NLL per token now": nll[1],
+        "margin at the start": margin[0],
+        "margin now": margin[1],
+    }
+
+
+def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
+    """The policy prefers the longer, or the shorter, response more often than the data does."""
+    window = history.recent(LENGTH_PAIRS)
+    if not facts.compares_sides or window is None:
+        return None
+    chosen, preferred = window.mean("lengths/longer_chosen"), window.mean("lengths/longer_preferred")
+    if chosen is None or preferred is None:
+        return None
+    excess, preference = abs(preferred - chosen), max(preferred, 1.0 - preferred)
+    goes_beyond = (preferred > chosen) == (preferred > 0.5)
+    if excess < LENGTH_EXCESS or preference < LENGTH_PREFERENCE or not goes_beyond:
+        return None
+    return {"longer response preferred": preferred, "longer response chosen in the data": chosen}
+
+
+def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
+    """The log ratio to the reference on the data's responses is beyond a limit per token."""
+    window = history.recent()
+    kl = None if window is None else window.mean("kl")
+    if window is None or kl is None or abs(kl) / _tokens(window) < KL_PER_TOKEN:
+        return None
+    return {"kl per response": kl, "kl per token": kl / _tokens(window), "limit per token": KL_PER_TOKEN}
+
+
+def entropy_collapse(history: History, _facts: RunFacts) -> Evidence | None:
+    """The policy's entropy falls to a fraction of its value in the first window."""
+    entropy = _change(history, "entropy")
+    if entropy is None or entropy[1] > ENTROPY_SHARE * entropy[0]:
+        return None
+    return {"entropy per token at the start": entropy[0], "entropy per token now": entropy[1]}
+
+
+def saturated_rewards(history: History, facts: RunFacts) -> Evidence | None:
+    """Nearly all pairs are separated and the loss, and with it the gradient, has almost vanished."""
+    loss, accuracy = _change(history, "loss"), _change(history, "rewards/accuracies")
+    if not facts.compares_sides or loss is None or accuracy is None:
+        return None
+    if accuracy[1] < SATURATED_ACCURACY or loss[1] > SATURATED_LOSS_SHARE * loss[0]:
+        return None
+    margin = _change(history, "rewards/margins")
+    return {"accuracy": accuracy[1], "loss at the start": loss[0], "loss now": loss[1]} | (
+        {} if margin is None else {"margin": margin[1]}
+    )
+
+
+def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
+    """The accuracy is no better than chance after the warm-up."""
+    window = history.recent(CHANCE_PAIRS)
+    if not facts.compares_sides or window is None or window.records[0].step < CHANCE_FROM * facts.total_steps:
+        return None
+    accuracy = window.mean("rewards/accuracies")
+    if accuracy is None or accuracy > CHANCE_ACCURACY:
+        return None
+    rate = {"learning rate": window.records[-1].metrics["lr"]} if "lr" in window.records[-1].metrics else {}
+    return {"accuracy": accuracy, "pairs": window.num_pairs} | rate
+
+
+def initial_loss(history: History, facts: RunFacts) -> Evidence | None:
+    """The loss of the first step is not the one of a policy that equals its reference."""
+    first = history.first.records[:1]
+    if facts.initial_loss is None or not facts.starts_at_reference or not first or first[0].step != 1:
+        return None
+    loss = first[0].metrics["loss"]
+    if abs(loss - facts.initial_loss) <= INITIAL_LOSS_OFF * max(1.0, abs(facts.initial_loss)):
+        return None
+    return {"loss of step 1": loss, "expected": facts.initial_loss}
+
+
+def mismatched_reference(history: History, facts: RunFacts) -> Evidence | None:
+    """Policy and reference start from the same model, but their logps differ in the first step."""
+    first = history.first.records[:1]
+    if not facts.starts_at_reference or not first or first[0].step != 1 or "kl" not in first[0].metrics:
+        return None
+    difference = first[0].metrics["kl"] / _tokens(Window(first))
+    if abs(difference) <= facts.logp_noise:
+        return None
+    return {"difference of logps per token": difference, "rounding explains": facts.logp_noise}
+
+
+def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
+    """Several gradient norms stand far above those around them and those of the start."""
+    norms = history.newest("grad_norm", SPIKE_RECORDS)
+    start = [each.metrics["grad_norm"] for each in history.first.records if "grad_norm" in each.metrics]
+    if not norms or not start:
+        return None
+    usual = median(norms)
+    limit = max(SPIKE_FACTOR * usual, SPIKE_START_FACTOR * max(start[:SPIKE_START_RECORDS]))
+    spikes = [norm for norm in norms if norm > limit]
+    if len(spikes) < NUM_SPIKES:
+        return None
+    return {"spikes": len(spikes), "largest gradient norm": max(spikes), "median gradient norm": usual}
+
+
+def repeated_data(_history: History, facts: RunFacts) -> Evidence | None:
+    """Many training pairs repeat others."""
+    if facts.duplicates < DUPLICATE_SHARE * facts.num_pairs or not facts.duplicates:
+        return None
+    return {"pairs that repeat another": facts.duplicates, "share of all pairs": facts.duplicates / facts.num_pairs}
+
+
+_LR = "actor_train.training_args.learning_rate"
+RULES = (
+    Rule(
+        "likelihood_displacement",
+        "the chosen responses become less likely while the margin grows",
+        f"set rpo_alpha=1, lower {_LR}, or raise beta",
+        likelihood_displacement,
+    ),
+    Rule(
+        "length_exploitation",
+        "the policy tells the sides apart by their length",
+        "set length_penalty=0.01 (R-DPO), ld_alpha=0.5 (LD-DPO) or length_normalization=true, or balance the "
+        "lengths in the data",
+        length_exploitation,
+    ),
+    Rule(
+        "large_kl",
+        "the policy is far from its reference",
+        f"raise beta, lower {_LR}, or train fewer steps (max_steps)",
+        large_kl,
+    ),
+    Rule(
+        "entropy_collapse",
+        "the policy's distribution has collapsed, so that it will repeat itself",
+        f"lower {_LR}, raise beta, or set label_smoothing=0.1",
+        entropy_collapse,
+    ),
+    Rule(
+        "saturated_rewards",
+        "nearly all pairs are separated, and further steps only memorize them",
+        "train fewer steps (max_steps), set label_smoothing=0.1 or pref_loss=ipo, or use harder pairs",
+        saturated_rewards,
+    ),
+    Rule(
+        "chance_accuracy",
+        "the policy does not learn which side is preferred",
+        f"raise {_LR}, and check with `thresher inspect` that chosen_key and rejected_key name the right columns",
+        chance_accuracy,
+    ),
+    Rule(
+        "initial_loss",
+        "the loss does not start at its value for a policy that equals its reference",
+        "check that reference.model_args has the settings of actor_train.model_args",
+        initial_loss,
+    ),
+    Rule(
+        "gradient_spikes",
+        "the gradient norm spikes repeatedly",
+        f"lower {_LR} or actor_train.training_args.max_grad_norm, raise warmup_ratio, or use larger batches",
+        gradient_spikes,
+    ),
+    Rule(
+        "repeated_data",
+        "many training pairs are duplicates, which the policy memorizes",
+        "remove them from actor_train.data_args.file_name (`thresher prepare` names examples)",
+        repeated_data,
+    ),
+    Rule(
+        "mismatched_reference",
+        "policy and reference are the same model, but score the first pairs differently",
+        "check that reference.model_args and reference.strategy_args have the settings of actor_train",
+        mismatched_reference,
+    ),
+)

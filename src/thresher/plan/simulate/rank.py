@@ -1,0 +1,201 @@
+"""One rank of a simulated run: the code of training builds the policy and makes steps, on tensors without values.
+
+Runs in a process of its own, because it changes torch:
+
+    python -m thresher.plan.simulate.rank GUARD REQUEST RESULT
+
+GUARD: library of the device guard; empty for a build of torch with CUDA. REQUEST, RESULT: JSON, see request.py.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from thresher.plan.simulate.fake_cuda import load_guard, pretend_one_gpu
+from thresher.plan.simulate.request import CountedCollective, RankRequest, RankResult
+
+if TYPE_CHECKING:
+    from thresher.data.pair import PairBatch
+    from thresher.distributed.mesh import ParallelDims
+    from thresher.losses.pairs import ChosenRejectedLogps
+    from thresher.plan.simulate.counters import CommunicationCounter
+    from thresher.plan.traffic import Axis, Kind
+    from thresher.strategies.native.declaration import FSDP2Settings
+
+# one token id for all tokens: no value is ever computed
+_TOKEN = 3
+
+
+def main(guard: str, request_file: str, result_file: str) -> None:
+    if guard:
+        load_guard(Path(guard))
+    request = RankRequest(**json.loads(Path(request_file).read_text(encoding="utf-8")))
+    Path(result_file).write_text(json.dumps(asdict(run_rank(request))), encoding="utf-8")
+
+
+def run_rank(request: RankRequest) -> RankResult:
+    """Build the policy of a rank, make a step that allocates its optimizer state, and count a second one."""
+    started = time.process_time()
+    pretend_one_gpu(request.memory)
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from thresher.models.attention.interface import GPU_KERNELS
+    from thresher.plan.simulate.attention import attention_without_values
+    from thresher.plan.simulate.counters import CommunicationCounter, LiveBytes, OperationCounter
+    from thresher.plan.simulate.host_side import HostSide
+
+    device = torch.device("cuda", 0)
+    dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
+    GPU_KERNELS["segments"] = attention_without_values
+    live, host = LiveBytes(device.type), HostSide()
+    counted, communication = OperationCounter(device.type), CommunicationCounter()
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        with host:
+            step = _Step(request, device)
+            step.run(1)
+        held = live.peak = live.live
+        host.reads.clear()
+        with communication, counted, host:  # the host's side sees an operation first
+            step.run(len(request.micro_batches))
+    return RankResult(
+        request.rank,
+        held,
+        live.peak,
+        _counted(communication, request, step.settings),
+        dict(host.reads),
+        dict(counted.flops),
+        counted.operations,
+        time.process_time() - started,
+        1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )
+
+
+class _Step:
+    """The policy of a rank, its reference, and the steps that it makes."""
+
+    def __init__(self, request: RankRequest, device: Any):
+        import torch.distributed as dist
+
+        from thresher.builders.engines import policy_spec, reference_spec
+        from thresher.builders.inputs import build_layout
+        from thresher.builders.objective import build_objective
+        from thresher.config import parse_config
+        from thresher.distributed.groups import Group
+        from thresher.plan.simulate.source import SourceWithoutValues
+        from thresher.strategies.native.build import build_infer, build_train
+
+        config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
+        layout = build_layout(config)[1]
+        spec = policy_spec(config, layout, device, world)
+        self._policy = build_train(replace(spec, source=SourceWithoutValues.of(spec.source)))
+        self._score: Callable[[PairBatch], ChosenRejectedLogps] | None = None
+        if request.reference == "adapter":
+            self._score = self._policy.score_base
+        elif request.reference == "copy":
+            frozen = reference_spec(config, layout, device, world, config.actor_train)
+            self._score = build_infer(replace(frozen, source=SourceWithoutValues.of(frozen.source))).score
+        self._objective = build_objective(config)
+        self.settings: FSDP2Settings = config.actor_train.strategy_args.settings
+        self._request, self._device = request, device
+        self._batches = [_batch(lengths) for lengths in request.micro_batches]
+        # as the check of the logps at the start of a run: FSDP2 prepares itself in the first forward, which must find
+        # the adapters on
+        self._policy.score(self._batches[0])
+
+    def run(self, num_micro_batches: int) -> None:
+        """Make a step, with the reference scored first if these processes do it."""
+        from thresher.strategies.strategy import MicroBatch
+
+        self._policy.train_step(
+            [MicroBatch(batch, self._reference(batch)) for batch in self._batches[:num_micro_batches]],
+            self._objective,
+            num_pairs_in_step=self._request.pairs_per_step,
+            learning_rate=1e-6,
+        )
+
+    def _reference(self, batch: PairBatch) -> ChosenRejectedLogps | None:
+        import torch
+
+        from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+
+        if not self._objective.needs_reference:
+            return None
+        if self._score is not None:
+            return self._score(batch)
+
+        def side(sizes: list[int]) -> ResponseLogps:
+            return ResponseLogps(
+                torch.zeros(sum(sizes)).to(self._device, non_blocking=True),
+                torch.tensor(sizes).to(self._device, non_blocking=True),
+            )
+
+        return ChosenRejectedLogps(
+            side([len(pair.chosen_ids) for pair in batch.pairs]), side([len(pair.rejected_ids) for pair in batch.pairs])
+        )
+
+
+def _batch(lengths: list[list[int]]) -> PairBatch:
+    import numpy as np
+    import numpy.typing as npt
+
+    from thresher.data.pair import Pair, PairBatch
+
+    def ids(size: int) -> npt.NDArray[np.int32]:
+        return np.full(size, _TOKEN, dtype=np.int32)
+
+    pairs = tuple(Pair(ids(prompt), ids(chosen), ids(rejected)) for prompt, chosen, rejected in lengths)
+    return PairBatch(np.arange(len(pairs)), pairs)
+
+
+def _counted(
+    communication: CommunicationCounter, request: RankRequest, settings: FSDP2Settings
+) -> list[CountedCollective]:
+    from thresher.strategies.native.build import axis_sizes
+
+    dims = axis_sizes(settings, request.num_processes)
+    found: Counter[tuple[Axis, Kind, int, bool]] = Counter()
+    calls: Counter[tuple[Axis, Kind, int, bool]] = Counter()
+    for each, payload in communication.payloads.items():
+        on_host = each.device == "cpu"
+        axis: Axis = "step" if on_host else axis_of(each.kind, each.ranks, dims, request.rank)
+        key = axis, each.kind, len(each.ranks), on_host
+        found[key] += payload
+        calls[key] += communication.calls_of[each]
+    return [
+        CountedCollective(axis, kind, size, calls[axis, kind, size, on_host], payload, on_host)
+        for (axis, kind, size, on_host), payload in found.items()
+    ]
+
+
+def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> Axis:
+    """The axis whose processes exchange device data in a group of ranks."""
+    import numpy as np
+
+    from thresher.distributed.mesh import AXES
+
+    if kind in ("all_gather", "reduce_scatter"):
+        return "dp_shard"  # FSDP2, over dp_shard and cp
+    if kind in ("send", "receive", "broadcast"):
+        return "pp"
+    mesh = np.arange(dims.num_processes).reshape(dims.sizes)
+    own = np.argwhere(mesh == rank)[0]
+    for number, axis in enumerate(AXES):
+        index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
+        if set(ranks) <= set(mesh[index].tolist()):
+            return cast("Axis", axis)
+    raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,39 @@
+"""A model whose weights are allocated and never read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
+
+from thresher.models.loading.load_sharded import allocate, build_without_weights
+from thresher.models.logps import base_model
+from thresher.strategies.spec import ModelSource
+
+
+@dataclass(frozen=True)
+class SourceWithoutValues(ModelSource):
+    """The model of a path by its config alone."""
+
+    @classmethod
+    def of(cls, source: ModelSource) -> SourceWithoutValues:
+        return cls(**{field.name: getattr(source, field.name) for field in fields(source)})
+
+    def load(self) -> PreTrainedModel:
+        return self.empty()
+
+    def move(self, module: nn.Module, device: torch.device) -> nn.Module:
+        allocate(base_model(module), device)
+        return module
+
+    def empty(self) -> PreTrainedModel:
+        # plain tensors on the meta device: a module cannot replace parameters that are fake already
+        with _disable_current_modes():
+            return build_without_weights(self.named_path, **self._settings)
+
+    @property
+    def shards_path(self) -> None:
+        return None

@@ -1,0 +1,308 @@
+"""The messages of one optimizer step of a process: what strategies/native sends along each axis, call by call.
+
+A payload is counted as in docs/concepts/parallelism.md: the output of an all-gather, the input of other collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from thresher.plan.model import Parameter, Stage
+from thresher.plan.workload import Rows
+
+Axis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
+AXES_OF_MESSAGES: tuple[Axis, ...] = get_args(Axis)
+_FP64, _FP32, _INT32 = 8, 4, 4
+
+
+@dataclass(frozen=True)
+class Message:
+    """`calls` equal collectives. axis: `step` has the metrics and norms. size: processes of the group."""
+
+    axis: Axis
+    kind: Kind
+    payload: int
+    size: int
+    calls: int = 1
+
+    def times(self, count: int) -> Message:
+        return Message(self.axis, self.kind, self.payload, self.size, count * self.calls)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.payload * self.calls
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that the process sends, for ring collectives."""
+        if self.kind in ("send", "receive"):
+            return float(self.payload_bytes) if self.kind == "send" else 0.0
+        share = (self.size - 1) / self.size
+        return (2 if self.kind == "all_reduce" else 1) * share * self.payload_bytes
+
+
+def wire_bytes(messages: Iterable[Message]) -> dict[Axis, float]:
+    """Bytes that a process sends along each axis."""
+    sent: dict[Axis, float] = defaultdict(float)
+    for message in messages:
+        sent[message.axis] += message.wire_bytes
+    return dict(sent)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element: of stored weights and the residual stream, and of products."""
+
+    stored: int
+    compute: int
+
+
+@dataclass(frozen=True)
+class TrafficSettings:
+    """What the messages of a step depend on, beside the mesh.
+
+    packs_rows: the memory-efficient layers and the shorter last layer apply. keeps_gathered: ZeRO-2. recomputes:
+    gradient checkpointing. scores_reference: the same processes score every micro-batch for the reference, without
+    adapters. num_metrics: of the objective. measures_entropy: of the policy. checks_stop: the ranks agree on whether to
+    stop.
+    """
+
+    precision: Precision
+    packs_rows: bool
+    keeps_gathered: bool = False
+    recomputes: bool = False
+    scores_reference: bool = False
+    num_metrics: int = 0
+    measures_entropy: bool = False
+    checks_stop: bool = False
+
+
+def step_messages(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows, settings: TrafficSettings) -> list[Message]:
+    """All messages of a step of one data-parallel rank, whose dummy batches are in micro_batches already."""
+    scheduled = _scheduled(stage, micro_batches, dummy)
+    messages = [message.times(len(scheduled)) for message in _for_weights(stage, settings, has_backward=True)]
+    for rows, count in Counter(scheduled).items():
+        messages += [message.times(count) for message in _for_rows(stage, rows, settings, has_backward=True)]
+    messages += _pipeline(stage, scheduled, settings, has_backward=True)
+    if settings.scores_reference:
+        for rows, count in Counter(micro_batches).items():
+            messages += [message.times(count) for message in _scoring(stage, rows, dummy, settings)]
+    return [*messages, *_after_backward(stage, settings), *_bookkeeping(stage, settings)]
+
+
+def _scheduled(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows) -> list[Rows]:
+    """Add the dummy batches that a pipeline schedule needs, as pipeline_executor.py does."""
+    count, pp = len(micro_batches), stage.dims.pp
+    if count and pp > 1 and len(stage.chunks) == 1:
+        count = max(count, pp)
+    elif count and pp > 1:
+        while count % max(1, count // pp):
+            count += 1
+    return [*micro_batches, *[dummy] * (count - len(micro_batches))]
+
+
+def _scoring(stage: Stage, rows: Rows, dummy: Rows, settings: TrafficSettings) -> Iterator[Message]:
+    """The forward of the reference, one micro-batch at a time."""
+    scheduled = _scheduled(stage, [rows], dummy)
+    yield from (message.times(len(scheduled)) for message in _for_weights(stage, settings, has_backward=False))
+    for each, count in Counter(scheduled).items():
+        yield from (message.times(count) for message in _for_rows(stage, each, settings, has_backward=False))
+    yield from _pipeline(stage, scheduled, settings, has_backward=False)
+    if stage.dims.pp > 1:
+        yield Message("pp", "broadcast", _FP32 * rows.scored, stage.dims.pp)
+
+
+def _for_weights(stage: Stage, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    """Messages of every micro-batch, whatever its rows."""
+    yield from _gathers(stage, settings, has_backward=has_backward)
+    if has_backward:
+        yield from _reductions(stage, settings)
+
+
+def _for_rows(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    yield from _tensor_parallel(stage, rows, settings, has_backward=has_backward)
+    yield from _context_parallel(stage, rows, settings, has_backward=has_backward)
+
+
+def _gathers(stage: Stage, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    """FSDP2 gathers every group in the forward, and again in the backward unless ZeRO-2 keeps it."""
+    size = stage.dims.fsdp_size
+    for group in stage.fsdp_groups:
+        itemsize = settings.precision.compute if group.is_layer else settings.precision.stored
+        numel = size * group.shard_numel
+        is_kept = group.is_layer and settings.keeps_gathered
+        calls = 2 if has_backward and not is_kept else 1
+        yield Message("dp_shard", "all_gather", itemsize * numel, size, calls * group.count)
+
+
+def _reductions(stage: Stage, settings: TrafficSettings) -> Iterator[Message]:
+    """FSDP2 reduces the gradients in every backward, in the stored precision."""
+    dims, stored = stage.dims, settings.precision.stored
+    for group in stage.fsdp_groups:
+        shard = group.trained_shard_numel
+        if shard:
+            yield Message("dp_shard", "reduce_scatter", stored * shard * dims.fsdp_size, dims.fsdp_size, group.count)
+        if shard and dims.dp_replicate > 1:
+            yield Message("dp_replicate", "all_reduce", stored * shard, dims.dp_replicate, group.count)
+
+
+def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    """Row-wise matrices sum their outputs in the forward, column-wise ones the gradient of their input."""
+    dims, shape, stored = stage.dims, stage.shape, settings.precision.stored
+    if dims.tp == 1:
+        return
+    total, scored = rows.padded_to(dims.cp) // dims.cp, rows.scored // dims.cp
+
+    def all_reduce(numel: int, itemsize: int, calls: int = 1) -> Message:
+        return Message("tp", "all_reduce", numel * itemsize, dims.tp, calls)
+
+    if stage.is_first and any(p.name == shape.embedding and p.style for p in stage.outer):
+        yield all_reduce(total * shape.hidden, stored)
+    for layer, count in stage.layer_counts:
+        skips = settings.packs_rows and shape.is_llama_like and dims.cp == 1 and layer == shape.num_layers - 1
+        for numel, itemsize in _layer_reductions(
+            stage, layer, total, rows.kept if skips else total, settings, has_backward=has_backward
+        ):
+            yield all_reduce(numel, itemsize, count)
+    if stage.is_last and any(p.name == shape.head and p.style for p in stage.outer):
+        # largest logit, log-sum-exp and target logit of each row, and the mean logit for the policy's entropy
+        yield all_reduce(scored, _FP32, 4 if has_backward and settings.measures_entropy else 3)
+        if has_backward:
+            yield all_reduce(scored * shape.hidden, _FP32)
+
+
+def _layer_reductions(
+    stage: Stage, layer: int, total: int, kept: int, settings: TrafficSettings, *, has_backward: bool
+) -> Iterator[tuple[int, int]]:
+    """(elements, bytes of each) of the all-reduces of a layer. kept: rows of all but keys and values."""
+    stored, compute = settings.precision.stored, settings.precision.compute
+    normed = compute if settings.packs_rows and stage.shape.is_llama_like else stored
+    matrices = [p for p in stage.in_layer(layer) if p.style and p.name.endswith("weight") and len(p.shape) == 2]
+    experts = [p for p in stage.in_layer(layer) if p.style and len(p.shape) == 3]
+    forward = [p for p in matrices if p.style and p.style.startswith("rowwise")]
+    if not has_backward:
+        forward = [p for p in forward if "lora_" not in p.name]
+    outputs = [(kept * p.shape[0], compute) for p in forward]
+    if experts:
+        outputs.append((kept * stage.shape.hidden, stored))
+    yield from outputs
+    if not has_backward:
+        return
+    if settings.recomputes:
+        # recomputation stops at the last tensor that is needed: not the sum after the last matrix of a layer
+        yield from outputs if forward and "lora_" in forward[-1].name else outputs[:-1]
+    for p in matrices:
+        if not (p.style or "").startswith("colwise"):
+            continue
+        is_read_by_keys = p.module.split(".")[1:2] in (["k_proj"], ["v_proj"])
+        rows = total if is_read_by_keys else kept
+        if "lora_B" in p.name:
+            yield rows * p.shape[1], compute
+        # gradient checkpointing makes the output of a frozen embedding require a gradient
+        elif settings.recomputes or _input_has_gradient(stage, layer, p):
+            yield rows * p.shape[1], normed
+    if experts:
+        # gradients of the experts' input, and of the weights of the chosen experts
+        yield kept * stage.shape.hidden, stored
+        yield kept * stage.shape.experts_per_token, stored
+
+
+def _input_has_gradient(stage: Stage, layer: int, parameter: Parameter) -> bool:
+    """Whether anything trained comes before a matrix of a layer."""
+    if stage.trains_before(layer):
+        return True
+    is_attention = parameter.module.startswith("self_attn.")
+    before = ("input_layernorm",) if is_attention else ("input_layernorm", "self_attn.", "post_attention_layernorm")
+    return any(p.is_trained and p.module.startswith(before) for p in stage.in_layer(layer))
+
+
+def _context_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    """Attention exchanges queries, keys, values and outputs; the logps are summed over the shards of a row."""
+    dims, shape, itemsize = stage.dims, stage.shape, settings.precision.compute
+    if dims.cp == 1:
+        return
+    local = rows.padded_to(dims.cp) // dims.cp
+    kv_heads = shape.kv_heads // dims.tp
+    kv_heads *= max(1, dims.cp // kv_heads)  # repeated if there are fewer than ranks
+    query = Message("cp", "all_to_all", itemsize * local * shape.head_dim * shape.heads // dims.tp, dims.cp)
+    key = Message("cp", "all_to_all", itemsize * local * shape.head_dim * kv_heads, dims.cp)
+    forward = [query, key, key, query]
+    for layer, count in stage.layer_counts:
+        in_layer = forward * (2 if has_backward and settings.recomputes else 1)
+        if has_backward:
+            in_layer += [query]
+            for name, message in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+                if settings.recomputes or _has_gradient(stage, layer, name):
+                    in_layer.append(message)
+        yield from (message.times(count) for message in in_layer)
+    if stage.is_last:
+        values = 2 if has_backward and settings.measures_entropy else 1
+        yield Message("cp", "all_reduce", _FP32 * rows.scored, dims.cp, values)
+
+
+def _has_gradient(stage: Stage, layer: int, name: str) -> bool:
+    """Whether the output of a projection requires a gradient."""
+    before = ("input_layernorm", f"self_attn.{name}")
+    return stage.trains_before(layer) or any(
+        p.is_trained and p.module.startswith(before) for p in stage.in_layer(layer)
+    )
+
+
+def _pipeline(
+    stage: Stage, micro_batches: Sequence[Rows], settings: TrafficSettings, *, has_backward: bool
+) -> Iterator[Message]:
+    """Hidden states to the next chunk, their gradients to the previous one, and torch's vote before each schedule."""
+    dims, shape = stage.dims, stage.shape
+    if dims.pp == 1 or not micro_batches:
+        return
+    num_chunks = dims.pp * len(stage.chunks)
+    for number in range(stage.index, num_chunks, dims.pp):
+        neighbours = (number > 0) + (number < num_chunks - 1)
+        yield Message("pp", "send", _INT32, dims.pp, neighbours)
+        yield Message("pp", "receive", _INT32, dims.pp, neighbours)
+        for rows, count in Counter(micro_batches).items():
+            local = rows.padded_to(dims.cp) // dims.cp
+            hidden = settings.precision.stored * local * shape.hidden
+            if number < num_chunks - 1:
+                yield Message("pp", "send", hidden, dims.pp, count)
+            if number > 0:
+                yield Message("pp", "receive", hidden, dims.pp, count)
+            if has_backward and number > 0:
+                yield Message("pp", "send", hidden, dims.pp, count)
+            if has_backward and number < num_chunks - 1:
+                yield Message("pp", "receive", hidden, dims.pp, count)
+
+
+def _after_backward(stage: Stage, settings: TrafficSettings) -> Iterator[Message]:
+    """Gradients that no backward has reduced (parameters.py)."""
+    dims, stored = stage.dims, settings.precision.stored
+    trained = [(p, count) for p, count in stage.parameter_counts if p.is_trained]
+    if dims.dp_replicate > 1 and dims.fsdp_size == 1:
+        num_tensors, numel = sum(count for _, count in trained), sum(count * p.numel for p, count in trained)
+        yield Message("step", "all_reduce", _FP64 * num_tensors, dims.dp_replicate)
+        yield Message("dp_replicate", "all_reduce", max(stored, _FP32) * numel, dims.dp_replicate)
+    partial = [(p, count) for p, count in trained if p.has_partial_gradient]
+    if dims.tp > 1 and partial:
+        local = sum(count * stage.local_numel(p) for p, count in partial)
+        yield Message("tp", "all_reduce", max(stored, _FP32) * local, dims.tp)
+    if dims.pp > 1 and stage.shape.tied and (stage.is_first or stage.is_last):
+        tied = sum(stage.local_numel(p) for p, _ in trained if p.name == stage.shape.embedding)
+        if tied:
+            yield Message("pp", "send", stored * tied, dims.pp)
+            yield Message("pp", "receive", stored * tied, dims.pp)
+
+
+def _bookkeeping(stage: Stage, settings: TrafficSettings) -> Iterator[Message]:
+    """Numbers that all ranks must agree on: micro-batches, metrics, the gradient norm and whether to stop."""
+    dims = stage.dims
+    if dims.fsdp_size > 1 and dims.num_data_ranks > 1:
+        yield Message("step", "all_reduce", _FP64, dims.num_data_ranks)
+    if dims.pp * dims.num_data_ranks > 1:
+        # sum and count of each metric, and three counts of tokens
+        yield Message("step", "all_reduce", _FP64 * (2 * settings.num_metrics + 3), dims.pp * dims.num_data_ranks)
+    if dims.num_processes > 1:
+        yield Message("step", "all_reduce", _FP64, dims.num_processes, 2 if settings.checks_stop else 1)

@@ -1,0 +1,154 @@
+"""The page: sections from the logs of runs, filled into `page_files/` together with the library that draws charts.
+
+The page loads nothing: its content security policy forbids every request, and allows only its own scripts, by hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import yaml
+
+from thresher import __version__
+from thresher.config import parse_config
+from thresher.errors import UserError
+from thresher.redact import escape_control_chars, redact_text
+from thresher.report.charts import Chart
+from thresher.report.curves import curve_charts
+from thresher.report.distributions import distribution_charts
+from thresher.report.frontier import frontier_charts
+from thresher.report.records import (
+    NUM_SHOWN_SAMPLES,
+    data_reports,
+    health_events,
+    recovery_rows,
+    samples_of,
+    skipped_rows,
+)
+from thresher.report.run_files import RunFiles
+from thresher.report.series import MEAN, RAW
+from thresher.report.speed import speed_charts, speed_rows
+from thresher.report.tables import config_rows, environment_rows, fact_rows, metric_rows, outcome_rows, verdict
+
+_FILES = Path(__file__).parent / "page_files"
+
+
+class Section(NamedTuple):
+    """A part of the page: charts, and what else the template shows under this id."""
+
+    id: str
+    title: str
+    charts: Sequence[Chart] = ()
+    content: Any = None
+
+
+def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
+    """Return the report as one HTML document."""
+    jinja2, bundle = _import("jinja2"), vega_bundle()
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FILES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        # not of Markup, a subclass of str: text that is already safe
+        finalize=lambda value: _masked(value) if type(value) is str else value,
+    )
+    sections = [each for each in sections_of(runs) if each.charts or each.content]
+    scripts = [_embeddable(script) for script in (bundle, (_FILES / "page.js").read_text(encoding="utf-8"))]
+    charts = [chart.to_json() for section in sections for chart in section.charts]
+    page: str = environment.get_template("page.html").render(
+        title=f"Report on {runs[0].name}" if len(runs) == 1 else f"Report on {len(runs)} runs",
+        version=__version__,
+        date=f"{now.day} {now:%B %Y, %H:%M}",
+        runs=runs,
+        sections=sections,
+        verdict=verdict,
+        shown_samples=NUM_SHOWN_SAMPLES,
+        yaml=_to_yaml,
+        policy=_security_policy(scripts),
+        style=(_FILES / "page.css").read_text(encoding="utf-8"),
+        charts=jinja2.utils.htmlsafe_json_dumps(charts, separators=(",", ":"), allow_nan=False),
+        scripts=scripts,
+    )
+    return page
+
+
+def sections_of(runs: Sequence[RunFiles]) -> list[Section]:
+    """All sections in order, also those without content."""
+    defaults = parse_config({}).model_dump(mode="json") if len(runs) == 1 else {}
+    configs = config_rows(runs, defaults) if any(run.config for run in runs) else None
+    recoveries, skipped = recovery_rows(runs), skipped_rows(runs)
+    curves = curve_charts(runs)
+    return [
+        Section("summary", "Summary", content={"outcome": outcome_rows(runs), "facts": fact_rows(runs)}),
+        Section("health", "Health", content=health_events(runs)),
+        Section("curves", "Curves", curves, _describe_lines(curves)),
+        Section("pairs", "Before and after", distribution_charts(runs)),
+        Section("frontier", "Reward against KL", frontier_charts(runs)),
+        Section("samples", "Answers", content=samples_of(runs)),
+        Section("speed", "Speed", speed_charts(runs), speed_rows(runs)),
+        Section(
+            "interruptions",
+            "Failures and skipped steps",
+            content={"recoveries": recoveries, "skipped": skipped} if recoveries or skipped else None,
+        ),
+        Section("data", "Data", content=data_reports(runs)),
+        Section("config", "Settings", content=None if configs is None else {"rows": configs}),
+        Section("environment", "Environment", content=environment_rows(runs)),
+        Section("metrics", "All metrics", content=metric_rows(runs)),
+    ]
+
+
+def _describe_lines(charts: Sequence[Chart]) -> str | None:
+    parts = {each.labels["part"] for chart in charts for each in chart.series}
+    if MEAN not in parts:
+        return None
+    return "Strong lines are moving means." if RAW in parts else "Lines of many steps are moving means."
+
+
+@cache
+def vega_bundle() -> str:
+    """The JavaScript of Vega, Vega-Lite and Vega-Embed, 0.9 MB; Plotly's would fill the page with 4.8 MB."""
+    script: str = _import("vl_convert").javascript_bundle()
+    return script
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"thresher report needs a package that is not installed ({error}); run `pip install 'thresher[report]'`"
+        ) from error
+
+
+def _embeddable(script: str) -> str:
+    """Write a script so that no text in it ends its element or starts a comment in HTML."""
+    return script.replace("</script", r"<\/script").replace("<!--", r"<\!--")
+
+
+def _security_policy(scripts: Sequence[str]) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    # Vega sets the style attributes of its elements; base-uri and form-action do not follow default-src
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _masked(text: str) -> str:
+    return escape_control_chars(redact_text(text))
+
+
+def _to_yaml(values: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+    return text

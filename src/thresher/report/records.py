@@ -1,0 +1,194 @@
+"""The parts of a report that list records: samples, health events, recoveries, skipped steps, data reports."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from thresher.data.prepare.report import PrepareReport, percentile_names
+from thresher.report.distributions import newest_samples
+from thresher.report.numbers import format_number
+from thresher.report.rows import Row
+from thresher.report.run_files import Record, RunFiles
+
+# of all runs together: the page must stay small however many runs it shows
+_MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
+_MAX_CHARS = 3000
+_LEVELS = {"info": "note", "warn": "warning", "warning": "warning", "stop": "error", "error": "error"}
+
+
+NUM_SHOWN_SAMPLES = 6  # the others are folded away
+
+
+class Sample(NamedTuple):
+    """A prompt with the answers of the runs at their last evaluation: (who, text, remarks)."""
+
+    prompt: str
+    answers: list[tuple[str, str, str]]
+
+
+class Event(NamedTuple):
+    """A health event; style: note, warning or error."""
+
+    run: str
+    step: str
+    rule: str
+    level: str
+    style: str
+    message: str
+    evidence: str
+    advice: str
+
+
+class DataReport(NamedTuple):
+    """What became of the rows of a source; runs: those that used it."""
+
+    title: str
+    runs: list[str]
+    counts: list[Row]
+    length_names: list[str]
+    lengths: list[Row]
+    notes: list[tuple[str, str]]
+
+
+def samples_of(runs: Sequence[RunFiles]) -> list[Sample]:
+    """Answers by prompt: the reference first, then the policy of each run, at the last evaluation with samples."""
+    by_prompt: dict[str, list[tuple[str, str, str]]] = {}
+    most = min(_MAX_CHARS, _MAX_CHARS_OF_ANSWERS // (_MAX_PROMPTS * (len(runs) + 1)))
+    for run in runs:
+        for each in newest_samples(run):
+            if each.get("prompt") is None:
+                continue
+            answers = by_prompt.setdefault(_clipped(each["prompt"], most), [])
+            if not answers and each.get("reference") is not None:
+                answers.append(("reference", _clipped(each["reference"], most), _remarks(each, "reference")))
+            who = f"{'policy' if len(runs) == 1 else run.name}, step {each['step']:,}"
+            answers.append((who, _clipped(each.get("policy", ""), most), _remarks(each, "policy")))
+    return [Sample(prompt, answers) for prompt, answers in list(by_prompt.items())[:_MAX_PROMPTS]]
+
+
+def _remarks(row: Record, who: str) -> str:
+    """Numbers of a sample: those of one answer are named for it, as in policy_tokens."""
+    named = {key.removeprefix(f"{who}_"): value for key, value in row.items() if key.startswith(f"{who}_")}
+    if who == "policy":  # the others are about the pair
+        known = ("step", "prompt", "policy", "reference")
+        named |= {
+            key: value
+            for key, value in row.items()
+            if key not in known and not key.startswith(("policy_", "reference_"))
+        }
+    return ", ".join(
+        f"{key.replace('_', ' ')} {format_number(value)}"
+        for key, value in named.items()
+        if isinstance(value, int | float | str) and len(str(value)) < 60
+    )
+
+
+def health_events(runs: Sequence[RunFiles]) -> list[Event]:
+    """The events of all runs, in the order of the log."""
+    events = []
+    for run in runs:
+        for each in run.health[: _max_events(runs)]:
+            level = str(each.get("level", ""))
+            evidence = each.get("evidence")
+            events.append(
+                Event(
+                    run.name,
+                    f"{each['step']:,}",
+                    str(each.get("rule", "")).replace("_", " "),
+                    level,
+                    _LEVELS.get(level, "note"),
+                    str(each.get("message", "")),
+                    _describe(evidence) if isinstance(evidence, Mapping) else "",
+                    str(each.get("advice", "")),
+                )
+            )
+    return events
+
+
+def _describe(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {format_number(value)}" for name, value in values.items())
+
+
+def recovery_rows(runs: Sequence[RunFiles]) -> list[Row]:
+    """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds."""
+    keys = ("cause", "step", "from_step", "steps_repeated", "seconds")
+    return [
+        Row(run.name, [format_number(each.get(key)) for key in keys])
+        for run in runs
+        for each in run.recoveries[: _max_events(runs)]
+    ]
+
+
+def skipped_rows(runs: Sequence[RunFiles]) -> list[Row]:
+    """Steps without an update: run, step, reason, gradient norm, pairs."""
+    return [
+        Row(
+            run.name,
+            [
+                format_number(each["step"]),
+                str(each.get("reason", "")),
+                format_number(each.get("grad_norm")),
+                _pairs_of(each.get("pairs")),
+            ],
+        )
+        for run in runs
+        for each in run.skipped[: _max_events(runs)]
+    ]
+
+
+def _pairs_of(pairs: object) -> str:
+    entries = [each for each in pairs if isinstance(each, Mapping)] if isinstance(pairs, list) else []
+    named = ", ".join(f"{each.get('pair')} ({each.get('fault', 'not known')})" for each in entries[:5])
+    return named + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
+
+
+def data_reports(runs: Sequence[RunFiles]) -> list[DataReport]:
+    """The reports of the preparations; runs on the same data share one."""
+    found: dict[str, DataReport] = {}
+    for run in runs:
+        for role, title in (("train", "Training pairs"), ("validation", "Validation pairs")):
+            section = run.data.get(role)
+            if not isinstance(section, Mapping):
+                continue
+            key = json.dumps([role, section], sort_keys=True, default=str)
+            if key in found:
+                found[key].runs.append(run.name)
+            else:
+                found[key] = _data_report(title, run.name, section)
+    return list(found.values())
+
+
+def _data_report(title: str, run: str, section: Mapping[str, Any]) -> DataReport:
+    title = f"{title}: {format_number(section.get('pairs'))}"
+    values = section.get("report")
+    if values is None:
+        return DataReport(title, [run], [], [], [], [("note", "held out of the pairs of training, see their report")])
+    try:
+        report = PrepareReport.from_json(values)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
+        return DataReport(title, [run], [], [], [], [("warning", "the report of this data is damaged")])
+    return DataReport(
+        title,
+        [run],
+        [Row(name, [f"{count:,}"]) for name, count in report.count_rows()],
+        percentile_names(),
+        [Row(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
+        list(_notes(report)),
+    )
+
+
+def _notes(report: PrepareReport) -> Iterator[tuple[str, str]]:
+    for level, line in report.notes():
+        yield "warning" if level >= logging.WARNING else "note", line
+
+
+def _max_events(runs: Sequence[RunFiles]) -> int:
+    return max(1, _MAX_EVENTS // len(runs))
+
+
+def _clipped(text: object, max_chars: int) -> str:
+    whole = str(text)
+    return whole if len(whole) <= max_chars else f"{whole[:max_chars]} … ({len(whole):,} characters)"

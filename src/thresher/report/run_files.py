@@ -1,0 +1,152 @@
+"""Read what a run left in its log directory. Every file but the metrics is optional, and all of them are untrusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thresher.checkpoint.json_io import load_json
+from thresher.checkpoint.retention import latest
+from thresher.config.stored import from_stored
+from thresher.errors import UserError
+from thresher.observability.log_files import (
+    DESCRIPTION,
+    EVAL_PAIRS,
+    HEALTH,
+    METRICS,
+    RECOVERIES,
+    SAMPLES,
+    SKIPPED_STEPS,
+)
+from thresher.observability.trackers.jsonl import read_metrics, read_records
+from thresher.redact import redact
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run. name: the shortest end of its path that no other run of the report has.
+
+    records: lines of the metrics. description: `run.json`, or only the config of a run that did not write it.
+    """
+
+    name: str
+    records: Sequence[Record]
+    description: Mapping[str, Any] = field(default_factory=dict)
+    eval_pairs: Sequence[Record] = ()
+    samples: Sequence[Record] = ()
+    health: Sequence[Record] = ()
+    recoveries: Sequence[Record] = ()
+    skipped: Sequence[Record] = ()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return _mapping(self.description.get("config"))
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return _mapping(self.description.get("facts"))
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        return _mapping(self.description.get("environment"))
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return _mapping(self.description.get("data"))
+
+    @property
+    def last_step(self) -> int:
+        return max((record["step"] for record in self.records), default=0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the plan; None if the run did not write it."""
+        steps = self.description.get("num_steps")
+        return steps if isinstance(steps, int) else None
+
+    def points(self, metric: str) -> list[tuple[int, float]]:
+        """The logged values of a metric by step."""
+        return [(each["step"], each[metric]) for each in self.records if metric in each]
+
+    def last(self, metric: str) -> float | None:
+        """The last logged value of a metric."""
+        points = self.points(metric)
+        return points[-1][1] if points else None
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunFiles]:
+    """Read the runs of a report, in the given order."""
+    resolved = [directory.resolve() for directory in directories]
+    for directory in resolved:
+        if resolved.count(directory) > 1:
+            raise UserError(f"{directory} is given twice; name each run once")
+    names = shortest_names([_run_dir(directory) for directory in resolved])
+    return [_read_run(directory, name) for directory, name in zip(resolved, names, strict=True)]
+
+
+def shortest_names(paths: Sequence[Path]) -> list[str]:
+    """Name each path by as many of its last parts as tell all of them apart."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _run_dir(directory: Path) -> Path:
+    return directory.parent if directory.name == "logs" else directory
+
+
+def _log_dir(directory: Path) -> Path:
+    for candidate in (directory / "logs", directory):
+        if (candidate / METRICS).is_file():
+            return candidate
+    raise UserError(
+        f"there is no {METRICS} in {directory} or its logs; give the output_dir of a run, or its logging_dir"
+    )
+
+
+def _read_run(directory: Path, name: str) -> RunFiles:
+    logs = _log_dir(directory)
+    try:
+        records = [_numbers(record) for record in read_metrics(logs / METRICS)]
+    except ValueError as error:
+        raise UserError(f"{logs / METRICS} has a value that is not a number ({error}); repair the file") from None
+    if not records:
+        raise UserError(f"{logs / METRICS} is empty; the run has not logged a step yet")
+    return RunFiles(
+        name,
+        records,
+        _read_description(logs, directory),
+        *(_read_optional(logs / file) for file in (EVAL_PAIRS, SAMPLES, HEALTH, RECOVERIES, SKIPPED_STEPS)),
+    )
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    return {name: value for name, value in record.items() if isinstance(value, int | float)}
+
+
+def _read_optional(path: Path) -> list[dict[str, Any]]:
+    return read_records(path) if path.is_file() else []
+
+
+def _read_description(logs: Path, directory: Path) -> Mapping[str, Any]:
+    path = logs / DESCRIPTION
+    if path.is_file():
+        try:
+            return redact(_mapping(json.loads(path.read_bytes())))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid JSON ({error}); remove it to report the metrics alone") from None
+    checkpoint = latest(directory / "checkpoints", digests=False) if (directory / "checkpoints").is_dir() else None
+    if checkpoint is None:
+        return {}
+    return {"config": redact(from_stored(_mapping(load_json(checkpoint / "config.json"))))}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

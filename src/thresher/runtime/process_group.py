@@ -1,0 +1,34 @@
+"""The process group of all ranks of a role, over a store that they share."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from thresher.distributed.groups import Group
+
+# for a peer that hangs; the driver or the launcher notices a dead one immediately
+PEER_TIMEOUT = timedelta(minutes=30)
+
+
+def init_process_group(rank: int, size: int, store: Store, address: str) -> Group:
+    """Join the process group; address is this node's own in the network of the ranks."""
+    interface = _interface_of(address)
+    if interface is not None:
+        # the default is the address that the host name resolves to, which may be loopback on a cluster, or the reverse
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PEER_TIMEOUT)
+    return Group(rank, size, dist.group.WORLD)
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this address, None if there is no such interface."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if address in {each.address for each in addresses}), None)

@@ -1,0 +1,133 @@
+"""Micro-batch executor of Megatron-Core: its schedules run the stages, and the objective runs in the last stage.
+
+Without a pipeline one micro-batch after another; 1F1B if a stage has one chunk of the model, interleaved 1F1B if it has
+several. Every stage collates the same micro-batches, so only hidden states and their gradients are sent, unpadded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from thresher.data.pair import PairBatch
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.scored_rows import ScoredTokens
+from thresher.strategies.accumulate import ExecutedBatches, LossFn
+from thresher.strategies.megatron.model import MegatronPairModel
+from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
+from thresher.strategies.strategy import TokenCounts
+
+# scored tokens of a micro-batch by its index -> loss, and data to collect
+_Loss = Callable[[int, ScoredTokens], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class ScheduleExecutor:
+    """Runs the micro-batches of a step through the chunks of this process; the output of a dummy batch is discarded.
+
+    wrapped: the same chunks as Megatron-Core's schedules see them, with gradient buffers if they are trained.
+    """
+
+    chunks: Sequence[MegatronPairModel]
+    wrapped: Sequence[nn.Module]
+    layout: Layout
+
+    @torch.no_grad()
+    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+        """Score a micro-batch with the forward of training; the last stage broadcasts the logps to all."""
+        run = self._collate([batch], statistics)
+
+        def collect(_: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
+            return scored.logps.sum(), scored
+
+        collected = self._run_schedule(run, collect, forward_only=True)
+        scored = self._broadcast(run.inputs[0], collected[0] if collected else None, statistics)
+        sides = self.chunks[0].split_sides(run.inputs[0], scored)
+        return sides if len(batch) else empty_like(sides)
+
+    def backward(
+        self,
+        batches: Sequence[PairBatch],
+        loss_fn: LossFn,
+        *,
+        statistics: TokenStatistics,
+        loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
+    ) -> ExecutedBatches:
+        """Run the schedule; no stage adds a term to the loss."""
+        if not batches:
+            return ExecutedBatches(TokenCounts())
+        run = self._collate(batches, statistics)
+
+        def loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
+            sides = self.chunks[0].split_sides(run.inputs[index], scored)
+            return loss_of_batch(index, sides, batches, loss_fn), None
+
+        self._run_schedule(run, loss, forward_only=False)
+        is_last = self.chunks[0].groups.is_last_stage
+        return ExecutedBatches(count_step_tokens(run.inputs, batches) if is_last else TokenCounts())
+
+    def _collate(self, batches: Sequence[PairBatch], statistics: TokenStatistics) -> _StepRun:
+        # the interleaved schedule needs a multiple of the stages
+        multiple = self.chunks[0].groups.pp.size if len(self.chunks) > 1 else 1
+        missing = -len(batches) % multiple
+        padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
+        return _StepRun([self.layout.collate(batch) for batch in padded], statistics)
+
+    def _run_schedule(self, run: _StepRun, loss: _Loss, *, forward_only: bool) -> list[Any]:
+        """Run all micro-batches; return what the loss collects, in the last stage."""
+        groups = self.chunks[0].groups
+
+        def megatron_loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
+            value, collected = loss(index, scored)
+            # the loss is already divided by the pairs of the step; Megatron-Core would divide by this count
+            return value, torch.zeros((), dtype=torch.int), collected
+
+        def forward_step(
+            indices: Iterator[int], chunk: nn.Module
+        ) -> tuple[Any, Callable[[ScoredTokens], tuple[Tensor, Tensor, Any]]]:
+            index = next(indices)
+            out = chunk(run.inputs[index], statistics=run.statistics)
+            return out, partial(megatron_loss, index)
+
+        num_batches = len(run.inputs)
+        iterators = [iter(range(num_batches)) for _ in self.wrapped]
+        schedule = get_forward_backward_func(groups.pp.size, len(self.chunks) if len(self.chunks) > 1 else None)
+        collected: list[Any] = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=list(self.wrapped),
+            num_microbatches=num_batches,
+            # stages send each other the shape of every micro-batch
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return collected
+
+    def _broadcast(self, inputs: ModelInputs, scored: ScoredTokens | None, statistics: TokenStatistics) -> ScoredTokens:
+        """Broadcast the logps of a micro-batch from the last stage."""
+        pp, device = self.chunks[0].groups.pp, self.chunks[0].device
+        if pp.size == 1:
+            assert scored is not None  # noqa: S101
+            return scored
+        rows = torch.empty(1 + sum(statistics), len(inputs.targets), device=device)
+        if scored is not None:
+            rows.copy_(scored.stack())
+        dist.broadcast(rows, group=pp.group, group_src=pp.size - 1)
+        return ScoredTokens.unstack(rows, statistics)
+
+
+@dataclass(frozen=True)
+class _StepRun:
+    """The micro-batches of one run of the schedule."""
+
+    inputs: list[ModelInputs] = field(default_factory=list)
+    statistics: TokenStatistics = NO_STATISTICS

@@ -1,0 +1,219 @@
+"""Translate a transformers config to Megatron-Core's; reject models that Megatron-Core would compute differently.
+
+`describe_model` needs neither megatron-core nor weights, so a run is checked with it before any worker starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from thresher.errors import UserError
+from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.weights import ModelShape
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What Megatron-Core has to know of a model."""
+
+    shape: ModelShape
+    num_layers: int
+    norm_epsilon: float
+    has_qkv_bias: bool
+    normalizes_queries_and_keys: bool
+    ties_embeddings: bool
+    experts_per_token: int = 0
+    normalizes_expert_weights: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.num_experts
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is computed.
+
+    recompute_*: as in Megatron-Core; granularity None keeps all activations, and full without a method recomputes every
+    layer. extra: further fields of TransformerConfig, such as fusions.
+    """
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if others := [name for name in self.recompute_modules or () if name not in RECOMPUTABLE]:
+            raise UserError(f"recompute_modules {others[0]} is not supported; use some of {', '.join(RECOMPUTABLE)}")
+
+
+def describe_model(config: PreTrainedConfig, path: str) -> ModelDescription:
+    """Read the sizes of a supported model; raise a UserError for others."""
+    _reject_unsupported(config, path)
+    values: Any = config
+    has_experts = config.model_type == "qwen3_moe"
+    is_qwen3 = config.model_type in ("qwen3", "qwen3_moe")
+    shape = ModelShape(
+        vocab_size=values.vocab_size,
+        hidden_size=values.hidden_size,
+        num_heads=values.num_attention_heads,
+        num_kv_heads=values.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or values.hidden_size // values.num_attention_heads,
+        ffn_size=values.intermediate_size,
+        num_experts=values.num_experts if has_experts else 0,
+        expert_ffn_size=values.moe_intermediate_size if has_experts else 0,
+    )
+    return ModelDescription(
+        shape,
+        num_layers=values.num_hidden_layers,
+        norm_epsilon=values.rms_norm_eps,
+        has_qkv_bias=config.model_type == "qwen2",
+        normalizes_queries_and_keys=is_qwen3,
+        ties_embeddings=bool(values.tie_word_embeddings),
+        experts_per_token=values.num_experts_per_tok if has_experts else 0,
+        normalizes_expert_weights=bool(values.norm_topk_prob) if has_experts else False,
+    )
+
+
+def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> None:
+    """Raise a UserError if the model cannot be split along the axes."""
+    shape, tp, pp = model.shape, sizes.tp, sizes.pp
+    is_split = [shape.num_heads % tp == 0, shape.ffn_size % tp == 0]
+    is_split += [shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
+    if not all(is_split):
+        raise UserError(
+            f"tensor_model_parallel_size {tp} does not split {path}, which has {shape.num_heads} attention heads, "
+            f"{shape.num_kv_heads} key/value heads and an MLP of {shape.ffn_size}; use a common divisor"
+        )
+    local_heads, local_kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    if local_heads % sizes.cp or (local_kv_heads % sizes.cp and sizes.cp % local_kv_heads):
+        raise UserError(
+            f"context_parallel_size {sizes.cp} does not split the {local_heads} attention heads and {local_kv_heads} "
+            f"key/value heads of {path} per tensor-parallel rank; use a common divisor"
+        )
+    chunks = pp * sizes.virtual_pp
+    if model.num_layers % chunks:
+        raise UserError(
+            f"{path} has {model.num_layers} layers, which are not a multiple of {chunks} pipeline chunks; change "
+            "pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
+        )
+    if sizes.virtual_pp > 1 and pp == 1:
+        raise UserError("virtual_pipeline_model_parallel_size has no effect with 1 pipeline stage; remove it")
+    if sizes.ep > 1 and not model.num_experts:
+        raise UserError(f"expert_model_parallel_size has no effect: {path} has no experts; remove it")
+    if model.num_experts % sizes.ep:
+        raise UserError(
+            f"expert_model_parallel_size {sizes.ep} does not divide the {model.num_experts} experts of {path}"
+        )
+    if model.num_experts and tp > 1 and not sizes.sequence_parallel:
+        raise UserError(
+            "Megatron-Core trains experts under tensor parallelism only with sequence parallelism; set "
+            "sequence_parallel to true"
+        )
+
+
+def transformer_config(
+    model: ModelDescription, sizes: MegatronSizes, options: ModelOptions, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Build Megatron-Core's config; on a CPU, without its fused kernels."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape = model.shape
+    recomputes_all = options.recompute_granularity == "full" and options.recompute_method is None
+    values: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_size,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_epsilon,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.has_qkv_bias,
+        "qk_layernorm": model.normalizes_queries_and_keys,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": torch.float32 if options.extra.get("fp32_residual_connection") else dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.virtual_pp if sizes.virtual_pp > 1 else None,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
+        # micro-batches of packed pairs have different lengths
+        "variable_seq_lengths": sizes.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the default allows no variable lengths, even without experts
+        # the loss is divided by the pairs of the step; Megatron-Core must not divide it by micro-batches or ranks
+        "calculate_per_token_loss": True,
+        # weights are read from files: allocated on the default device, and not initialized
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": "uniform" if recomputes_all else options.recompute_method,
+        "recompute_num_layers": 1 if recomputes_all else options.recompute_num_layers,
+        "recompute_modules": None if options.recompute_modules is None else list(options.recompute_modules),
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": device.type == "cuda",
+        "bias_activation_fusion": device.type == "cuda",
+        "persist_layer_norm": False,
+    }
+    if model.num_experts:
+        values |= {
+            "num_moe_experts": model.num_experts,
+            "moe_ffn_hidden_size": shape.expert_ffn_size,
+            "moe_router_topk": model.experts_per_token,
+            # a softmax over the selected experts equals one over all experts, divided by the sum of the selected
+            "moe_router_pre_softmax": not model.normalizes_expert_weights,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+        }
+    return TransformerConfig(**values | dict(options.extra))
+
+
+def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
+    if config.model_type not in FAMILIES:
+        raise _unsupported(path, f"model type {config.model_type}; supported are {', '.join(FAMILIES)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if config.model_type == "mistral" or getattr(config, "use_sliding_window", False):
+        windows = windows or getattr(config, "sliding_window", None) is not None
+    reasons = {
+        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "attention_bias": bool(getattr(config, "attention_bias", False)),
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        "sliding_window": windows,
+        "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
+        "decoder_sparse_step": getattr(config, "decoder_sparse_step", 1) != 1,
+        "partial_rotary_factor": float(rope.get("partial_rotary_factor", 1.0)) != 1.0,
+        "quantization_config": getattr(config, "quantization_config", None) is not None,
+    }
+    if name := next((name for name, is_present in reasons.items() if is_present), None):
+        raise _unsupported(path, f"{name} {getattr(config, name, None) or rope.get(name)}")
+
+
+def _unsupported(path: str, what: str) -> UserError:
+    return UserError(
+        f"megatron_train and megatron_infer do not support {path}: {what}; use fsdp2_train and fsdp2_infer"
+    )

@@ -1,0 +1,190 @@
+"""Map between Megatron-Core parameters of one process and the tensors of transformers.
+
+A parameter of Megatron-Core is a list of pieces, each a slice of one transformers tensor. The same map loads weights,
+writes them back, and names optimizer moments and gradients, which have the shapes of their parameters.
+
+Megatron-Core's layout: query, key and value rows alternate by query group, gate and up are stacked, layers are numbered
+within a model chunk, and the vocabulary is padded to a multiple of the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# parameters that every tensor-parallel rank holds in full
+_REPLICATED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a transformers model that the map depends on; num_experts is 0 for a dense model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    num_experts: int = 0
+    expert_ffn_size: int = 0
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class ShardPosition:
+    """Index of a process along the axes that shard parameters; first_layer: of its model chunk."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    first_layer: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of a transformers tensor inside a Megatron-Core parameter.
+
+    hf_name, hf_shape: the transformers parameter, as in `named_parameters`. slices: the part that this piece holds.
+    local: a view of the Megatron-Core tensor with the same elements in the same order, of any shape.
+    axis: along which processes hold different slices of hf_name; None: all hold the same.
+    """
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    slices: Slices
+    local: Tensor
+    axis: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(each.stop - each.start for each in self.slices)
+
+    def values(self) -> Tensor:
+        """Return the values in the shape of the slice; a copy unless the slice is contiguous in the parameter."""
+        return self.local.reshape(self.shape)
+
+    def copy_(self, values: Tensor) -> None:
+        """Set the values from a tensor in the shape of the slice."""
+        self.local.copy_(values.reshape(self.local.shape))
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """The pieces of every parameter of one model chunk."""
+
+    shape: ModelShape
+    at: ShardPosition
+    ties_embeddings: bool = False
+
+    def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
+        """List the pieces of a parameter, or of a tensor of its shape such as its gradient."""
+        if name == "embedding.word_embeddings.weight":
+            return self._vocab_rows(EMBEDDING, tensor)
+        if name == "output_layer.weight":  # the last stage of a pipeline has a copy of a tied embedding
+            return self._vocab_rows(EMBEDDING if self.ties_embeddings else HEAD, tensor)
+        if name == "decoder.final_layernorm.weight":
+            return [_whole("model.norm.weight", tensor)]
+        if (match := _LAYER.fullmatch(name)) is None:
+            raise KeyError(f"Megatron-Core parameter {name} has no counterpart in transformers")
+        return self._layer_pieces(f"model.layers.{self.at.first_layer + int(match[1])}.", match[2], tensor)
+
+    def _layer_pieces(self, prefix: str, name: str, tensor: Tensor) -> list[Piece]:
+        if name in _REPLICATED:
+            return [_whole(prefix + _REPLICATED[name], tensor)]
+        make = {
+            "self_attention.linear_qkv.weight": self._qkv,
+            "self_attention.linear_qkv.bias": self._qkv,
+            "self_attention.linear_proj.weight": self._columns("self_attn.o_proj.weight"),
+            "mlp.linear_fc1.weight": self._gate_up,
+            "mlp.linear_fc2.weight": self._columns("mlp.down_proj.weight"),
+            "mlp.experts.gate_up_proj": self._experts("mlp.experts.gate_up_proj"),
+            "mlp.experts.down_proj": self._experts("mlp.experts.down_proj"),
+        }
+        if name not in make:
+            raise KeyError(f"Megatron-Core parameter {name} of a layer has no counterpart in transformers")
+        return list(make[name](prefix, tensor))
+
+    def _vocab_rows(self, hf_name: str, tensor: Tensor) -> list[Piece]:
+        start = self.at.tp_rank * len(tensor)
+        rows = min(len(tensor), self.shape.vocab_size - start)
+        hf_shape = (self.shape.vocab_size, self.shape.hidden_size)
+        return [_rows(hf_name, hf_shape, start, tensor[:rows])] if rows > 0 else []
+
+    def _qkv(self, prefix: str, tensor: Tensor) -> Iterator[Piece]:
+        """Rows of a query group: its query heads, then its key head, then its value head."""
+        shape, at = self.shape, self.at
+        suffix = "bias" if tensor.ndim == 1 else "weight"
+        query_rows, head_rows = shape.heads_per_group * shape.head_dim, shape.head_dim
+        group_rows = query_rows + 2 * head_rows
+        in_group = {
+            "q_proj": (0, query_rows),
+            "k_proj": (query_rows, head_rows),
+            "v_proj": (query_rows + head_rows, head_rows),
+        }
+        for projection, (offset, rows) in in_group.items():
+            hf_name = f"{prefix}self_attn.{projection}.{suffix}"
+            hf_shape = (shape.num_kv_heads * rows, *tensor.shape[1:])
+            if shape.num_kv_heads % at.tp_size == 0:
+                groups = shape.num_kv_heads // at.tp_size
+                view = tensor.view(groups, group_rows, *tensor.shape[1:])[:, offset : offset + rows]
+                yield _rows(hf_name, hf_shape, at.tp_rank * groups * rows, view, rows=groups * rows)
+                continue
+            # several ranks share a group: each holds consecutive rows of it
+            group, first = divmod(at.tp_rank * len(tensor), group_rows)
+            start, stop = max(first, offset), min(first + len(tensor), offset + rows)
+            if start < stop:
+                yield _rows(hf_name, hf_shape, group * rows + start - offset, tensor[start - first : stop - first])
+
+    def _gate_up(self, prefix: str, tensor: Tensor) -> Iterator[Piece]:
+        rows = len(tensor) // 2
+        hf_shape = (self.shape.ffn_size, self.shape.hidden_size)
+        for index, projection in enumerate(("gate_proj", "up_proj")):
+            local = tensor[index * rows : (index + 1) * rows]
+            yield _rows(f"{prefix}mlp.{projection}.weight", hf_shape, self.at.tp_rank * rows, local)
+
+    def _columns(self, hf_name: str) -> Callable[[str, Tensor], Iterator[Piece]]:
+        def pieces(prefix: str, tensor: Tensor) -> Iterator[Piece]:
+            rows, columns = tensor.shape
+            start = self.at.tp_rank * columns
+            hf_shape = (rows, columns * self.at.tp_size)
+            yield Piece(prefix + hf_name, hf_shape, (slice(0, rows), slice(start, start + columns)), tensor, "tp")
+
+        return pieces
+
+    def _experts(self, hf_name: str) -> Callable[[str, Tensor], Iterator[Piece]]:
+        def pieces(prefix: str, tensor: Tensor) -> Iterator[Piece]:
+            count, rows, columns = tensor.shape
+            start = self.at.ep_rank * count
+            slices = (slice(start, start + count), slice(0, rows), slice(0, columns))
+            yield Piece(prefix + hf_name, (self.shape.num_experts, rows, columns), slices, tensor, "ep")
+
+        return pieces
+
+
+def _whole(hf_name: str, tensor: Tensor) -> Piece:
+    return Piece(hf_name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)
+
+
+def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *, rows: int | None = None) -> Piece:
+    """A piece of consecutive rows and all columns."""
+    rows = len(local) if rows is None else rows
+    return Piece(hf_name, hf_shape, (slice(start, start + rows), *(slice(0, n) for n in hf_shape[1:])), local, "tp")

@@ -1,0 +1,101 @@
+"""The strategies fsdp2_train, fsdp2_infer and hf_infer, and their settings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import JsonValue, PositiveInt, model_validator
+
+from thresher.config.strategies import StrategyDeclaration, StrategySettings, not_a_multiple
+
+_PACKAGE = "thresher.strategies.native"
+
+
+class FSDP2Settings(StrategySettings):
+    """`strategy_config` of the fsdp2 strategies. The workers left over by these axes shard the model (FSDP2)."""
+
+    tp_size: PositiveInt = 1
+    """Tensor-parallel size: workers that split each weight matrix."""
+    pp_size: PositiveInt = 1
+    """Pipeline-parallel size: number of stages, each with a part of the layers."""
+    virtual_pp_size: PositiveInt = 1
+    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
+    bubble."""
+    cp_size: PositiveInt = 1
+    """Context-parallel size: workers that split each packed row, for long sequences."""
+    dp_replicate: PositiveInt = 1
+    """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
+    zero_stage: Literal[2, 3] = 3
+    """3: weights are gathered for each layer, in the forward and again in the backward. 2: they stay gathered from the
+    forward of a micro-batch to its backward, which saves one of the two all-gathers and costs the memory of the whole
+    model in the compute precision. Gradients and optimizer state are sharded in both."""
+    cpu_offload: bool = False
+    """Keep shards of weights, gradients and optimizer state in host memory between uses."""
+
+    @property
+    def workers_per_data_rank(self) -> int:
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def splits_rows(self) -> bool:
+        return self.cp_size > 1
+
+    def is_replicated(self, num_workers: int) -> bool:
+        return self.workers_per_data_rank == 1 and self.num_shards(num_workers) == 1
+
+    def num_shards(self, num_workers: int) -> int:
+        """Workers along the data-parallel axis that shard the model."""
+        return max(1, num_workers // (self.workers_per_data_rank * self.dp_replicate))
+
+    def check_workers(self, num_workers: int) -> None:
+        unused = self.non_default("cpu_offload", "zero_stage")
+        if unused and self.num_shards(num_workers) * self.cp_size == 1:
+            raise ValueError(
+                f"strategy_args.strategy_config.{unused[0]} has no effect: no two workers shard the model; use more "
+                "workers or remove it"
+            )
+        product = self.workers_per_data_rank * self.dp_replicate
+        if num_workers % product == 0:
+            return
+        sizes = {name: getattr(self, name) for name in ("pp_size", "dp_replicate", "cp_size", "tp_size")}
+        factors = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        raise ValueError(not_a_multiple(num_workers, product, factors))
+
+    def fit(self, num_workers: int, available: int) -> tuple[int, dict[str, JsonValue]]:
+        """Remove whole replicas before making shards larger, which need more memory."""
+        per_replica = self.workers_per_data_rank * self.num_shards(num_workers)
+        if self.dp_replicate > 1 and available >= per_replica:
+            replicas = available // per_replica
+            return replicas * per_replica, {"dp_replicate": replicas}
+        changes: dict[str, JsonValue] = {} if self.dp_replicate == 1 else {"dp_replicate": 1}
+        return super().fit(num_workers, available)[0], changes
+
+    @model_validator(mode="after")
+    def _validate_virtual_stages(self) -> FSDP2Settings:
+        if self.virtual_pp_size > 1 and self.pp_size == 1:
+            raise ValueError("virtual_pp_size has no effect without pp_size; set pp_size")
+        return self
+
+
+class ReplicaSettings(StrategySettings):
+    """`strategy_config` of hf_infer, which has no settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_settings(cls, values: Any) -> Any:
+        if values:
+            raise ValueError(
+                "has no effect with hf_infer, which keeps a full copy per worker; remove it, or set strategy_name to "
+                "fsdp2_infer"
+            )
+        return values
+
+
+TRAIN = StrategyDeclaration(
+    FSDP2Settings,
+    build_train=f"{_PACKAGE}.build:build_train",
+    build_infer=f"{_PACKAGE}.build:build_infer",
+    check=f"{_PACKAGE}.check:check",
+)
+INFER = StrategyDeclaration(FSDP2Settings, build_infer=f"{_PACKAGE}.build:build_infer", check=f"{_PACKAGE}.check:check")
+REPLICATED = StrategyDeclaration(ReplicaSettings, build_infer=f"{_PACKAGE}.build:build_replica")

@@ -1,0 +1,46 @@
+"""The Python API on Ray workers: the same numbers as the command line, callbacks in the driver, roles as clusters."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.api.test_callbacks import Recorder, check_events, run
+from tests.api.test_programs import assert_equal, run_command_line, run_program
+from tests.support.compared_runs import merge
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+from thresher.runtime.ray.cluster import Cluster
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.hand  # CI has the same program in one process
+@pytest.mark.real
+def test_the_program_from_a_dataset_on_two_workers_gives_the_weights_of_the_command_line(
+    stories_dir, tmp_path, monkeypatch, ray_here
+):
+    run_program(
+        stories_dir,
+        tmp_path / "program",
+        ("import json\n", "import json\n\nfrom datasets import Dataset\n"),
+        ("rows[24:]", "Dataset.from_list(rows[24:])"),
+        ("rows[:24]", "Dataset.from_list(rows[:24])"),
+        ('target_modules="all-linear"),', 'target_modules="all-linear"),\n    devices=2,'),
+    )
+    by_file = run_command_line(stories_dir, tmp_path / "file", monkeypatch, num_workers=2)
+    assert_equal(tmp_path / "program" / "python", by_file)
+
+
+def test_on_ray_callbacks_are_called_in_the_driver(base, tmp_path, ray_here):
+    recorder = Recorder()
+    run(base, tmp_path, recorder, actor_train={"num_workers": 2})
+    check_events(recorder)
+
+
+def test_on_ray_the_roles_are_the_clusters_of_their_workers(base, tmp_path, ray_here):
+    on_two = {"output_dir": str(tmp_path), "actor_train": {"num_workers": 2}, "reference": {"mode": "concurrent"}}
+    pipeline = DPOPipeline(parse_config(merge(base, on_two)))
+    with pipeline.open():
+        assert isinstance(pipeline.actor_train, Cluster)
+        assert isinstance(pipeline.reference, Cluster)
+        assert (len(pipeline.actor_train), len(pipeline.reference)) == (2, 1)

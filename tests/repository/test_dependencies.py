@@ -1,0 +1,44 @@
+"""The table of supported versions in docs/get-started/install.md agrees with pyproject.toml and constraints.txt."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from scripts.audit import read_pins
+from scripts.lowest_versions import lowest_versions
+from tests.support.paths import ROOT
+
+# what vLLM 0.32.0 requires of the packages that thresher requires too; numpy through mistral_common and numba
+VLLM = {
+    "numpy": "<2.4",
+    "pydantic": ">=2.12.0",
+    "safetensors": ">=0.6.2",
+    "torch": "==2.13.0",
+    "transformers": ">=5.16.1,<5.20.0",
+}
+
+
+def test_the_page_lists_the_lowest_and_the_pinned_version_of_every_package() -> None:
+    page = (ROOT / "docs" / "get-started" / "install.md").read_text(encoding="utf-8")
+    table = page.partition("## Supported versions\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| .+ \|$", table, flags=re.MULTILINE)
+    pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8")).versions
+    expected = [(name, lowest, str(pins[name])) for name, lowest in lowest_versions().items()]
+    assert sorted(row for row in rows if row[0] != "package") == sorted(expected)
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_the_lowest_versions_fit_those_of_vllm(name: str) -> None:
+    assert Version(lowest_versions()[name]) in SpecifierSet(VLLM[name])
+
+
+def test_the_script_installs_the_torch_of_scripts_install() -> None:
+    lines = [
+        next(line for line in (ROOT / "scripts" / name).read_text(encoding="utf-8").splitlines() if "torch==" in line)
+        for name in ("install", "test-oldest")
+    ]
+    assert {re.search(r"pip install .*", line)[0] for line in lines} == {"pip install --quiet torch==2.13.0"}  # type: ignore[index]

@@ -1,0 +1,179 @@
+"""Runs whose processes torchrun or srun started: the numbers of Ray, resuming, failures and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.support.cli_runner import exit_code_of
+from tests.support.compared_runs import merge, metric_log
+from tests.support.paths import ROOT
+from tests.support.small_runs import last_weights
+from thresher.config import parse_config
+from thresher.pipeline import DPOPipeline
+
+pytestmark = pytest.mark.distributed
+
+THREADS = "4"  # of each of two workers in the Ray session of the tests
+LAYOUTS = {"replicas": {"strategy_args": {"strategy_config": {"dp_replicate": 2}}}, "shards": {}}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def config(base, tmp_path_factory) -> dict[str, Any]:
+    """Policy and reference are the same model: without workers of its own, it runs on the policy's axes."""
+    return merge(base, {"reference": {"model_args": {"model_name_or_path": None}}})
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1"} | changes
+
+
+def write(values: Mapping[str, Any], output: Path, changes: Mapping[str, Any] = {}) -> str:
+    """Write the config of a run with its own reference cache; return its path."""
+    path = output.with_suffix(".yaml")
+    own = {"output_dir": str(output), "cache_dir": str(output) + "-cache"}
+    path.write_text(yaml.safe_dump(merge(merge(values, own), changes)))
+    return str(path)
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, *arguments]
+    return subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def start_tasks(*arguments: str) -> list[subprocess.Popen[str]]:
+    """Start two processes with the variables that srun sets; torch's variables are not there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "MASTER_PORT": port}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            env=environment(**step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+
+
+def finish(tasks: Sequence[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """Return the exit codes and what the tasks wrote on stderr."""
+    try:
+        shown = [task.communicate(timeout=SECONDS)[1] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    return [task.returncode for task in tasks], shown
+
+
+def errors(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if line.startswith("error: ")]
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Check that every metric and every weight have the same bits."""
+    assert metric_log(one) == metric_log(other)
+    weights, others = last_weights(one), last_weights(other)
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+@pytest.fixture(scope="module")
+def launched(config, tmp_path_factory):
+    """Return the output directory of the run of a layout under torchrun, which sets the number of workers."""
+    known: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in known:
+            known[layout] = tmp_path_factory.mktemp("torchrun") / layout
+            path = write(config, known[layout], {"actor_train": LAYOUTS[layout]})
+            done = torchrun("thresher", "train", path)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr.count("runtime torchrun: torchrun started 2 processes") == 1
+            assert done.stderr.count("2 x cpu on 1 node") == 1
+            assert len(done.stdout.splitlines()) == 1  # the last checkpoint, printed by rank 0
+        return known[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_of_torchrun_equal_two_workers_on_ray_bitwise(config, ray_here, launched, layout, tmp_path):
+    values = yaml.safe_load(Path(write(config, tmp_path / "ray", {"actor_train": LAYOUTS[layout]})).read_text())
+    DPOPipeline(parse_config(merge(values, {"actor_train": {"num_workers": 2}}))).run()
+    assert_equal_runs(launched(layout), tmp_path / "ray")
+    losses = [record["loss"] for record in metric_log(tmp_path / "ray") if "loss" in record]
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("command", [["check"], ["config", "show"]], ids=["check", "config show"])
+def test_commands_without_a_launcher_accept_the_runtime(config, command, tmp_path, monkeypatch, capsys):
+    path = write(config, tmp_path / "out", {"runtime": "torchrun", "actor_train": {"num_workers": 2}})
+    assert exit_code_of(monkeypatch, (*command, path)) == 0, capsys.readouterr().err
+    assert exit_code_of(monkeypatch, ("train", path)) == 2
+    assert "runtime is torchrun, but neither torchrun nor srun started this process" in capsys.readouterr().err
+
+
+def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, launched, tmp_path):
+    path = write(config, tmp_path / "out", {"actor_train": LAYOUTS["replicas"], "async_save": False})
+    killed = torchrun("tests.support.launched", "1:kill:3", "train", path)
+    assert killed.returncode == 1
+    assert [line.startswith("error: the connection to another rank was lost") for line in errors(killed.stderr)] == [
+        True
+    ]
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert [checkpoint.name for checkpoint in checkpoints.iterdir()] == ["step-00000002"]
+    codes, shown = finish(start_tasks("thresher", "train", path))
+    assert codes == [0, 0], shown
+    assert "runtime torchrun: srun started 2 processes" in shown[0]
+    assert "resuming from" in shown[0]
+    assert_equal_runs(launched("replicas"), tmp_path / "out")
+    assert "ready at step 2 of 4" in (tmp_path / "out" / "logs" / "workers" / "actor_train-1.log").read_text()
+
+
+def test_the_error_of_a_rank_is_shown_once_and_ends_all_ranks_with_its_exit_code(config, tmp_path):
+    path = write(config, tmp_path / "out", {"system_envs": {"THRESHER_TEST": 7}})
+    codes, shown = finish(start_tasks("tests.support.launched", "1:fail:2", "train", path))
+    assert codes == [2, 2], shown
+    assert [errors(text) for text in shown] == [[], ["error: step 2 fails on purpose"]]
+    assert "Traceback" not in "".join(shown)
+    logs = tmp_path / "out" / "logs"
+    assert "the run ended: step 2 fails on purpose" in (logs / "run.log").read_text()
+    assert "environment: THRESHER_TEST=7" in (logs / "workers" / "actor_train-1.log").read_text()
+
+
+def test_a_signal_stops_all_ranks_after_the_same_step_and_saves_it(config, tmp_path):
+    path = write(config, tmp_path / "out", {"max_steps": 100_000, "save_steps": 0, "eval_steps": 0})
+    tasks = start_tasks("thresher", "train", path)
+    log, deadline = tmp_path / "out" / "logs" / "metrics.jsonl", time.monotonic() + SECONDS
+    while not (log.exists() and log.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert all(task.poll() is None for task in tasks)
+        time.sleep(0.1)
+    for task in tasks:
+        task.send_signal(signal.SIGTERM)
+    codes, shown = finish(tasks)
+    assert codes == [128 + signal.SIGTERM] * 2, shown
+    step = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    assert "".join(shown).count(f"stopped on request after step {step} (checkpoint saved)") == 1
+    assert not (tmp_path / "out" / "stop").exists()
