@@ -9,7 +9,7 @@ import torch
 
 def memory_metrics() -> dict[str, float]:
     """Return the peaks since the process started; the CUDA peaks are the maximum over its devices."""
-    metrics = {"memory/peak_rss_gb": _peak_rss_bytes() / 1e9}
+    metrics = {"memory/peak_rss_gb": peak_rss_bytes() / 1e9}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
         metrics["memory/peak_cuda_allocated_gb"] = max(map(torch.cuda.max_memory_allocated, devices)) / 1e9
@@ -17,7 +17,8 @@ def memory_metrics() -> dict[str, float]:
     return metrics
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
+    """Return the peak resident set of this process."""
     # On Linux a new process inherits ru_maxrss from its parent; VmHWM covers this process alone.
     status = Path("/proc/self/status")
     if status.exists():

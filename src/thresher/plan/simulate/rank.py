@@ -10,7 +10,6 @@ GUARD: library of the device guard; empty for a build of torch with CUDA. REQUES
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections import Counter
@@ -51,6 +50,7 @@ def run_rank(request: RankRequest) -> RankResult:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from thresher.models.attention.interface import GPU_KERNELS
+    from thresher.observability.memory import peak_rss_bytes
     from thresher.plan.simulate.attention import attention_without_values
     from thresher.plan.simulate.counters import CommunicationCounter, LiveBytes, OperationCounter
     from thresher.plan.simulate.host_side import HostSide
@@ -77,7 +77,7 @@ def run_rank(request: RankRequest) -> RankResult:
         dict(counted.flops),
         counted.operations,
         time.process_time() - started,
-        1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        peak_rss_bytes(),
     )
 
 
