@@ -278,13 +278,16 @@ def predict(model: Path, case: Case, rank: int) -> tuple[dict[str, int], int]:
     sent: Counter[str] = Counter()
     for message in step_messages(stage, rows_of(3), dummy_rows(layout), traffic):
         sent[message.kind] += message.payload_bytes
-    third = rows_of(2)
-    settings = replace(estimate.memory_settings, micro_batches=len(third), on_gpu=False)
-    if dims.pp > 1:  # a stage holds the activations of several micro-batches, which differ in size
-        third = [_mean_of(sorted(third, key=lambda rows: -rows.total)[: dims.pp - stage.index])]
+    scheduled = rows_of(2)
+    settings = replace(estimate.memory_settings, micro_batches=len(scheduled), on_gpu=False)
+    # a stage of 1F1B holds the activations of consecutive micro-batches, which differ in size
+    in_flight = min(dims.pp - stage.index, len(scheduled))
+    windows = [scheduled[start : start + in_flight] for start in range(len(scheduled) - in_flight + 1)]
     # before the first backward there is no gradient
-    alone = replace(settings, micro_batches=1) if dims.pp == 1 else settings
-    peak = max(peak_memory(stage, rows, settings if index else alone).total for index, rows in enumerate(third))
+    first = replace(settings, micro_batches=in_flight)
+    peak = max(
+        peak_memory(stage, _mean_of(window), settings if index else first).total for index, window in enumerate(windows)
+    )
     return dict(sent), peak
 
 

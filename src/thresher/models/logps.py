@@ -220,6 +220,16 @@ class PairModel:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
+    def trained_weights_cast_once(self) -> AbstractContextManager[object]:
+        """Within a `with` block, all forwards use one copy of the trained weights in the compute precision.
+
+        autocast drops its copies at the end of the outermost block; this one casts nothing itself. Otherwise every
+        micro-batch in flight has copies of its own. With gradient checkpointing copies live for a layer only.
+        """
+        if self.compute_dtype == self.stored_dtype or self.base_model.is_gradient_checkpointing:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=False)
+
 
 def attach_pair_forward(model: nn.Module) -> None:
     """Let `model(*args, pair_request=function)` return function(*args) in place of the original forward; idempotent.

@@ -181,7 +181,7 @@ def _pipeline_buffers(stage: Stage, rows: Rows, settings: MemorySettings) -> int
     hidden = settings.precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * stage.shape.hidden
     scheduled = max(settings.micro_batches, stage.dims.pp)
     # as counted in real steps: the peak of the last stage grows by about one input per micro-batch
-    inputs = scheduled if stage.is_last else 0
+    inputs = settings.micro_batches if stage.is_last else 0
     if len(stage.chunks) > 1:
         # torch's interleaved schedule waits for all sends at its end, and they hold what is sent: outputs of all chunks
         # but the last of the model, gradients of all but the first
@@ -333,7 +333,12 @@ def _kept_layers(stage: Stage, settings: MemorySettings) -> int:
         return 0  # the weights themselves
     if not is_sharded and settings.recomputes:
         return precision.compute * max(stage.layer(layer).numel for layer, _ in stage.layer_counts)
-    return precision.compute * sum(count * stage.layer(layer).numel for layer, count in stage.layer_counts)
+    numel = sum(count * stage.layer(layer).numel for layer, count in stage.layer_counts)
+    if not is_sharded:
+        # autocast keeps one copy of a trained matrix for a step, and makes one of a frozen matrix in every forward
+        trained = sum(count * stage.layer(layer).trained_numel for layer, count in stage.layer_counts)
+        numel = trained + round(_micro_batches_in_flight(stage, settings) * (numel - trained))
+    return precision.compute * numel
 
 
 def _gathered_in_backward(stage: Stage, layer: int, settings: MemorySettings) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from thresher.models.loading.load_sharded import allocate, build_without_weights
+from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.logps import base_model
 from thresher.strategies.spec import ModelSource
 
@@ -26,7 +26,15 @@ class SourceWithoutValues(ModelSource):
         return self.empty()
 
     def move(self, module: nn.Module, device: torch.device) -> nn.Module:
-        allocate(base_model(module), device)
+        model = base_model(module)
+        # adapters that were made in fake mode cannot be changed in place, as `Module.to` does
+        for each in model.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, device=device)
+                each.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            for name, buffer in each.named_buffers(recurse=False):
+                setattr(each, name, buffer.to(device))
+        model.tie_weights()
         return module
 
     def empty(self) -> PreTrainedModel:

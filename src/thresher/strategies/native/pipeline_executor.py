@@ -64,7 +64,8 @@ class PipelineExecutor:
             sides = self.model.split_sides(run.inputs[index], run.scored[index]._replace(logps=logps))
             return loss_of_batch(index, sides, batches, loss_fn)
 
-        self._run_schedule(run, loss)
+        with self.model.trained_weights_cast_once():
+            self._run_schedule(run, loss)
         return ExecutedBatches(count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts())
 
     def _check_repeatable(self) -> None:

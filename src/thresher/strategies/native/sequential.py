@@ -53,13 +53,14 @@ class SequentialExecutor:
     ) -> ExecutedBatches:
         balance = None if self.router_loss is None else self._balance_of_step(batches, self.router_loss)
         tokens = TokenCounts()
-        for index, batch in enumerate(batches):
-            policy, load, batch_tokens = self._score(batch, statistics)
-            loss = loss_fn(index, policy)
-            if balance is not None and load is not None:
-                loss = loss + balance.share(load) * (1.0 if loss_scale is None else loss_scale)
-            self.run_backward(loss, index == len(batches) - 1)
-            tokens += batch_tokens
+        with self.model.trained_weights_cast_once():
+            for index, batch in enumerate(batches):
+                policy, load, batch_tokens = self._score(batch, statistics)
+                loss = loss_fn(index, policy)
+                if balance is not None and load is not None:
+                    loss = loss + balance.share(load) * (1.0 if loss_scale is None else loss_scale)
+                self.run_backward(loss, index == len(batches) - 1)
+                tokens += batch_tokens
         return ExecutedBatches(tokens, {} if balance is None else balance.metrics)
 
     def _score(
