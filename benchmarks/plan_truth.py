@@ -190,7 +190,7 @@ def batching_of(estimate: Estimate) -> tuple[MicroBatching, Plan]:
     costs = CostModel(1 / (6 * estimate.shape.hidden), shares_prompt=layout.shares_prompt)
     max_pairs = None if layout.needs_pair_attention else training.per_device_train_batch_size
     batching = MicroBatching(estimate.pairs.lengths, costs, training.max_tokens_per_micro_batch, max_pairs)
-    return batching, Plan(NUM_PAIRS, seed=3, pairs_per_step=estimate.pairs_per_step, num_steps=6)
+    return batching, Plan(NUM_PAIRS, seed=3, pairs_per_step=estimate.pairs_per_step, num_steps=200)
 
 
 class CachedZeros:

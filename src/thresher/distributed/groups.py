@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thresher.distributed.host_copies import copy_to_device, read_numbers
 from thresher.distributed.sharded_tensor import to_local
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
@@ -34,9 +35,7 @@ class Group:
 
     def all_reduce_metrics(self, metrics: Metrics, counts: Sequence[int] = ()) -> tuple[Metrics, list[int]]:
         """Sum metrics and integer counts over the group in one all-reduce; metric names must match on all ranks."""
-        if self.size == 1:
-            return metrics, list(counts)
-        flat = [float(number) for metric in metrics.values() for number in (metric.sum, metric.count)]
+        flat = read_numbers([number for metric in metrics.values() for number in (metric.sum, metric.count)])
         sums, total = self.all_reduce(flat, counts)
         return {
             name: MetricSum(sums[at], sums[at + 1]) for name, at in zip(metrics, range(0, len(sums), 2), strict=True)
@@ -155,7 +154,10 @@ class DataParallelGroup(Group):
             return [local]
         device = local.policy.chosen.values.device
         gathered = [self._gather_ragged(tensor) for tensor in _flatten(local)]
-        return [_unflatten([by_rank[rank].to(device) for by_rank in gathered], local) for rank in range(self.size)]
+        return [
+            _unflatten([copy_to_device(by_rank[rank], device) for by_rank in gathered], local)
+            for rank in range(self.size)
+        ]
 
     def _gather_ragged(self, local: Tensor) -> list[Tensor]:
         """All-gather 1-D tensors of different lengths, on the CPU."""

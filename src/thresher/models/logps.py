@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.host_copies import copy_to_device
 from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
@@ -181,13 +182,13 @@ class PairModel:
     def _run_backbone(self, batch: ModelInputs, entering: Tensor | None = None, **outputs: bool) -> Any:
         """Run the decoder on a micro-batch, or on the hidden states that a previous pipeline stage made of it."""
         device = self.device
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
+        inputs = {name: copy_to_device(tensor, device) for name, tensor in batch.model_inputs.items()}
         context: dict[str, object] = {}
         if batch.segments is not None:
             # transformers passes unknown keyword arguments down to the attention function
             context["pair_visibility"] = PackedAttention(batch.segments, self.context_parallel)
         if (kept := self._kept_rows(batch)) is not None:
-            context["pair_kept"] = KeptRows(kept.rows.to(device), kept.visibility)
+            context["pair_kept"] = KeptRows(copy_to_device(kept.rows, device), kept.visibility)
         if self.context_parallel is not None:
             inputs = self.context_parallel.shard_inputs(inputs)
         if entering is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
 from thresher.models.layouts import ModelInputs
 from thresher.models.lm_head import (
@@ -56,8 +57,8 @@ def score_rows(
     count = len(targets)
     if context_parallel is not None:  # on the host, because the number of rows depends on their values
         index, rows = context_parallel.local_scored_rows(rows, len(states))
-        targets, index = targets[index], index.to(states.device)
-    rows, targets = rows.to(states.device), targets.to(states.device)
+        targets, index = targets[index], copy_to_device(index, states.device)
+    rows, targets = copy_to_device(rows, states.device), copy_to_device(targets, states.device)
     scored = states.index_select(0, rows)
     if statistics.entropy:
         logps, entropy = target_logps_and_entropy(head, scored, targets)
@@ -73,7 +74,9 @@ def score_rows(
 
 def split_sides(batch: ModelInputs, tokens: ScoredTokens, device: torch.device) -> ChosenRejectedLogps:
     """Split per-token values into chosen and rejected; chosen responses come first."""
-    chosen_lengths, rejected_lengths = batch.chosen_lengths.to(device), batch.rejected_lengths.to(device)
+    chosen_lengths, rejected_lengths = (
+        copy_to_device(each, device) for each in (batch.chosen_lengths, batch.rejected_lengths)
+    )
     split = int(batch.chosen_lengths.sum())
     return ChosenRejectedLogps(
         _side(tokens, slice(None, split), chosen_lengths),

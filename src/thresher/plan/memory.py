@@ -67,18 +67,39 @@ class MemorySettings:
 
 def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
     """The peak of a step whose largest micro-batch has these rows."""
-    held = persistent_memory(stage, settings)
+    steady = _peak_with_gradients(stage, rows, settings)
+    if settings.micro_batches > _micro_batches_in_flight(stage, settings):
+        return steady
+    # no gradient exists before the first backward, one micro-batch less is in flight after it, and none after the last
+    moments = [replace(steady, gradients=0), persistent_memory(stage, settings)]
+    if settings.micro_batches > 1:
+        fewer = replace(settings, micro_batches=settings.micro_batches - 1)
+        moments.append(_peak_with_gradients(stage, rows, fewer))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _peak_with_gradients(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
     moments = [
         _moment_of_head(stage, rows, settings),
         *_moments_of_layers(stage, rows, settings),
         *_moments_of_embedding(stage, rows, settings),
     ]
     gathered, activations, head = max(moments, key=sum)
-    peak = replace(held, gather_buffers=gathered, activations=activations, lm_head=head)
-    if settings.micro_batches > _micro_batches_in_flight(stage, settings):
-        return peak
-    # no gradient exists before the first backward, and no activation after the last
-    return max(replace(peak, gradients=0), held, key=lambda memory: memory.total)
+    held = persistent_memory(stage, settings)
+    gradients = held.gradients + _partial_embedding_gradient(stage, settings)
+    return replace(held, gradients=gradients, gather_buffers=gathered, activations=activations, lm_head=head)
+
+
+def _partial_embedding_gradient(stage: Stage, settings: MemorySettings) -> int:
+    """What the gradient of an embedding sharded over tp has beyond its shard until the end of a step, without FSDP2.
+
+    Each process adds up a partial sum of the whole matrix.
+    """
+    shape = stage.shape
+    if stage.dims.tp == 1 or stage.dims.fsdp_size > 1 or not (stage.is_first and stage.trains_embedding):
+        return 0
+    whole = shape.vocab * shape.hidden
+    return settings.precision.stored * (whole - whole // stage.dims.tp)
 
 
 def saved_activations(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
@@ -149,7 +170,8 @@ def _moments_of_embedding(stage: Stage, rows: Rows, settings: MemorySettings) ->
     root, embedding = _outer_gathered(stage, settings), stored * stage.embedding_numel
     in_flight = round((_micro_batches_in_flight(stage, settings) - 1) * saved_activations(stage, rows, settings))
     around = in_flight + _tables(stage, rows, settings) + _pipeline_buffers(stage, rows, settings)
-    moments = [(2 * (root + embedding), around, 0)]
+    kept = 0 if is_sharded else _kept_layers(stage, settings)
+    moments = [(2 * (root + embedding) + kept, around, 0)]
     if stage.trains_embedding:
         hidden = stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * shape.hidden
         gradient = stored * shape.vocab * shape.hidden if stage.dims.tp > 1 else embedding
@@ -157,7 +179,7 @@ def _moments_of_embedding(stage: Stage, rows: Rows, settings: MemorySettings) ->
             gradient += embedding  # as counted in simulations: its own part, copied while the whole still exists
         first_layer = stored * stage.layer(stage.layers[0]).trained_numel if is_sharded else 0
         head = _head_gradient(stage, settings) if is_sharded else 0
-        moments.append((root + embedding + gradient + first_layer, around + 2 * hidden, head))
+        moments.append((root + embedding + kept + gradient + first_layer, around + 2 * hidden, head))
     return moments
 
 

@@ -18,6 +18,7 @@ from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, Hashes
 from thresher.distributed.groups import DataParallelGroup
+from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter
@@ -34,7 +35,7 @@ class LiveReference:
     def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         scored = self.score(batch)
         chosen, rejected = (
-            ResponseLogps(side.values.to(self.device), side.lengths.to(self.device))
+            ResponseLogps(copy_to_device(side.values, self.device), copy_to_device(side.lengths, self.device))
             for side in (scored.chosen, scored.rejected)
         )
         return ChosenRejectedLogps(chosen, rejected)
@@ -190,4 +191,4 @@ def _split(side: ResponseLogps) -> list[Logps]:
 def _concatenate(responses: list[Logps], device: torch.device) -> ResponseLogps:
     values = torch.from_numpy(np.concatenate(responses))
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-    return ResponseLogps(values.to(device), lengths.to(device))
+    return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import (
@@ -201,7 +202,7 @@ def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) ->
     """None if every value is neutral: a loss without support for the column rejects only one that has an effect."""
     if all(value == neutral for value in values):
         return None
-    return torch.tensor(values, dtype=torch.float32, device=policy.chosen.values.device)
+    return copy_to_device(torch.tensor(values, dtype=torch.float32), policy.chosen.values.device)
 
 
 def _empty_inputs(objective: Objective) -> ObjectiveInputs:

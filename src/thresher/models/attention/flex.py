@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from thresher.distributed.host_copies import copy_to_device
 from thresher.models.attention.segments import Segment, query_slices
 
 
@@ -28,7 +29,8 @@ def block_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None,
         if segment.prefix_length and segment.prefix_stop == segment.start:  # a tail: its first rows are keys only
             key_position[segment.prefix_start : segment.prefix_stop] = torch.arange(segment.prefix_length)
     segment_start, row, prefix_start, prefix_stop, position, key_position = (
-        column.to(device) for column in (segment_start, row, prefix_start, prefix_stop, position, key_position)
+        copy_to_device(column, device)
+        for column in (segment_start, row, prefix_start, prefix_stop, position, key_position)
     )
 
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -167,9 +167,16 @@ def pretend_one_gpu(memory: int) -> None:
     torch.accelerator.current_stream = lambda *_device: stream  # type: ignore[assignment]
     torch.accelerator.set_stream = lambda _stream: None  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda _tensor, _stream: None  # type: ignore[assignment,method-assign]
+    torch.Tensor.pin_memory = _pretend_pinned  # type: ignore[assignment,method-assign]
     # one kernel on GPUs; without it torch would compute the gradient in seven operations, each with an output
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
         _KERNELS.append(library := torch.library.Library("aten", "IMPL"))
         library.impl("silu_backward", lambda _grad, inputs: torch.empty_like(inputs), "CUDA")
     # a fake tensor must not start CUDA, which a machine without a GPU cannot
     FakeTensorMode.avoid_device_init = property(lambda _mode: True)  # type: ignore[assignment]
+
+
+def _pretend_pinned(tensor: Any, *_device: Any) -> Any:
+    pinned = tensor.detach()
+    pinned.is_page_locked = True  # for `HostSide`
+    return pinned

@@ -53,7 +53,7 @@ class HostSide(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _read(self, func: Any, tensor: FakeTensor, args: Any, kwargs: Any) -> Any:
-        self.reads[calling_line()] += 1
+        self.reads[calling_line()] += tensor.device.type != "cpu"  # of what was copied before, there is no wait
         if func in _SCALAR_READS:
             return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.dtype.is_floating_point else 1)
         if func in (_aten.equal.default, _aten.is_nonzero.default):
@@ -66,15 +66,21 @@ class HostSide(TorchDispatchMode):
         if func is _aten._to_copy.default:
             target = kwargs.get("device")
             is_crossing = target is not None and torch.device(target).type != tensors[0].device.type
-            is_waiting = is_crossing and not kwargs.get("non_blocking")
+            is_waiting = is_crossing and not (kwargs.get("non_blocking") and _is_pinned(tensors[0]))
         elif func is _aten.copy_.default:
             is_crossing = args[0].device.type != args[1].device.type
-            is_waiting = is_crossing and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            is_waiting = is_crossing and not (is_asynchronous and all(map(_is_pinned, args[:2])))
         else:
             # without `unsafe`, segment_reduce compares the lengths with the data
             is_waiting = func is _aten.segment_reduce.default and not kwargs.get("unsafe")
         if is_waiting:
             self.reads[calling_line()] += 1
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Whether a copy from or to a tensor can be asynchronous: on the device, or in pinned memory of the host."""
+    return tensor.device.type != "cpu" or getattr(tensor, "is_page_locked", False)
 
 
 def _stays_on_host(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:

@@ -127,6 +127,7 @@ class _Step:
     def _reference(self, batch: PairBatch) -> ChosenRejectedLogps | None:
         import torch
 
+        from thresher.distributed.host_copies import copy_to_device
         from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
         if not self._objective.needs_reference:
@@ -136,8 +137,8 @@ class _Step:
 
         def side(sizes: list[int]) -> ResponseLogps:
             return ResponseLogps(
-                torch.zeros(sum(sizes)).to(self._device, non_blocking=True),
-                torch.tensor(sizes).to(self._device, non_blocking=True),
+                copy_to_device(torch.zeros(sum(sizes)), self._device),
+                copy_to_device(torch.tensor(sizes), self._device),
             )
 
         return ChosenRejectedLogps(

@@ -73,7 +73,7 @@ def typical_micro_batches(estimate: Estimate) -> list[list[PairSizes]]:
             found.append((rows_of(lengths[ids], layout), sizes))
     found.sort(key=lambda each: each[0].total)
     median, longest = found[len(found) // 2][1], found[-1][1]
-    count = min(most, max(2, estimate.dims.pp))
+    count = min(most, estimate.dims.pp + 1)  # the first stage holds as many as there are stages, then gradients too
     return [longest, *[median] * (count - 1)]
 
 

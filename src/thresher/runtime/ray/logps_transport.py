@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
 
@@ -48,7 +49,7 @@ def _unpack_side(
     tokens = np.concatenate([[0], np.cumsum(lengths)])[bounds]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # logps are read-only
-        all_values, all_lengths = torch.from_numpy(values).to(device), torch.from_numpy(lengths).to(device)
+        all_values, all_lengths = (copy_to_device(torch.from_numpy(each), device) for each in (values, lengths))
     return [
         ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[bounds[at] : bounds[at + 1]])
         for at in range(len(pairs_per_batch))
