@@ -32,6 +32,7 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
+from thresher.observability.details import PHASE
 from thresher.observability.run_log import run_log
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
@@ -130,6 +131,7 @@ class DPOPipeline:
         """Check the run, then lock its directory and open its log."""
         config = self.config
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
+        logger.info("checking the config, its files and its models", extra=PHASE)
         checked = check_run(config)
         objective = build_objective(config)
         with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
@@ -141,8 +143,12 @@ class DPOPipeline:
     @contextmanager
     def _start(self, objective: Objective, checkpoint: Path | None) -> Iterator[tuple[RunHandle, RunInputs]]:
         # the runtime is opened first: missing devices are reported before pairs are prepared
+        if self.config.uses_ray:
+            logger.info("connecting to Ray", extra=PHASE)
         with open_runtime(self.config, objective) as runtime:
+            logger.info("opening the data", extra=PHASE)
             inputs = open_inputs(self.config, objective, self._build_store)
+            logger.info("loading the models", extra=PHASE)
             run = self._run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.notes:
                 logger.warning("%s", note)
@@ -168,6 +174,7 @@ class DPOPipeline:
             facts = run_facts(config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts)
             for line in summarize_run(facts, plan, checkpoint):
                 logger.info("%s", line)
+            logger.info("preparing the first step", extra=PHASE)
             run.begin()
 
             with (

@@ -136,10 +136,20 @@ def find_store(config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizer
     if args.store:
         return open_given_store(config, args.store, tokenizer)
     fingerprint = store_fingerprint(data_settings(config, args), tokenizer)
-    for path in (Path(config.output_dir) / "data" / fingerprint[:16], StoreCache(config.cache_dir).root / fingerprint):
+    for path in (_store_path(config, args, fingerprint), StoreCache(config.cache_dir).root / fingerprint):
         if path.is_dir():
             return PairStore.open(path, expected_fingerprint=fingerprint)
     return None
+
+
+def _store_path(config: DPOConfig, args: DataArgs, fingerprint: str) -> Path:
+    """The run's store of this split: data/train-9cd92b7f01aa, or data/9cd92b7f01aa43e5 of a run of earlier versions."""
+    directory = Path(config.output_dir) / "data"
+    of_earlier_versions = directory / fingerprint[:16]
+    if of_earlier_versions.is_dir():
+        return of_earlier_versions
+    split = "train" if args is config.actor_train.data_args else "validation"
+    return directory / f"{split}-{fingerprint[:12]}"
 
 
 def _open_store(
@@ -150,7 +160,7 @@ def _open_store(
         return open_given_store(config, args.store, tokenizer)
     settings = data_settings(config, args)
     fingerprint = store_fingerprint(settings, tokenizer)
-    path = Path(config.output_dir) / "data" / fingerprint[:16]
+    path = _store_path(config, args, fingerprint)
     if path.exists():
         logger.info("using prepared pairs in %s", path)
         return PairStore.open(path, expected_fingerprint=fingerprint)

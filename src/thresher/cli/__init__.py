@@ -31,11 +31,11 @@ _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEX
 
 
 class CommandGroup(TyperGroup):
-    """Accepts -q and -v also after a command."""
+    """Accepts -q, -v and --plain also after a command."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         end = args.index("--") if "--" in args else len(args)
-        flags = [arg for arg in args[:end] if arg in ("-q", "--quiet", "-v", "--verbose")]
+        flags = [arg for arg in args[:end] if arg in ("-q", "--quiet", "-v", "--verbose", "--plain")]
         others = [arg for arg in args[:end] if arg not in flags]
         return super().parse_args(ctx, [*flags, *others, *args[end:]])
 
@@ -74,13 +74,15 @@ def set_up(
     context: typer.Context,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and errors only.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of a live display.")] = False,
     version: Annotated[  # noqa: ARG001
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Show the messages of a command at the requested level."""
-    from thresher.cli.terminal import choose_level, log_to_terminal
+    from thresher.cli.terminal import choose_level, log_to_terminal, use_plain_lines
 
+    use_plain_lines(plain)
     context.with_resource(log_to_terminal(choose_level(quiet=quiet, verbose=verbose)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,10 +207,12 @@ def build_and_report(
     overwrite: bool = False,
     ray: RayCluster | None = None,
     in_full: bool = False,
+    show_work: Callable[[str], bool] = lambda what: False,
 ) -> PrepareReport:
     """Build a store with a progress display, then show its report, also if no pair is left.
 
-    in_full: with tables; otherwise only warnings are shown, and the rest of the report is in `run.log`.
+    in_full: with tables; otherwise only warnings are shown, and the rest of the report is in `run.log`. show_work: see
+    `show_progress`.
     """
     from thresher.data.prepare.prepare import NoPairsError
     from thresher.data.prepare.prepare import prepare as build
@@ -220,7 +223,7 @@ def build_and_report(
 
         runner = run_on_ray(settings.num_processes, ray.address)
     try:
-        with show_progress() as show:
+        with show_progress(show_work) as show:
             report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=runner)
     except NoPairsError as error:
         log_report(error.report, in_full=in_full)

@@ -20,15 +20,27 @@ _LOG_INTERVAL = 10.0  # seconds
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[PrepareProgress], None]]:
-    """Show a progress bar on a terminal, and log a line every few seconds elsewhere."""
+def show_progress(
+    show_work: Callable[[str], bool] = lambda what: False,
+) -> Iterator[Callable[[PrepareProgress], None]]:
+    """Show a progress bar on a terminal, and log a line every few seconds elsewhere.
+
+    show_work: shows the progress in the display of a run, which has no room for another bar, and returns True.
+    """
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from thresher.cli.terminal import progress_console
+    from thresher.cli.terminal import is_live, progress_console
 
+    if show_work("preparing"):
+
+        def show_as_work(progress: PrepareProgress) -> None:
+            show_work(_describe(progress))
+
+        yield show_as_work
+        return
     console = progress_console()
-    if not console.is_terminal:
+    if not is_live():
         yield _progress_lines()
         return
     columns = (TextColumn("preparing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
@@ -50,11 +62,14 @@ def _progress_lines() -> Callable[[PrepareProgress], None]:
         nonlocal last
         if time.monotonic() - last >= _LOG_INTERVAL:
             last = time.monotonic()
-            done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
-            rows, pairs = f"{progress.rows_read:,}", f"{progress.pairs_kept:,}"
-            logger.info("preparing: %s rows read%s, %s pairs kept", rows, done, pairs)
+            logger.info("%s", _describe(progress))
 
     return show
+
+
+def _describe(progress: PrepareProgress) -> str:
+    done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
+    return f"preparing: {progress.rows_read:,} rows read{done}, {progress.pairs_kept:,} pairs kept"
 
 
 def print_report(report: PrepareReport) -> None:

@@ -27,6 +27,7 @@ console = Console(stderr=True, highlight=False)
 LEVEL_VARIABLE = "THRESHER_LOG_LEVEL"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _SECONDS_BEFORE_PROGRESS, _SECONDS_BETWEEN_PROGRESS = 5.0, 30.0
+_is_plain = False
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "bold yellow", logging.ERROR: "bold red"}
 
 
@@ -96,6 +97,19 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def use_plain_lines(plain: bool) -> None:
+    """Choose whether to print plain lines instead of a live display, also on a terminal."""
+    global _is_plain  # one per process, as is the terminal
+    _is_plain = plain
+
+
+def is_live() -> bool:
+    """Whether progress is a live display at the bottom of the terminal."""
+    from thresher.observability.trackers.console import can_redraw
+
+    return not _is_plain and can_redraw(progress_console())
 
 
 def print_line(line: str) -> None:

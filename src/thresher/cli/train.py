@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from thresher.cli.arguments import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from thresher.config import DPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,30 +33,34 @@ def train(
 
 
 def _train(path: Path, overrides: list[str]) -> None:
+    from thresher.cli.terminal import print_line
     from thresher.config import load_config
 
     config = load_config(path, overrides)
+    for checkpoint in run(config)[-1:]:  # the result; there is none if a checkpoint of another run completed all steps
+        print_line(str(checkpoint))
 
+
+def run(config: DPOConfig) -> list[Path]:
+    """Run a config in the display of a run; return its checkpoints."""
     from thresher.builders.preflight import check_files
 
     check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
 
-    from thresher.builders.checkpoints import build_checkpoint_manager
-    from thresher.checkpoint.retention import list_checkpoints
-    from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import print_line, progress_console, progress_lines, quiet_libraries
-    from thresher.observability.trackers.console import ConsoleTracker
-    from thresher.pipeline import DPOPipeline
+    from thresher.cli.run_display import run_display
 
-    quiet_libraries()
-    console, log_progress = ConsoleTracker(progress_console()), progress_lines()
+    log_directory = Path(config.logging_dir or Path(config.output_dir) / "logs")
+    with run_display(log_directory) as display:
+        display.console.show_work("importing torch and transformers")
 
-    def show_progress(what: str, done: int, total: int) -> None:
-        if not console.show_in_bar(what, done, total):
-            log_progress(what, done, total)
+        from thresher.builders.checkpoints import build_checkpoint_manager
+        from thresher.checkpoint.retention import list_checkpoints
+        from thresher.cli.library_messages import silence_loud_loggers
+        from thresher.pipeline import DPOPipeline
 
-    DPOPipeline(config, console=console, progress=show_progress, build_store=build_and_report).run()
+        silence_loud_loggers()
+        DPOPipeline(
+            config, console=display.console, progress=display.show_progress, build_store=display.build_store
+        ).run()
     logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
-    # the result; there is none if a checkpoint of another run has completed all steps
-    for checkpoint in list_checkpoints(build_checkpoint_manager(config).root)[-1:]:
-        print_line(str(checkpoint))
+    return list_checkpoints(build_checkpoint_manager(config).root)

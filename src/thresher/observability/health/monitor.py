@@ -12,14 +12,13 @@ from pathlib import Path
 
 from thresher.observability.health.events import Action, HealthEvent, HealthLog
 from thresher.observability.health.history import History
-from thresher.observability.health.rules import CHANCE_PAIRS, RULES, SPIKE_RECORDS, Rule, RunFacts
+from thresher.observability.health.rules import CHANCE_PAIRS, METRIC_PREFIX, RULES, SPIKE_RECORDS, Rule, RunFacts
 from thresher.observability.trackers.jsonl import read_metrics
 
 logger = logging.getLogger(__name__)
 
 # records in a row without the condition after which a rule may fire again
 REARM_RECORDS = 20
-METRIC_PREFIX = "health/"
 
 
 class RuleEngine:

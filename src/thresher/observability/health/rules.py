@@ -15,6 +15,9 @@ from thresher.observability.health.history import History, Window
 
 Evidence = Mapping[str, float]
 
+# with the name of a rule, the metric that marks its events
+METRIC_PREFIX = "health/"
+
 # nats per token: the probability of a chosen token fell by a quarter
 NLL_RISE = 0.3
 # the policy prefers the longer (shorter) response in this many more pairs than the data does, and clearly not at random

@@ -1,11 +1,14 @@
-"""Progress on stderr: a bar on a terminal, otherwise one plain line per log call."""
+"""Progress on stderr: a live display on a terminal, otherwise one plain line per log call."""
 
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from thresher.observability.health.rules import METRIC_PREFIX, RULES
+from thresher.observability.trackers.live_display import LiveDisplay, format_seconds, seconds_left
 from thresher.observability.trackers.tracker import RunInfo, Status
 from thresher.redact import escape_control_chars, redact_text
 
@@ -16,84 +19,117 @@ _SHOWN = (
     ("rewards/margins", "margin {:.4f}"),
     ("pairs_per_second", "{:.1f} pairs/s"),
 )
+_SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "KL {:.4f}"), _SHOWN[-1])
 _SHOWN_OF_EVALUATIONS = tuple((f"eval/{name}", pattern) for name, pattern in _SHOWN)
+_SUMMARIES = {f"{METRIC_PREFIX}{rule.name}": f"{rule.name}, {rule.summary}" for rule in RULES}
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether a live display fits: a terminal that moves its cursor, and no log of a CI job."""
+    return console.is_interactive and not console.quiet and console.file.isatty() and not os.environ.get("CI")
 
 
 class ConsoleTracker:
-    """Show progress on stderr. Print other messages through the same console, so that they do not break the bar."""
+    """Show progress on stderr. Print other messages through the same console, so that they appear above the display.
+
+    is_live: whether to use the live display; by default, where it fits.
+    """
 
     name = "console"
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_live: bool | None = None,
+    ) -> None:
         self._console = console or Console(stderr=True)
         self._clock = clock
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._is_live = can_redraw(self._console) if is_live is None else is_live
+        self._display: LiveDisplay | None = None
+        self._keeps_display = False
         self._total_steps = 0
         self._first_step = 0
         self._started_at = 0.0
+        self._num_attempts = 0
+        self._last_step = ""
+
+    @contextmanager
+    def displayed(self) -> Iterator[None]:
+        """Keep the live display, if any, also before the first step and between two attempts of a run."""
+        self._open_display()
+        self._keeps_display = True
+        try:
+            yield
+        finally:
+            self._keeps_display = False
+            self._close_display()
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
-        """Describe the run, and start the bar on a terminal."""
+        """Describe the run, and show its steps from here on."""
         self._total_steps = run.total_steps
         self._first_step = max(0, resume_step or 0)
         self._started_at = self._clock()
+        self._num_attempts += 1
+        self._last_step = ""
         start = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
         self.print(f"{run.exp_name}: {run.total_steps} steps, {start}, in {run.run_dir}")
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
-            console=self._console,
-        )
-        self._task = self._progress.add_task(run.exp_name, total=run.total_steps, completed=self._first_step, shown="")
-        self._progress.start()
+        self._open_display()
+        if self._display is not None:
+            self._display.begin_steps(self._first_step, run.total_steps)
+            if self._num_attempts > 1:
+                restart = f"resumed after step {self._first_step}" if self._first_step else "started again"
+                self._display.show_event(f"attempt {self._num_attempts}, {restart}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; evaluation metrics get a separate line."""
         if evaluated := _format(metrics, _SHOWN_OF_EVALUATIONS):
             self.print(f"step {step}/{self._total_steps}  evaluation: {evaluated}")
+        if self._display is not None:
+            for name, summary in _SUMMARIES.items():
+                if name in metrics:
+                    self._display.show_event(f"health at step {step}: {summary}")
         if not (shown := _format(metrics, _SHOWN)):
             return
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, shown=shown)
+        self._last_step = f"step {step}/{self._total_steps}  {shown}"
+        if self._display is not None:
+            self._display.show_step(step, _format(metrics, _SHOWN_LIVE))
         else:
-            self.print(f"step {step}/{self._total_steps}  {shown}  eta {self._time_left(step)}")
+            elapsed, done = self._clock() - self._started_at, step - self._first_step
+            self.print(f"{self._last_step}  eta {seconds_left(elapsed, done, self._total_steps - step)}")
 
-    def show_in_bar(self, what: str, done: int, total: int) -> bool:
-        """Show the progress of other work in place of the metrics; return False if there is no bar."""
-        if self._progress is None:
+    def show_work(self, what: str, done: int = 0, total: int = 0) -> bool:
+        """Show other work than steps in the live display; return False if there is none."""
+        if self._display is None:
             return False
-        self._progress.update(self._task, shown=f"{what}: {done}/{total}")
+        self._display.show_work(escape_control_chars(redact_text(what)), done, total)
         return True
 
     def close(self, status: Status) -> None:
-        """Stop the bar and print how the run ended."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Print how the run ended, and the last step, which the live display no longer shows."""
+        if self._display is not None:
+            self._display.end_steps()
+            if self._last_step:
+                self.print(self._last_step)
+        if not self._keeps_display:
+            self._close_display()
         self.print(f"{status} after {format_seconds(self._clock() - self._started_at)}")
 
     def print(self, message: str) -> None:
-        """Print a message above the bar, without markup or line wrapping."""
+        """Print a message above the display, without markup or line wrapping."""
         self._console.print(escape_control_chars(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
 
-    def _time_left(self, step: int) -> str:
-        done = step - self._first_step
-        if done <= 0:
-            return "?"
-        return format_seconds((self._clock() - self._started_at) / done * (self._total_steps - step))
+    def _open_display(self) -> None:
+        if self._is_live and self._display is None:
+            self._display = LiveDisplay(self._console, self._clock)
+            self._display.start()
+
+    def _close_display(self) -> None:
+        display, self._display = self._display, None
+        if display is not None:
+            display.stop()
 
 
 def _format(metrics: Mapping[str, float], patterns: Iterable[tuple[str, str]]) -> str:
     return "  ".join(pattern.format(metrics[name]) for name, pattern in patterns if name in metrics)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds."""
-    total = max(0, round(seconds))
-    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
