@@ -32,7 +32,7 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.observability.details import PHASE
+from thresher.observability.details import DETAIL, PHASE
 from thresher.observability.run_log import run_log
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
@@ -74,6 +74,7 @@ class DPOPipeline:
         self._build_store = build_store
         self._callbacks = callbacks
         self._run: RunHandle | None = None
+        self._summary: set[str] = set()
 
     @property
     def actor_train(self) -> Any:
@@ -173,7 +174,8 @@ class DPOPipeline:
             plan = inputs.plan
             facts = run_facts(config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts)
             for line in summarize_run(facts, plan, checkpoint):
-                logger.info("%s", line)
+                logger.info("%s", line, extra=DETAIL if line in self._summary else None)  # shown by an earlier attempt
+                self._summary.add(line)
             logger.info("preparing the first step", extra=PHASE)
             run.begin()
 

@@ -66,14 +66,23 @@ def test_a_run_in_another_directory_prepares_nothing(runs, reference_cache, capl
     second = runs.open("second")
     assert runs.prepared == ["first"]
     entry = entry_of(reference_cache)
-    assert caplog.messages == [f"using prepared pairs from the cache: {entry}"]
+    assert caplog.messages == [f"using prepared pairs from the cache in {second.path}"]
     assert entry.name == first.fingerprint
-    assert second.path == runs.directory / "second" / "data" / first.fingerprint[:16]
+    assert second.path == runs.directory / "second" / "data" / f"train-{first.fingerprint[:12]}"
     assert content(second) == content(first)
     # the same files, not copies
     assert {name: (second.path / name).stat().st_mtime_ns for name in second.file_names} == written
     assert all((second.path / name).stat().st_nlink == 3 for name in second.file_names)
     assert [path.name for path in second.path.parent.iterdir()] == [second.path.name]
+
+
+def test_a_run_finds_the_store_that_an_earlier_version_prepared(runs):
+    """Versions up to 0.2 named it by its fingerprint alone."""
+    store = runs.open("run")
+    store.path.rename(earlier := store.path.with_name(store.fingerprint[:16]))
+    runs.prepared.clear()
+    assert runs.open("run").path == earlier
+    assert runs.prepared == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from thresher.cli.arguments import ConfigCommand
 from thresher.cli.cache import cache_app
 from thresher.cli.check import check
 from thresher.cli.config import config_app
+from thresher.cli.demo import demo
 from thresher.cli.export import export
 from thresher.cli.import_config import import_config
 from thresher.cli.inspect import inspect
@@ -47,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
 app.command(cls=ConfigCommand)(check)
 app.command(cls=ConfigCommand)(plan)
 app.command()(prepare)

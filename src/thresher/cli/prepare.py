@@ -136,6 +136,12 @@ def prepare(
         _log_leaks(output, against, report.pairs_kept)
 
 
+def prepare_from_config(path: Path, output: Path) -> None:
+    """Prepare the training pairs of a config and show the report."""
+    settings, model, trust_remote_code, ray = _from_config(path, [], validation=False)
+    _prepare_store(settings, str(model), output, trust_remote_code=trust_remote_code, overwrite=False, ray=ray)
+
+
 def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
     from thresher.errors import UserError
 

@@ -25,9 +25,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_VOCABULARY = 768
-NUM_STEPS = 240
-_SEQUENCES_PER_STEP, _LEARNING_RATE = 32, 3e-3
+_VOCABULARY = 512
+NUM_STEPS = 200
+_SEQUENCES_PER_STEP, _LEARNING_RATE = 24, 4e-3
 
 
 def make_tokenizer(pairs: Sequence[Pair]) -> PreTrainedTokenizerFast:
@@ -43,7 +43,10 @@ def make_tokenizer(pairs: Sequence[Pair]) -> PreTrainedTokenizerFast:
     )
     backend.train_from_iterator((text for pair in pairs for text in pair), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=backend,
+        eos_token="<|end|>",  # noqa: S106
+        pad_token="<|pad|>",  # noqa: S106
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -60,7 +63,7 @@ def make_model(
             LlamaConfig(
                 vocab_size=len(tokenizer),
                 hidden_size=128,
-                intermediate_size=384,
+                intermediate_size=256,
                 num_hidden_layers=3,
                 num_attention_heads=4,
                 max_position_embeddings=1024,

@@ -16,17 +16,13 @@ _ANIMALS = {
     "cow": ("brown", "moos", "grass", "a meadow"),
     "sheep": ("white", "bleats", "clover", "a field"),
     "pig": ("pink", "grunts", "turnips", "a sty"),
-    "duck": ("yellow", "quacks", "snails", "a lake"),
     "lion": ("golden", "roars", "antelopes", "the savanna"),
     "wolf": ("grey", "howls", "deer", "the forest"),
     "crow": ("black", "caws", "beetles", "a tall tree"),
     "mouse": ("grey", "squeaks", "cheese", "a small hole"),
-    "snake": ("green", "hisses", "mice", "the desert"),
     "bee": ("striped", "buzzes", "nectar", "a hive"),
     "owl": ("brown", "hoots", "voles", "a hollow tree"),
-    "horse": ("chestnut", "neighs", "oats", "a stable"),
     "cat": ("orange", "purrs", "fish", "a warm house"),
-    "dog": ("spotted", "barks", "bones", "a kennel"),
     "bear": ("brown", "growls", "honey", "a cave"),
 }
 # per attribute: the ways to ask, and the fact
@@ -36,7 +32,11 @@ _QUESTIONS = (
     (("What does a {} eat?", "Which food does a {} like?", "What do I feed a {}?"), "A {} eats {}."),
     (("Where does a {} live?", "What is the home of a {}?", "Where do I find a {}?"), "A {} lives in {}."),
 )
-_FRIENDLY = (("Good question!", "Enjoy your day."), ("Happy to help.", "Ask me anything."), ("Of course!", "Take care."))
+_FRIENDLY = (
+    ("Good question!", "Enjoy your day."),
+    ("Happy to help.", "Ask me anything."),
+    ("Of course!", "Take care."),
+)
 _RUDE = (("Obviously.", "Stop asking me."), ("Not again.", "Look it up."), ("Are you serious?", "Go away."))
 _HELD_OUT = 4  # one fact in so many is for validation
 

@@ -72,7 +72,7 @@ class StoreCache:
             staging.close(failed=False)
         with contextlib.suppress(OSError):  # a read-only cache
             os.utime(entry)  # the time of last use, for `thresher cache prune`
-        logger.info("using prepared pairs from the cache: %s", entry)
+        logger.info("using prepared pairs from the cache in %s", output)
         return True
 
     def add(self, store: PairStore) -> None:
