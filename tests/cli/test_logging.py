@@ -69,7 +69,7 @@ def test_results_go_to_stdout_and_messages_to_stderr(command_line, config):
     """A pipe after `train` gets the checkpoint and nothing else."""
     for _ in ("a run", "a finished run, which is left as it is"):
         assert command_line("train", config).out == "out/checkpoints/step-00000002\n"
-    (store,) = Path("out/data").iterdir()
+    (store,) = Path("out/data").glob("train-*")
     for arguments in (("inspect", store), ("cache", "ls"), ("cache", "verify"), ("config", "show", config)):
         result = command_line(*arguments)
         assert result.out
@@ -106,11 +106,11 @@ def test_a_run_warns_of_many_dropped_pairs_also_when_they_are_prepared(command_l
         result = command_line("-q", "train", config, "sequence_length=9", "resume_from_checkpoint=auto")
         train, validation = (line for line in result.err.splitlines() if "too long" in line)
         assert re.fullmatch(
-            r"warning: out/data/\w+: \d+ of 21 pairs \(\d+%\) are too long and were dropped; sequence_length=\d+ keeps "
+            r"warning: out/data/train-[0-9a-f]{12}: \d+ of 21 pairs \(\d+%\) are too long and were dropped; sequence_length=\d+ keeps "
             r"95 %, and actor_train\.data_args\.truncation=prompt_start or .*=response_end truncates pairs instead",
             train,
         )
-        assert validation == train.replace("actor_train", "validation")
+        assert validation == train.replace("actor_train", "validation").replace("data/train-", "data/validation-")
 
 
 def test_lora_shows_the_share_of_trained_parameters(command_line, config):
@@ -177,7 +177,7 @@ def test_quiet_does_not_hide_the_result_of_a_command(command_line, config):
         assert quiet == loud
         assert loud.out + loud.err
     assert command_line("-q", "train", config).code == 0
-    (store,) = (path for path in Path("out/data").iterdir() if path.is_dir())
+    (store,) = Path("out/data").glob("train-*")
     assert command_line("-q", "inspect", store) == command_line("inspect", store)
     assert "pairs kept" in command_line("-q", "inspect", store).out
 
@@ -390,3 +390,5 @@ def test_completion_is_offered_and_completes_commands():
     assert "_THRESHER_COMPLETE=complete_bash" in script
     words = bash(_THRESHER_COMPLETE="complete_bash", COMP_WORDS="thresher p", COMP_CWORD="1").split()
     assert words == ["plan", "prepare", "precompute-reference"]
+    words = bash(_THRESHER_COMPLETE="complete_bash", COMP_WORDS="thresher d", COMP_CWORD="1").split()
+    assert words == ["demo"]

@@ -1,4 +1,4 @@
-"""The data and the model of examples/quickstart; scripts/first-ten-minutes runs its commands."""
+"""The data and the model of examples/quickstart; scripts/first-hour runs its commands."""
 
 from __future__ import annotations
 
