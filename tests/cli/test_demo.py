@@ -95,7 +95,7 @@ def test_an_existing_directory_is_left_alone(command_line):
     assert [path.name for path in Path("taken").iterdir()] == ["dpo_config.yaml"]
 
 
-def test_a_missing_model_is_reported_before_the_demo_makes_anything(command_line):
+def test_a_missing_model_is_a_user_error(command_line):
     result = command_line("demo", "--model", "nowhere/model", "--data", "nowhere.jsonl", "--output", "out")
     assert result.code == 2
     assert "nowhere" in result.err

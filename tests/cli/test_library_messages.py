@@ -45,9 +45,12 @@ def test_messages_wait_until_the_run_has_a_directory(tmp_path: Path):
 
 
 def test_a_failure_says_where_the_messages_are(tmp_path: Path, capsys):
-    with pytest.raises(ZeroDivisionError), log_to_terminal(logging.INFO), keep_library_messages(tmp_path):
+    def fail() -> None:
         speak()
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), log_to_terminal(logging.INFO), keep_library_messages(tmp_path):
+        fail()
     assert f"messages of libraries are in {tmp_path / 'libraries.log'}" in capsys.readouterr().err.replace("\n", "")
 
 

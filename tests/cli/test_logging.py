@@ -106,7 +106,8 @@ def test_a_run_warns_of_many_dropped_pairs_also_when_they_are_prepared(command_l
         result = command_line("-q", "train", config, "sequence_length=9", "resume_from_checkpoint=auto")
         train, validation = (line for line in result.err.splitlines() if "too long" in line)
         assert re.fullmatch(
-            r"warning: out/data/train-[0-9a-f]{12}: \d+ of 21 pairs \(\d+%\) are too long and were dropped; sequence_length=\d+ keeps "
+            r"warning: out/data/train-[0-9a-f]{12}: \d+ of 21 pairs \(\d+%\) are too long and were dropped; "
+            r"sequence_length=\d+ keeps "
             r"95 %, and actor_train\.data_args\.truncation=prompt_start or .*=response_end truncates pairs instead",
             train,
         )

@@ -14,7 +14,7 @@ pretrain: {model}
 output_dir: {run}
 cache_dir: {cache}
 sequence_length: {sequence_length}
-beta: 0.1
+beta: {beta}
 {length}
 eval_on_start: true
 eval_steps: {eval_steps}
@@ -49,11 +49,12 @@ def write_config(
         cache=_quoted(directory / "cache"),
         sequence_length=512 if is_pretrained or validation is None else 128,
         length="max_steps: 40" if is_pretrained or validation is None else "num_train_epochs: 2",
+        beta=0.1 if is_pretrained else 0.5,
         eval_steps=10,
         save_steps=20,
         dtype="bf16" if is_pretrained else "fp32",
         train=_quoted([str(each) for each in data]),
-        learning_rate="1.0e-6" if is_pretrained else "2.0e-4",
+        learning_rate="1.0e-6" if is_pretrained else "5.0e-5",
         pairs_per_step=8 if is_pretrained else 16,
         validation=held_out,
     )
