@@ -114,7 +114,9 @@ def main() -> None:
 def _exit_with(error: UserError) -> NoReturn:
     from rich.console import Console
 
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escaped(str(error))}")
+    console = Console(stderr=True, highlight=False)
+    # a terminal would break long lines within words; a file gets them as they are
+    console.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=not console.is_terminal)
     sys.exit(2)
 
 

@@ -15,7 +15,7 @@ output_dir: {run}
 cache_dir: {cache}
 sequence_length: {sequence_length}
 beta: {beta}
-{length}
+{keeps_facts}{length}
 eval_on_start: true
 eval_steps: {eval_steps}
 save_steps: {save_steps}
@@ -50,11 +50,15 @@ def write_config(
         sequence_length=512 if is_pretrained or validation is None else 128,
         length="max_steps: 40" if is_pretrained or validation is None else "num_train_epochs: 2",
         beta=0.1 if is_pretrained else 0.5,
+        # a model this small unlearns its facts with DPO alone
+        keeps_facts=""
+        if is_pretrained
+        else "rpo_alpha: 1.0              # also raise the likelihood of chosen answers\n",
         eval_steps=10,
         save_steps=20,
         dtype="bf16" if is_pretrained else "fp32",
         train=_quoted([str(each) for each in data]),
-        learning_rate="1.0e-6" if is_pretrained else "5.0e-5",
+        learning_rate="1.0e-6" if is_pretrained else "2.0e-4",
         pairs_per_step=8 if is_pretrained else 16,
         validation=held_out,
     )

@@ -99,7 +99,7 @@ def _pretrain(
     padding = model.config.pad_token_id
     for step in range(num_steps):
         batch = sequences[torch.randint(len(sequences), (_SEQUENCES_PER_STEP,))]
-        is_token = batch != padding
+        is_token = batch.ne(padding)
         output = model(input_ids=batch, attention_mask=is_token.long(), labels=batch.where(is_token, -100))
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
