@@ -62,7 +62,7 @@ def demo(
     logger.info("the demo took %.0f s; what to do next:", time.monotonic() - started)
     if has_report:
         print_line(f"  open {page.resolve().as_uri()} in a browser")
-    print_line(f"  thresher train {config} beta=0.5 output_dir={output / 'run2'}       # another run")
+    print_line(f"  thresher train {config} beta=0.1 output_dir={output / 'run2'}       # another run")
     if has_report:
         print_line(f"  thresher report {run} {output / 'run2'} -o compare.html    # both runs in one report")
     print_line("  thresher demo --model DIR --data FILE -o DIR               # your model and your pairs")

@@ -96,7 +96,7 @@ def _pretrain(
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_LEARNING_RATE, total_steps=num_steps)
-    padding = model.config.pad_token_id
+    padding = model.config.pad_token_id or 0
     for step in range(num_steps):
         batch = sequences[torch.randint(len(sequences), (_SEQUENCES_PER_STEP,))]
         is_token = batch.ne(padding)
