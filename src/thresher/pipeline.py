@@ -28,6 +28,7 @@ from thresher.builders.run import (
     track,
 )
 from thresher.builders.run_description import describe_run
+from thresher.builders.samples import build_judge
 from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
@@ -38,6 +39,7 @@ from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime import RunHandle, launch_session, open_runtime
 from thresher.runtime.launch import find_launch, fit_to_launch
+from thresher.sampling.log import SampleLog, judge_answers
 from thresher.training.evaluated_pairs import EvaluatedPairsLog
 from thresher.training.loop import evaluate, fit
 from thresher.training.preemption import stop_on_signals
@@ -118,8 +120,14 @@ class DPOPipeline:
             return build_supervisor(self.config).run(attempt, checkpoint)
 
     def _evaluate(self) -> dict[str, float]:
+        judge = build_judge(self.config)
         with self._open() as run:
-            return evaluate(run.trainable, run.progress.step, self._progress)
+            return evaluate(
+                run.trainable,
+                run.progress.step,
+                self._progress,
+                keep_answers=lambda step, answers: judge_answers(judge, answers, step).metrics,
+            )
 
     @contextmanager
     def _open(self) -> Iterator[RunHandle]:
@@ -168,7 +176,7 @@ class DPOPipeline:
         """Run from a checkpoint to the end on fresh workers; the supervisor handles failures."""
         config = self.config
         check_not_stopped(config, checkpoint)
-        trackers = build_tracking(config, self._console, callbacks)
+        trackers, judge = build_tracking(config, self._console, callbacks), build_judge(config)
 
         with self._start(objective, checkpoint) as (run, inputs):
             plan = inputs.plan
@@ -186,10 +194,16 @@ class DPOPipeline:
             ):
                 describe_run(config, inputs, facts)
                 log = supervisor.track_progress(watched)
-                pairs = EvaluatedPairsLog(logging_dir(config), supervisor.resume_step)
-                settings = loop_settings(config, plan)
                 return fit(
-                    run.trainable, run.progress, plan.num_steps, settings, log, skipped, self._progress, pairs.write
+                    run.trainable,
+                    run.progress,
+                    plan.num_steps,
+                    loop_settings(config, plan),
+                    log,
+                    skipped,
+                    self._progress,
+                    EvaluatedPairsLog(logging_dir(config), supervisor.resume_step).write,
+                    SampleLog(logging_dir(config), supervisor.resume_step, judge, trackers.log_table).write,
                 )
 
     @property

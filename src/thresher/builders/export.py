@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from transformers import PreTrainedModel
 
 from thresher import durable
 from thresher.builders.engines import trained_parts
@@ -37,13 +38,7 @@ def export_checkpoint(
             f"the run of {checkpoint} executed Python code from the model {path}; pass --trust-remote-code if you "
             "trust that model"
         )
-    model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
-    module = trained_parts(args).apply(model)
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    load_weights(checkpoint, trained, hint=f"put the model that the run started from back at {path}")
-    plain = merge_adapter(module) if args.has_adapter else model
-    torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
-    plain.config.use_cache = True
+    plain = load_trained_model(path, args, checkpoint, dtype=dtype)
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
@@ -62,6 +57,18 @@ def export_checkpoint(
     if output.exists():
         output.rmdir()
     staging.rename(output)
+
+
+def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:
+    """Load a run's model with the trained weights of a directory, adapters merged, in the precision of its forward."""
+    model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
+    module = trained_parts(args).apply(model)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    load_weights(weights, trained, hint=f"put the model that the run started from back at {path}")
+    plain = merge_adapter(module) if args.has_adapter else model
+    torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
+    plain.config.use_cache = True
+    return plain
 
 
 def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:

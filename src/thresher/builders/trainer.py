@@ -10,6 +10,7 @@ from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import ReferenceBundle
 from thresher.builders.run import stop_file
+from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
 from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
@@ -87,6 +88,7 @@ def build_trainer(
         },
         config=redact(to_stored(config)),
         extra=reference.synced,
+        sampler=build_sampler(config, inputs, policy, reference),
     )
     notes: list[str] = []
     if checkpoint is not None:

@@ -11,6 +11,7 @@ from thresher.config.roles import (
     TrainingArgs,
     ValidationConfig,
 )
+from thresher.config.samples import SamplesConfig
 from thresher.config.strategies import StrategyArgs
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PolicyConfig",
     "ReferenceConfig",
     "ReferenceModelArgs",
+    "SamplesConfig",
     "StrategyArgs",
     "TrainingArgs",
     "ValidationConfig",

@@ -27,6 +27,7 @@ from thresher.config.roles import (
     ValidationConfig,
     at_revision,
 )
+from thresher.config.samples import SamplesConfig
 from thresher.config.section import Section, no_effect, readable_errors
 
 # Parameters of the losses; None leaves the default of the loss.
@@ -255,6 +256,7 @@ class DPOConfig(LossConfig):
     actor_train: PolicyConfig = PolicyConfig()
     reference: ReferenceConfig = ReferenceConfig()
     validation: ValidationConfig | None = None
+    samples: SamplesConfig | None = None
     track_with: StringList = ["console"]
     """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
@@ -329,9 +331,13 @@ class DPOConfig(LossConfig):
             if (value := getattr(self, strategy)) != "steps":
                 yield self.non_default(steps), f"with {strategy}: {value}; remove {{it}} or set {strategy}: steps"
         if self.validation is None:
-            evaluation = self.non_default("eval_steps", "eval_on_start", "metric_for_best_model")
-            if self.eval_strategy == "epoch":
-                evaluation.append("eval_strategy")
+            evaluation = self.non_default("metric_for_best_model")
+            if self.samples is None:
+                evaluation += self.non_default("eval_steps", "eval_on_start")
+                if self.eval_strategy == "epoch":
+                    evaluation.append("eval_strategy")
+            elif self.samples.prompts_file is None:
+                yield ["samples"], "without validation, whose prompts it answers; set it or samples.prompts_file"
             if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
                 evaluation.append("greater_is_better")
             if self.actor_train.training_args.non_default("per_device_eval_batch_size"):

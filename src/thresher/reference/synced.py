@@ -11,7 +11,7 @@ from torch import Tensor
 from thresher.checkpoint.weights import load_weights
 from thresher.strategies.strategy import InferStrategy, TrainStrategy
 
-_STEM = "reference"
+STEM = "reference"
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class SyncedReference:
             self.reference.ema_update(self.policy.weights(), self.alpha)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {_STEM: self.reference.weights()}
+        return {STEM: self.reference.weights()}
 
     def load(self, directory: Path) -> None:
         weights = self.reference.weights()
         other_rank_names = self.policy.dp_group.world.names_on_other_ranks(weights)
         hint = "resume with the same reference settings"
-        load_weights(directory, weights, stem=_STEM, hint=hint, other_rank_names=other_rank_names)
+        load_weights(directory, weights, stem=STEM, hint=hint, other_rank_names=other_rank_names)

@@ -161,6 +161,13 @@ class TrainStrategy(Scorer, Protocol):
         """
         ...
 
+    def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
+        """Return a function that writes this process's files of the weights and the extra tensors alone.
+
+        Collective, like the files of `snapshot`; training must not continue before they are written.
+        """
+        ...
+
     def load(self, directory: Path) -> None:
         """Restore weights and optimizer state bitwise, for any number of processes that wrote them."""
         ...

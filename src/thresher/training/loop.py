@@ -10,6 +10,7 @@ from typing import Protocol
 
 from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
+from thresher.sampling.answers import SampledAnswers
 from thresher.training.evaluated_pairs import EvaluatedPairs
 from thresher.training.skipped_steps import SkippedStep, SkippedStepLog
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 ShowProgress = Callable[[str, int, int], None]
 KeepPairs = Callable[[int, EvaluatedPairs], None]
+KeepAnswers = Callable[[int, SampledAnswers], Mapping[str, float]]
 
 
 class Trainable(Protocol):
@@ -33,7 +35,7 @@ class Trainable(Protocol):
         ...
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
-        """Evaluate; yield the progress now and then, values of some pairs, and the metrics at the end.
+        """Evaluate; yield the progress now and then, values of some pairs, answers, and the metrics at the end.
 
         Without a validation set, yield only metrics, which are empty.
         """
@@ -78,17 +80,19 @@ def fit(
     skipped: SkippedStepLog,
     show_progress: ShowProgress = lambda what, done, total: None,
     keep_pairs: KeepPairs = lambda step, pairs: None,
+    keep_answers: KeepAnswers = lambda step, answers: {},
 ) -> dict[str, float]:
     """Train to the end of the plan; return the last evaluation. show_progress: called during long evaluations.
 
-    keep_pairs: called with values of single pairs at each evaluation.
+    keep_pairs: called with values of single pairs at each evaluation; keep_answers: with sampled answers, and returns
+    metrics of them.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
     All checkpoints are published when this returns.
     """
     step, last = progress.step, dict(progress.last_evaluation)
     if step == 0 and settings.eval_on_start:
-        last = _evaluate(trainable, step, log, show_progress, keep_pairs)
+        last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
     while step < num_steps:
         next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
         next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
@@ -101,7 +105,7 @@ def fit(
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _evaluate(trainable, step, log, show_progress, keep_pairs)
+            last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
         if step == next_checkpoint or stopped_at is not None:
             trainable.save()
         if stopped_at is not None and step < num_steps:
@@ -145,24 +149,32 @@ def evaluate(
     step: int,
     show_progress: ShowProgress = lambda what, done, total: None,
     keep_pairs: KeepPairs = lambda step, pairs: None,
+    keep_answers: KeepAnswers = lambda step, answers: {},
 ) -> dict[str, float]:
-    """Evaluate after a step; the result is empty without a validation set."""
+    """Evaluate after a step; the result is empty without a validation set and samples."""
     metrics: dict[str, float] = {}
     for record in trainable.evaluate_and_record():
         if isinstance(record, EvaluationProgress):
             show_progress(f"evaluating after step {step}, batches", record.done, record.total)
         elif isinstance(record, EvaluatedPairs):
             keep_pairs(step, record)
+        elif isinstance(record, SampledAnswers):
+            metrics |= keep_answers(step, record)
         else:
-            metrics = record
+            metrics |= record
     return metrics
 
 
 def _evaluate(
-    trainable: Trainable, step: int, log: MetricLogger, show_progress: ShowProgress, keep_pairs: KeepPairs
+    trainable: Trainable,
+    step: int,
+    log: MetricLogger,
+    show_progress: ShowProgress,
+    keep_pairs: KeepPairs,
+    keep_answers: KeepAnswers,
 ) -> dict[str, float]:
     started = time.perf_counter()
-    metrics = evaluate(trainable, step, show_progress, keep_pairs)
+    metrics = evaluate(trainable, step, show_progress, keep_pairs, keep_answers)
     if metrics:
         log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
         line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())

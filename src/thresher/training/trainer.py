@@ -32,6 +32,7 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observability.heartbeat import set_activity
 from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
+from thresher.sampling.answers import SampledAnswers
 from thresher.strategies.accumulate import Evaluation
 from thresher.strategies.strategy import MicroBatch, TrainStrategy
 from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
@@ -82,7 +83,7 @@ class EvaluationProgress(NamedTuple):
     total: int
 
 
-EvaluationRecord = EvaluationProgress | EvaluatedPairs | dict[str, float]
+EvaluationRecord = EvaluationProgress | EvaluatedPairs | SampledAnswers | dict[str, float]
 _SECONDS_BETWEEN_PROGRESS = 2.0
 
 
@@ -96,6 +97,14 @@ class AuxiliaryState(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
+
+
+class Sampler(Protocol):
+    """Answers fixed prompts with the policy's current weights and with the reference."""
+
+    def sample(self) -> SampledAnswers | None:
+        """Return the answers on rank 0, None on the others; collective, and leaves the RNG of training unchanged."""
+        ...
 
 
 class RankTrainer:
@@ -116,6 +125,7 @@ class RankTrainer:
         identity: Mapping[str, str | int],
         config: Mapping[str, Any],
         extra: AuxiliaryState | None = None,
+        sampler: Sampler | None = None,
     ):
         self.strategy = strategy
         self.objective = objective
@@ -131,6 +141,7 @@ class RankTrainer:
         self._identity = dict(identity)
         self._config = dict(config)
         self._extra = extra
+        self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
         self._clock = ThroughputMeter()
@@ -192,15 +203,22 @@ class RankTrainer:
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
         """Evaluate and keep the result, which ranks a checkpoint of this step.
 
-        Yields the progress every few seconds, then values of some pairs, and the metrics at the end; they are empty
-        without a validation set.
+        Yields the progress every few seconds, then values of some pairs, sampled answers, and the metrics at the end;
+        they are empty without a validation set.
         """
         set_activity(f"evaluating after step {self.state.step}")
         with self._clock.paused():
             for record in self._evaluate():
                 if isinstance(record, dict):
                     self.last_evaluation, self._last_eval_step = record, self.state.step
+                    yield from self._sample()
                 yield record
+
+    def _sample(self) -> Iterator[SampledAnswers]:
+        if self._sampler is not None:
+            set_activity(f"sampling answers after step {self.state.step}")
+            if (answers := self._sampler.sample()) is not None:
+                yield answers
 
     def _evaluate(self) -> Iterator[EvaluationRecord]:
         """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""

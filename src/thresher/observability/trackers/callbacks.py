@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from thresher.observability.trackers.tracker import RunInfo, Status
+from thresher.observability.trackers.tracker import RunInfo, Status, Table
 
 if TYPE_CHECKING:
     from transformers import TrainerControl
@@ -71,6 +71,9 @@ class CallbackTracker:
         if any(name.startswith("eval/") for name in metrics):
             self._call("on_evaluate", metrics=dict(named))
             self._update_best(named)
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Call nothing: callbacks of transformers have no event for tables."""
 
     def close(self, status: Status) -> None:
         """Call on_train_end, unless the run failed or is restarted."""

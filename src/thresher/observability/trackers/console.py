@@ -9,7 +9,7 @@ from rich.console import Console
 
 from thresher.observability.health.rules import METRIC_PREFIX, RULES
 from thresher.observability.trackers.live_display import LiveDisplay, format_seconds, seconds_left
-from thresher.observability.trackers.tracker import RunInfo, Status
+from thresher.observability.trackers.tracker import RunInfo, Status, Table
 from thresher.redact import escape_control_chars, redact_text
 
 # The metrics that are shown, and their format.
@@ -105,6 +105,9 @@ class ConsoleTracker:
             return False
         self._display.show_work(escape_control_chars(redact_text(what)), done, total)
         return True
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Show nothing: a terminal is too narrow for answers."""
 
     def close(self, status: Status) -> None:
         """Print how the run ended, and the last step, which the live display no longer shows."""

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from thresher import durable
 from thresher.errors import UserError
 from thresher.observability.log_files import METRICS
-from thresher.observability.trackers.tracker import RunInfo, Status, rotate, translate_os_errors
+from thresher.observability.trackers.tracker import RunInfo, Status, Table, rotate, translate_os_errors
 
 
 class JsonlTracker:
@@ -41,6 +41,9 @@ class JsonlTracker:
             raise ValueError("`step` is reserved and cannot be the name of a metric")
         self._file.write(json.dumps({"step": step, **{k: encode_number(v) for k, v in metrics.items()}}) + "\n")
         self._file.flush()
+
+    def log_table(self, step: int, table: Table) -> None:
+        """The rows are in a file of their own."""
 
     def close(self, status: Status) -> None:  # noqa: ARG002
         """Flush to the disk and close."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
+from thresher.observability.trackers.tracker import RunInfo, Status, Table, import_tracker_library
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 # limits of a `log_batch` call and of a parameter's length
@@ -88,6 +88,11 @@ class MlflowTracker:
         ]
         for start in range(0, len(points), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=points[start : start + _MAX_METRICS])
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Store a table as an artifact per step, in the form that MLflow's page shows as a table."""
+        content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
+        self._client.log_dict(self._run_id, content, f"{table.name}/step-{step:08d}.json")
 
     def close(self, status: Status) -> None:
         """Set the run's final status."""

@@ -1,11 +1,15 @@
 """TensorBoard event files in `tensorboard/` in the run directory, or in a directory that the user names."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library, rotate
+from thresher.observability.trackers.tracker import RunInfo, Status, Table, import_tracker_library, rotate
+
+# all ASCII punctuation but that of numbers and sentences
+_MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
 
 
 class TensorBoardTracker:
@@ -36,6 +40,20 @@ class TensorBoardTracker:
         # A killed run loses unflushed points, and a resume would not log them again.
         self._writer.flush()
 
+    def log_table(self, step: int, table: Table) -> None:
+        """Write a table as Markdown, which the page of texts shows with a slider over steps."""
+        lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+        text = "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+        self._writer.add_text(table.name, text, step)
+        self._writer.flush()
+
     def close(self, status: Status) -> None:  # noqa: ARG002
         """Close the event file."""
         self._writer.close()
+
+
+def _cell(value: str | float) -> str:
+    """Write a value so that no character of it is Markdown, HTML or the end of the cell."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    escaped = _MARKUP.sub(lambda match: f"&#{ord(match[0])};", text)
+    return "<br>".join(escaped.splitlines())

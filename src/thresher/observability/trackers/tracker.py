@@ -35,6 +35,15 @@ class RunInfo:
     total_pairs: int
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts and numbers that belong to a step, under a name like that of a metric."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float]]
+
+
 class Tracker(Protocol):
     """A destination of metrics."""
 
@@ -47,6 +56,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step. A step may be logged in several calls; steps never decrease."""
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Log a table of a step, or nothing where tables cannot be shown."""
 
     def close(self, status: Status) -> None:
         """Write everything out and close."""
@@ -88,6 +100,10 @@ class Trackers:
         self._each_optional(lambda tracker: tracker.log(step, metrics))
         for tracker in self._callbacks:
             tracker.log(step, metrics)
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Log a table to all trackers but the local log, which has files of its own for such rows."""
+        self._each_optional(lambda tracker: tracker.log_table(step, table))
 
     def close(self, status: Status) -> None:
         """Close all trackers, also when the local log fails to close."""

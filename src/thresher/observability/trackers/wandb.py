@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thresher.errors import UserError
-from thresher.observability.trackers.tracker import RunInfo, Status, import_tracker_library
+from thresher.observability.trackers.tracker import RunInfo, Status, Table, import_tracker_library
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +87,27 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step, unless W&B has them from before a resume."""
+        self._send(step, {name: float(value) for name, value in metrics.items()})
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Send a table of a step, which the page of the run shows per step, unless W&B has it from before a resume."""
+        rows = [list(row) for row in table.rows]
+        # mixed: a log ratio that is not finite is a text
+        self._send(step, {table.name: self._library.Table(list(table.columns), rows, allow_mixed_types=True)})
+
+    def close(self, status: Status) -> None:
+        """Finish the run."""
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._write_state(self._last_step)
+
+    def _send(self, step: int, values: Mapping[str, Any]) -> None:
         if step <= self._skip_through or step < self._run.step:
             return
         if step > self._last_step:
             # W&B writes a step when the next one starts; until then it is not stored
             self._write_state(self._last_step)
             self._last_step = step
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
-
-    def close(self, status: Status) -> None:
-        """Finish the run."""
-        self._run.finish(exit_code=0 if status == "finished" else 1)
-        self._write_state(self._last_step)
+        self._run.log(dict(values), step=step)
 
     def _choose_mode(self) -> str:
         mode = os.environ.get("WANDB_MODE", "auto") if self._mode == "auto" else self._mode

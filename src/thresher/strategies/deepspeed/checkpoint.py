@@ -52,11 +52,7 @@ class PartitionedCheckpoint:
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None) -> Write:
         """Capture everything at this step; collective. extra: must be empty, see check.py."""
         state = self._optimizer.state
-        writes = self._stage > 0 or self._world.rank == 0
-        owned = [each for each in self._partitions if writes]
-        if extra:
-            raise ValueError(f"DeepSpeed cannot save the tensors {', '.join(extra)}")
-        shards: dict[str, dict[str, Shard]] = {STEM: {each.name: _shard(each, each.weight) for each in owned}}
+        shards, owned = self._weight_shards(extra), self._owned()
         moments: dict[str, Shard] = {}
         for each in owned:
             for key, value in state.get(each.flat, {}).items():
@@ -72,6 +68,19 @@ class PartitionedCheckpoint:
             values = {"type": _TYPE, "groups": groups, "values": {name: {} for name in steps}}
             values = with_loss_scale(values, self._loss_scale)
         return write_policy(shards, values, self._world, copies)
+
+    def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
+        """Capture the weights alone, without copies; collective. extra: must be empty, see check.py."""
+        return write_policy(self._weight_shards(extra), None, self._world, None)
+
+    def _owned(self) -> list[Partition]:
+        """The partitions that this process writes; without stages, all processes have the same ones."""
+        return self._partitions if self._stage > 0 or self._world.rank == 0 else []
+
+    def _weight_shards(self, extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Shard]]:
+        if extra:
+            raise ValueError(f"DeepSpeed cannot save the tensors {', '.join(extra)}")
+        return {STEM: {each.name: _shard(each, each.weight) for each in self._owned()}}
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:

@@ -89,6 +89,11 @@ class MegatronCheckpoint:
         values = None if gathered is None else with_loss_scale(join_values(gathered), self._loss_scale)
         return write_policy(files, values, self._world, copies)
 
+    def weight_files(self) -> Write:
+        """Capture the weights alone, without copies; collective."""
+        shards = {name: shard for each in self._states for name, shard in each.shards(WEIGHT).items()}
+        return write_policy({STEM: shards}, None, self._world, None)
+
     def load(self, directory: Path) -> None:
         """Restore a checkpoint bitwise, for any engine and number of processes that wrote it; collective."""
         expected = {name: (tuple(shape), torch.float32) for each in self._states for name, shape in each.shapes.items()}

@@ -115,5 +115,9 @@ class MegatronTrain:
         assert not extra  # noqa: S101
         return self._checkpoint.snapshot(copies)
 
+    def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
+        assert not extra  # noqa: S101
+        return self._checkpoint.weight_files()
+
     def load(self, directory: Path) -> None:
         self._checkpoint.load(directory)

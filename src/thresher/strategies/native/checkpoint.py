@@ -14,7 +14,7 @@ from torch import Tensor
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.sharded import HostBuffers, shards_to_write
+from thresher.checkpoint.sharded import HostBuffers, TensorShard, shards_to_write
 from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
 from thresher.checkpoint.state import State
 from thresher.checkpoint.weights import STEM, load_weights
@@ -46,9 +46,7 @@ class PolicyCheckpoint:
         state = optimizer_state(self._optimizer, self._parameters.shard_names, parameters)
         # moments are sharded like their parameter; a step count is a full scalar on every process
         sharded_like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
-        shards = {
-            stem: shards_to_write(tensors, tensors, owns) for stem, tensors in {STEM: parameters, **extra}.items()
-        }
+        shards = self._weight_shards(extra)
         shards[OPTIMIZER] = shards_to_write(state.tensors, sharded_like, owns)
         # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
         is_owner = owns(torch.zeros(()))
@@ -57,6 +55,14 @@ class PolicyCheckpoint:
         if values is not None:
             values = with_loss_scale(values, self._loss_scale)
         return write_policy(shards, values, self._world, copies)
+
+    def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
+        """Capture the weights and the extra tensors, without copies; collective."""
+        return write_policy(self._weight_shards(extra), None, self._world, None)
+
+    def _weight_shards(self, extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, TensorShard]]:
+        by_stem = {STEM: self._parameters.by_name, **extra}
+        return {stem: shards_to_write(tensors, tensors, self._parameters.owns) for stem, tensors in by_stem.items()}
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint bitwise, for any number of processes that wrote it; collective."""

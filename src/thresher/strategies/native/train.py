@@ -125,5 +125,8 @@ class NativeTrain:
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
         return self._checkpoint.snapshot(extra, copies)
 
+    def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
+        return self._checkpoint.weight_files(extra)
+
     def load(self, directory: Path) -> None:
         self._checkpoint.load(directory)

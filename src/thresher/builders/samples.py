@@ -1,0 +1,124 @@
+"""The samples of a run: which models answer which prompts, and what judges the answers."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from thresher.builders.export import load_trained_model
+from thresher.builders.inputs import RunInputs
+from thresher.builders.reference import ReferenceBundle
+from thresher.builders.reference_mode import initial_adapter
+from thresher.checkpoint.weights import load_weights
+from thresher.config import DPOConfig
+from thresher.config.samples import SamplesConfig
+from thresher.data.tokenization.chat_template import load_template
+from thresher.errors import UserError
+from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.location import named_model
+from thresher.models.loading.lora import merge_adapter
+from thresher.models.loading.trained import TrainedParts
+from thresher.reference.synced import STEM as SYNCED
+from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
+from thresher.sampling.generation import GenerationSettings
+from thresher.sampling.judges import Judge, load_judge
+from thresher.sampling.prompts import Prompt, PromptFile, store_prompts
+from thresher.sampling.sampler import AnswerSampler, SampledModels
+from thresher.strategies.strategy import TrainStrategy
+
+
+def build_sampler(
+    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, reference: ReferenceBundle
+) -> AnswerSampler | None:
+    """The sampler of a rank; None without `samples`."""
+    if (samples := config.samples) is None:
+        return None
+    synced = reference.synced
+    # a loss without a reference is compared with the model that the config names as one, the initial policy if none
+    key = f"{reference.digest} {config.reference_path} {initial_adapter(config)} {config.reference_dtype}"
+    return AnswerSampler(
+        policy,
+        SampledModels(
+            policy=partial(_load_policy, config),
+            reference=partial(_load_reference, config, is_synced=synced is not None),
+            reference_key=None if synced is not None else key,
+        ),
+        inputs.layout,
+        GenerationSettings(samples.max_new_tokens, samples.temperature, config.seed),
+        Path(config.output_dir) / "samples",
+        partial(load_prompts, config, inputs),
+        dict if synced is None else synced.tensors,
+    )
+
+
+def load_prompts(config: DPOConfig, inputs: RunInputs) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+    """Load the tokenizer, and read the prompts."""
+    samples = config.samples
+    trusts = config.actor_train.model_args.trust_remote_code
+    tokenizer = load_tokenizer(named_model(config.tokenizer_path), trust_remote_code=trusts)
+    if samples is None or (samples.prompts_file is None and inputs.validation is None):
+        raise UserError("samples has no prompts; set validation or samples.prompts_file")
+    if samples.prompts_file is not None:
+        return tokenizer, prompt_file(config, samples, tokenizer).read(tokenizer, samples.num_prompts)
+    assert inputs.validation is not None  # noqa: S101
+    return tokenizer, store_prompts(inputs.validation, tokenizer, samples.num_prompts)
+
+
+def prompt_file(config: DPOConfig, samples: SamplesConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFile:
+    args = config.actor_train.data_args
+    template = load_template(tokenizer, args.template, args.template_arguments)
+    return PromptFile(Path(str(samples.prompts_file)), template, args.system_prompt)
+
+
+def build_judge(config: DPOConfig) -> Judge | None:
+    """Import the judge, or describe the endpoint; None without a judge."""
+    samples = config.samples
+    if samples is None:
+        return None
+    if samples.judge is not None:
+        return load_judge(samples.judge)
+    if samples.judge_url is None:
+        return None
+    key = None
+    if samples.judge_key_variable is not None:
+        key = os.environ.get(samples.judge_key_variable)
+        if not key:
+            raise UserError(
+                f"the environment variable {samples.judge_key_variable} of samples.judge_key_variable is not set; set "
+                "it to the API key, or remove judge_key_variable"
+            )
+    return EndpointJudge(
+        samples.judge_url,
+        str(samples.judge_model),
+        key,
+        samples.judge_instructions or INSTRUCTIONS,
+        samples.judge_max_tokens,
+        samples.judge_timeout,
+        samples.judge_attempts,
+        samples.judge_concurrency,
+    )
+
+
+def _load_policy(config: DPOConfig, weights: Path) -> PreTrainedModel:
+    return load_trained_model(named_model(config.policy_path), config.actor_train.model_args, weights)
+
+
+def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:
+    path = named_model(config.reference_path)
+    dtype = DTYPES[config.reference_master_dtype]
+    model = load_model(path, dtype=dtype, trust_remote_code=config.trusts_reference_code)
+    if is_synced:
+        load_weights(weights, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
+    if (adapter := initial_adapter(config)) is not None:
+        files = AdapterFiles.find(adapter)
+        module = TrainedParts(adapter=files).apply(model)
+        files.load(model)  # the adapter is inside of it, and its tensors have the names there
+        model = merge_adapter(module)
+    torch.nn.Module.to(model, DTYPES[config.reference_dtype])
+    model.config.use_cache = True
+    return model

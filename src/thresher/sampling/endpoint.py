@@ -1,0 +1,142 @@
+"""A judge behind an endpoint that speaks OpenAI's chat completions, such as `transformers serve`, vLLM or a service.
+
+Each pair of answers is shown in both orders. The standard library sends the requests: a client library would add a
+dependency for one POST. Redirects are refused, because they would carry the API key to another host.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from thresher.redact import redact_text
+from thresher.sampling.answers import SampledPrompt
+from thresher.sampling.judges import JudgeError
+from thresher.sampling.win_rate import TIE, Verdict, from_both_orders
+
+INSTRUCTIONS = (
+    "Compare two answers to the same prompt. Decide which one is more helpful, correct and pleasant to read. Do not "
+    "let the order or the length of the answers influence you."
+)
+_QUESTION = (
+    "{instructions}\n\n[Prompt]\n{prompt}\n\n[Answer A]\n{first}\n\n[Answer B]\n{second}\n\n"
+    "Which answer is better? Reply with one letter, A or B."
+)
+_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
+_MAX_BYTES = 1 << 22
+_MAX_WAIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class EndpointJudge:
+    """Asks a model which answer is better.
+
+    A reply without a clear letter counts as a tie. Requests that fail are repeated; if one fails `attempts` times, the
+    evaluation has no win rate.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+    instructions: str = INSTRUCTIONS
+    max_tokens: int = 16
+    timeout: float = 60.0
+    attempts: int = 4
+    concurrency: int = 8
+    sleep: Callable[[float], None] = time.sleep
+
+    def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]:
+        decided = [s for s in samples if s.policy.text != s.reference.text]
+        orders = [
+            order
+            for s in decided
+            for order in (
+                (s.prompt, s.policy.text, s.reference.text),
+                (s.prompt, s.reference.text, s.policy.text),
+            )
+        ]
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge")
+        try:
+            replies = list(pool.map(lambda order: self.compare(*order), orders))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        joined = iter(zip(replies[::2], replies[1::2], strict=True))
+        return [TIE if s.policy.text == s.reference.text else from_both_orders(*next(joined)) for s in samples]
+
+    def compare(self, prompt: str, first: str, second: str) -> float:
+        """Return 1 if the model prefers the first answer, 0 for the second, 0.5 if its reply is unclear."""
+        question = _QUESTION.format(instructions=self.instructions, prompt=prompt, first=first, second=second)
+        return parse_reply(self.ask(question))
+
+    def ask(self, question: str) -> str:
+        """Return the model's reply to a user message."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+        }
+        problem = ""
+        for attempt in range(self.attempts):
+            if attempt:
+                self.sleep(min(_MAX_WAIT_SECONDS, 2.0 ** (attempt - 1)))
+            try:
+                return _content(self._post(json.dumps(body).encode()))
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}: {_excerpt(error)}"
+                if error.code not in _RETRIED:
+                    break
+            except (OSError, HTTPException, ValueError) as error:  # refused, reset, timed out, not JSON
+                problem = f"{type(error).__name__}: {error}"
+        raise JudgeError(f"the judge at {self.base_url} failed after {attempt + 1} attempts: {redact_text(problem)}")
+
+    def _post(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        url = f"{self.base_url.rstrip('/')}/chat/completions"  # http or https: the config rejects other schemes
+        request = urllib.request.Request(url, body, headers)  # noqa: S310
+        with _OPENER.open(request, timeout=self.timeout) as response:
+            content: bytes = response.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"the reply is longer than {_MAX_BYTES} bytes")
+        return content
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Leave the redirect to the caller, as an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def parse_reply(reply: str) -> float:
+    """Return 1 for A, 0 for B and 0.5 for a reply that names both or none. Reasoning up to `</think>` is ignored."""
+    letters = set(re.findall(r"(?<![A-Za-z'])[AB](?![A-Za-z'])", reply.rpartition("</think>")[2]))
+    return {("A",): 1.0, ("B",): 0.0}.get(tuple(letters), 0.5)
+
+
+def _content(body: bytes) -> str:
+    reply = json.loads(body)
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"the reply has no choices[0].message.content: {str(reply)[:200]}") from None
+    return content if isinstance(content, str) else ""  # null if the model wrote nothing but reasoning
+
+
+def _excerpt(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(300).decode(errors="replace")
+    except (OSError, HTTPException):
+        text = ""
+    return " ".join(text.split()) or str(error.reason)

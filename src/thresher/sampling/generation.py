@@ -1,0 +1,139 @@
+"""Generate answers with transformers: continuous batching where the model supports it, otherwise prompt by prompt.
+
+All requests are queued before the first forward, so that the batches, and with them the random numbers of each answer,
+do not depend on the speed of the machine; `generate_batch` starts while it still adds requests. The memory of its cache
+is set to what the prompts need: by default it would take most of the free memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from thresher.errors import UserError
+from thresher.models.loading.load import max_positions
+
+logger = logging.getLogger(__name__)
+
+TokenSequence = tuple[int, ...]
+_PAGE_TOKENS = 32
+_MAX_BATCH_TOKENS = 1024
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How answers are drawn. temperature 0: the most likely token each time."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    @property
+    def draws_from_model(self) -> bool:
+        """Whether answers have the distribution of the model."""
+        return self.temperature == 1.0
+
+
+def generate(
+    model: PreTrainedModel, prompts: Sequence[TokenSequence], settings: GenerationSettings, end_ids: Sequence[int]
+) -> list[TokenSequence]:
+    """Return the tokens of one answer per prompt, with the token that ends it; answers stop at the model's context.
+
+    Sets the seed of torch's generators.
+    """
+    context = max_positions(model.config)
+    room = [settings.max_new_tokens if context is None else context - len(each) for each in prompts]
+    limits = [min(settings.max_new_tokens, each) for each in room]
+    if min(limits) < 1:
+        longest = max(map(len, prompts))
+        raise UserError(
+            f"a prompt of samples has {longest} tokens, which leaves no room for an answer in the model's context of "
+            f"{context}; use shorter prompts"
+        )
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+        if settings.temperature
+        else {"do_sample": False}
+    )
+    config = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens, eos_token_id=list(end_ids), pad_token_id=end_ids[0], **sampling
+    )
+    model.eval()
+    if supports_continuous_batching(model):
+        return _generate_together(model, prompts, limits, config, settings.seed)
+    return _generate_each(model, prompts, limits, config, settings.seed)
+
+
+def supports_continuous_batching(model: PreTrainedModel) -> bool:
+    """Whether transformers has a paged cache for all layers of a model, and an attention that reads it."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_pages = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
+    return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+@torch.no_grad()
+def _generate_together(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenSequence],
+    limits: Sequence[int],
+    config: GenerationConfig,
+    seed: int,
+) -> list[TokenSequence]:
+    pages = [-(-(len(prompt) + limit) // _PAGE_TOKENS) + 1 for prompt, limit in zip(prompts, limits, strict=True)]
+    manager = model.init_continuous_batching(
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=_PAGE_TOKENS,
+            num_blocks=sum(pages),
+            max_batch_tokens=max(_MAX_BATCH_TOKENS, len(prompts)),
+            allow_block_sharing=False,
+            use_async_batching=False,
+            auto_switch_to_flash=False,  # it would download a kernel
+            disable_nccl_graph_mixing=False,  # it would set an environment variable of the training process
+            seed=seed,
+        ),
+    )
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        manager.add_request(
+            list(prompt), request_id=str(number), max_new_tokens=limit, eos_token_id=list(config.eos_token_id)
+        )
+    answers: dict[int, TokenSequence] = {}
+    manager.start()
+    try:
+        while len(answers) < len(prompts):
+            result = manager.get_result(timeout=_POLL_SECONDS)
+            if result is None and not manager.is_running():
+                raise RuntimeError(f"generation stopped: {manager.background_thread_status.fatal_error}")
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(f"generation of answer {result.request_id} failed: {result.error}")
+                answers[int(result.request_id)] = tuple(result.generated_tokens)
+    finally:
+        manager.stop(block=True)
+        manager.destroy()
+    return [answers[number] for number in range(len(prompts))]
+
+
+@torch.no_grad()
+def _generate_each(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenSequence],
+    limits: Sequence[int],
+    config: GenerationConfig,
+    seed: int,
+) -> list[TokenSequence]:
+    answers = []
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        torch.manual_seed(seed + number)
+        ids = torch.tensor([prompt], device=model.device)
+        config.max_new_tokens = limit
+        output: Any = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        answers.append(tuple(output[0, len(prompt) :].tolist()))
+    return answers

@@ -1,0 +1,179 @@
+"""Sample answers of policy and reference at an evaluation: collective, though only rank 0 generates.
+
+An engine may shard its weights along any axes. Every process writes its part to files, as for a checkpoint, and rank 0
+loads them into a plain transformers model, the one that `thresher export` would write. One model is in memory at a
+time, beside the policy in training. The random generators of training are not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from thresher import durable
+from thresher.checkpoint.rng import capture_rng, restore_rng
+from thresher.data.pair import Pair, PairBatch
+from thresher.models.layouts import Layout
+from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
+from thresher.sampling.generation import GenerationSettings, TokenSequence, generate
+from thresher.sampling.prompts import Prompt
+from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.strategy import TrainStrategy
+
+logger = logging.getLogger(__name__)
+
+LoadModel = Callable[[Path], PreTrainedModel]
+_PAIRS_PER_BATCH = 8
+_WEIGHTS = ".weights"
+
+
+@dataclass(frozen=True)
+class SampledModels:
+    """Loads policy and reference on rank 0 from the directory with the weights of this step.
+
+    reference_key: identifies the reference's weights and precision; None if they change during the run.
+    """
+
+    policy: LoadModel
+    reference: LoadModel
+    reference_key: str | None
+
+
+@dataclass(frozen=True)
+class AnswerSampler:
+    """Answers the same prompts at each evaluation, with the same seed.
+
+    directory: where the weights of a step pass through, and the reference's answers are kept. prompts, tokenizer: used
+    on rank 0, so called there only. extra: the tensors that a snapshot of the policy also contains.
+    """
+
+    strategy: TrainStrategy
+    models: SampledModels
+    layout: Layout
+    settings: GenerationSettings
+    directory: Path
+    load_prompts: Callable[[], tuple[PreTrainedTokenizerBase, list[Prompt]]]
+    extra: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
+
+    def sample(self) -> SampledAnswers | None:
+        """Return the answers at the current weights on rank 0, None on the other ranks; collective."""
+        world, files = self.strategy.dp_group.world, self.directory / _WEIGHTS
+        write = self.strategy.weight_files(self.extra())
+        if world.rank == 0:
+            durable.refuse_link(files)
+            shutil.rmtree(files, ignore_errors=True)  # of a run that was killed
+            files.mkdir(parents=True)
+        world.all_gather_object(None)  # the directory exists
+        write(files)
+        world.all_gather_object(None)  # the files are complete
+        if world.rank != 0:
+            return None
+        try:
+            with _training_rng_preserved():
+                return self._sample(files)
+        finally:
+            shutil.rmtree(files, ignore_errors=True)
+
+    def _sample(self, files: Path) -> SampledAnswers:
+        tokenizer, prompts = self.load_prompts()
+        token_ids = [each.token_ids for each in prompts]
+        policy = self.models.policy(files).to(self.strategy.device)
+        end_ids = end_tokens(tokenizer, policy)
+        answers = generate(policy, token_ids, self.settings, end_ids)
+        policy_logps = self._score(policy, token_ids, answers)
+        del policy  # one model at a time
+        reference = self.models.reference(files).to(self.strategy.device)
+        others = self._reference_answers(reference, token_ids, end_ids)
+        reference_logps = self._score(reference, token_ids, answers)
+        return SampledAnswers(
+            tuple(
+                SampledPrompt(
+                    prompt.text,
+                    to_answer(tokenizer, answer, end_ids),
+                    to_answer(tokenizer, other, end_ids),
+                    policy_logp - reference_logp,
+                )
+                for prompt, answer, other, policy_logp, reference_logp in zip(
+                    prompts, answers, others, policy_logps, reference_logps, strict=True
+                )
+            ),
+            draws_from_policy=self.settings.draws_from_model,
+        )
+
+    def _reference_answers(
+        self, model: PreTrainedModel, prompts: Sequence[TokenSequence], end_ids: Sequence[int]
+    ) -> list[TokenSequence]:
+        """Generate the reference's answers, or read those of an earlier evaluation of the same weights and prompts."""
+        if self.models.reference_key is None:
+            return generate(model, prompts, self.settings, end_ids)
+        identity = [self.models.reference_key, repr(self.settings), prompts, list(end_ids), str(model.device)]
+        identity += [torch.__version__, transformers.__version__]
+        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        path = self.directory / "reference.json"
+        if (stored := _read_answers(path, key)) is not None:
+            return stored
+        answers = generate(model, prompts, self.settings, end_ids)
+        durable.replace(path, json.dumps({"key": key, "answers": answers}).encode())
+        return answers
+
+    def _score(
+        self, model: PreTrainedModel, prompts: Sequence[TokenSequence], answers: Sequence[TokenSequence]
+    ) -> list[float]:
+        """The logp of each answer, by the code that scores pairs in training."""
+        scorer, logps = NativeInfer(model, self.layout, model.dtype), []
+        for start in range(0, len(prompts), _PAIRS_PER_BATCH):
+            # a side may not be empty, and only the first is read
+            pairs = [
+                Pair(_to_ids(prompt), _to_ids(answer), _to_ids(answer[-1:]))
+                for prompt, answer in zip(
+                    prompts[start:][:_PAIRS_PER_BATCH], answers[start:][:_PAIRS_PER_BATCH], strict=True
+                )
+            ]
+            batch = PairBatch(np.arange(start, start + len(pairs), dtype=np.int64), tuple(pairs))
+            logps += scorer.score(batch).chosen.sums().tolist()
+        return logps
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """The tokens that end an answer: the one that training pairs end with, and those of the model's config."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    others = [] if named is None else [named] if isinstance(named, int) else list(named)
+    return list(dict.fromkeys([int(tokenizer.eos_token_id), *others]))  # type: ignore[arg-type]
+
+
+def to_answer(tokenizer: PreTrainedTokenizerBase, token_ids: TokenSequence, end_ids: Sequence[int]) -> Answer:
+    text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    return Answer(text, token_ids, token_ids[-1] in end_ids)
+
+
+def _read_answers(path: Path, key: str) -> list[TokenSequence] | None:
+    try:
+        stored = json.loads(path.read_bytes())
+        return [tuple(map(int, each)) for each in stored["answers"]] if stored["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: generate them again
+        return None
+
+
+def _to_ids(tokens: TokenSequence) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(tokens, dtype=np.int32)
+
+
+@contextlib.contextmanager
+def _training_rng_preserved() -> Iterator[None]:
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
