@@ -47,7 +47,7 @@ def logged(values: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, dict
 
 def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int) -> list[int]:
     """The oracle: a forward over the whole text per token."""
-    ids = [tokenizer.bos_token_id] * 0 + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     start = len(ids)
     while len(ids) - start < max_new_tokens:
         with torch.no_grad():
@@ -161,7 +161,8 @@ def test_a_judge_that_fails_is_reported_and_the_run_continues(
     (tmp_path / "judge.py").write_text("def score(prompt, answer):\n    raise ValueError('no model')\n")
     judge = f"{tmp_path / 'judge.py'}:score"
     rows, metrics = run(settings(base, tmp_path / "run", {**GREEDY, "judge": judge}))
-    assert "samples/win_rate" not in metrics[4] and len(rows) == 6
+    assert "samples/win_rate" not in metrics[4]
+    assert len(rows) == 6
     assert any("no win rate after step 4" in text and "ValueError: no model" in text for text in caplog.messages)
 
 

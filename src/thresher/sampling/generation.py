@@ -71,10 +71,16 @@ def generate(
 
 
 def supports_continuous_batching(model: PreTrainedModel) -> bool:
-    """Whether transformers has a paged cache for all layers of a model, and an attention that reads it."""
+    """Whether transformers has a paged cache for all layers of a model, and an attention that reads it.
+
+    transformers 5.22 takes any `sliding_window` of a config without `layer_types` for the window of all layers. Llama
+    ignores that key, so that its answers would be those of another model: such configs are generated one by one.
+    """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_pages = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "sliding_window", None) is not None:
+        return False
+    has_pages = set(kinds or ()) <= {"full_attention", "sliding_attention"}
     return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
@@ -87,7 +93,8 @@ def _generate_together(
     seed: int,
 ) -> list[TokenSequence]:
     pages = [-(-(len(prompt) + limit) // _PAGE_TOKENS) + 1 for prompt, limit in zip(prompts, limits, strict=True)]
-    manager = model.init_continuous_batching(
+    batched: Any = model
+    manager = batched.init_continuous_batching(
         generation_config=config,
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,
@@ -129,11 +136,12 @@ def _generate_each(
     config: GenerationConfig,
     seed: int,
 ) -> list[TokenSequence]:
-    answers = []
+    answers: list[TokenSequence] = []
+    single: Any = model
     for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         torch.manual_seed(seed + number)
         ids = torch.tensor([prompt], device=model.device)
         config.max_new_tokens = limit
-        output: Any = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        output = single.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         answers.append(tuple(output[0, len(prompt) :].tolist()))
     return answers

@@ -79,7 +79,7 @@ def store_prompts(store: PairStore, tokenizer: PreTrainedTokenizerBase, num_prom
     for pair_id in range(len(store)):
         token_ids = tuple(store[pair_id].prompt_ids.tolist())
         if token_ids and token_ids not in found:  # transcripts without a shared start have an empty prompt
-            found[token_ids] = Prompt(str(tokenizer.decode(token_ids, skip_special_tokens=True)), token_ids)
+            found[token_ids] = Prompt(str(tokenizer.decode(list(token_ids), skip_special_tokens=True)), token_ids)
             if len(found) == num_prompts:
                 break
     if not found:

@@ -89,12 +89,12 @@ class AnswerSampler:
     def _sample(self, files: Path) -> SampledAnswers:
         tokenizer, prompts = self.load_prompts()
         token_ids = [each.token_ids for each in prompts]
-        policy = self.models.policy(files).to(self.strategy.device)
+        policy = self._on_device(self.models.policy(files))
         end_ids = end_tokens(tokenizer, policy)
         answers = generate(policy, token_ids, self.settings, end_ids)
         policy_logps = self._score(policy, token_ids, answers)
         del policy  # one model at a time
-        reference = self.models.reference(files).to(self.strategy.device)
+        reference = self._on_device(self.models.reference(files))
         others = self._reference_answers(reference, token_ids, end_ids)
         reference_logps = self._score(reference, token_ids, answers)
         return SampledAnswers(
@@ -111,6 +111,10 @@ class AnswerSampler:
             ),
             draws_from_policy=self.settings.draws_from_model,
         )
+
+    def _on_device(self, model: PreTrainedModel) -> PreTrainedModel:
+        torch.nn.Module.to(model, self.strategy.device)
+        return model
 
     def _reference_answers(
         self, model: PreTrainedModel, prompts: Sequence[TokenSequence], end_ids: Sequence[int]
@@ -150,11 +154,11 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> li
     """The tokens that end an answer: the one that training pairs end with, and those of the model's config."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     others = [] if named is None else [named] if isinstance(named, int) else list(named)
-    return list(dict.fromkeys([int(tokenizer.eos_token_id), *others]))  # type: ignore[arg-type]
+    return list(dict.fromkeys([int(tokenizer.eos_token_id), *others]))
 
 
 def to_answer(tokenizer: PreTrainedTokenizerBase, token_ids: TokenSequence, end_ids: Sequence[int]) -> Answer:
-    text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    text = str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
     return Answer(text, token_ids, token_ids[-1] in end_ids)
 
 
