@@ -52,6 +52,9 @@ def healthy(seed: int = 0, steps: int = STEPS) -> list[Metrics]:
                 "entropy": 1.8 - 0.2 * progress + draw.normal(0, 0.08),
                 "grad_norm": 2.0 * math.exp(draw.normal(0, 0.4)),
                 "lr": 1e-6,
+                # means over 16 answers at temperature 1
+                "samples/repetition/policy": 0.08 + 0.05 * progress + draw.normal(0, 0.03),
+                "samples/repetition/reference": 0.08,
             }
         )
     return records
@@ -92,6 +95,7 @@ FAULTS: dict[str, tuple[Fault, RunFacts]] = {
     "initial_loss": (lambda _, record: {"loss": 1.2} if record["step"] == 1 else {}, FACTS),
     "mismatched_reference": (lambda _, record: {"kl": -2.0} if record["step"] == 1 else {}, FACTS),
     "gradient_spikes": (spike, FACTS),
+    "repetition": (lambda t, _: {"samples/repetition/policy": 0.1 + 0.6 * t}, FACTS),
     "repeated_data": (lambda *_: {}, RunFacts(STEPS, num_pairs=1000, duplicates=80)),
 }
 
@@ -200,3 +204,10 @@ def test_the_message_has_the_step_the_numbers_and_the_setting_to_change():
     assert text.startswith(f"health: likelihood_displacement at step {event.step}: the chosen responses become less")
     assert f"chosen NLL per token now {event.evidence['chosen NLL per token now']:.4g}" in text
     assert text.endswith("set rpo_alpha=1, lower actor_train.training_args.learning_rate, or raise beta")
+
+
+def test_repetition_is_checked_at_evaluations_without_training_metrics():
+    engine = RuleEngine(FACTS)
+    assert engine.add(10, {"samples/repetition/policy": 0.35, "samples/repetition/reference": 0.1}) == []
+    (event,) = engine.add(20, {"samples/repetition/policy": 0.55, "samples/repetition/reference": 0.1})
+    assert (event.rule, event.step) == ("repetition", 20)

@@ -13,7 +13,7 @@ import pytest
 from thresher.errors import UserError
 from thresher.observability.trackers.mlflow import MlflowTracker
 from thresher.observability.trackers.tensorboard import TensorBoardTracker
-from thresher.observability.trackers.tracker import RunInfo, Tracker
+from thresher.observability.trackers.tracker import RunInfo, Table, Tracker
 from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 
@@ -31,6 +31,12 @@ def log_steps(tracker: Tracker, directory: Path, resume_step: int | None, steps:
 
 
 EXPECTED = [(step, pytest.approx(1 / step)) for step in range(1, 7)]
+
+
+# a prompt that is Markdown and HTML
+TABLE = Table(
+    "samples/answers", ["step", "prompt", "tokens", "ended"], [[4, "a | b\n<b>*c*", 7.5, True], [4, "d", 2, False]]
+)
 
 
 class TestTensorBoard:
@@ -53,6 +59,23 @@ class TestTensorBoard:
         assert self.read(tmp_path, "rewards/margins") == [(step, -step) for step in range(1, 7)]
         assert self.read(tmp_path, "eval/loss") == [(4, 0.25)]
         first.close("failed")
+
+    def test_a_table_is_a_text_of_its_step_without_markup(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        tracker = TensorBoardTracker()
+        tracker.start(run_in(tmp_path), None)
+        tracker.log_table(4, TABLE)
+        tracker.close("finished")
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples/answers/text_summary")
+        ((text,),) = [event.tensor_proto.string_val for event in events]
+        assert events[0].step == 4
+        assert text.decode().splitlines() == [
+            "| step | prompt | tokens | ended |",
+            "| --- | --- | --- | --- |",
+            "| 4 | a &#124; b<br>&#60;b&#62;&#42;c&#42; | 7.5 | True |",
+            "| 4 | d | 2 | False |",
+        ]
 
     def test_a_new_run_renames_the_events_of_an_earlier_run(self, tmp_path: Path) -> None:
         for steps in (range(1, 6), range(1, 3)):
@@ -103,6 +126,20 @@ class TestMlflow:
         assert history("eval/loss") == [(4, 0.25)]
         assert client.get_run(run.info.run_id).info.status == "FINISHED"
         assert run.data.params == {"actor_train.lr": "1e-06", "beta": "0.1"}
+
+    def test_a_table_is_an_artifact_of_its_step(self, tmp_path: Path) -> None:
+        import json
+
+        tracker = MlflowTracker()
+        tracker.start(run_in(tmp_path), None)
+        for _ in range(2):  # a resumed run logs a step again
+            tracker.log_table(4, TABLE)
+        tracker.close("finished")
+        client = self.client(tmp_path)
+        (run,) = client.search_runs([client.get_experiment_by_name("my-run").experiment_id])
+        (file,) = client.list_artifacts(run.info.run_id, "samples/answers")
+        stored = json.loads(Path(client.download_artifacts(run.info.run_id, file.path)).read_text())
+        assert stored == {"columns": TABLE.columns, "data": TABLE.rows}
 
     def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
         tracker = MlflowTracker(name="first try", notes="small beta", tags=["dpo", "baseline"])
@@ -186,6 +223,22 @@ class TestWandb:
         rows = [row for path in files for row in read_wandb_history(path)]
         assert [(int(row["_step"]), float(row["loss"])) for row in rows] == EXPECTED
         assert [row["_step"] for row in rows if "eval/loss" in row] == ["4"]
+
+    def test_a_table_belongs_to_its_step_and_is_not_sent_again(self, tmp_path: Path) -> None:
+        import json
+
+        for resume_step in (None, 3):
+            tracker = WandbTracker(project="p", mode="offline")
+            tracker.start(run_in(tmp_path), resume_step)
+            tracker.log_table(4, TABLE)
+            tracker.log(4, {"samples/win_rate": 0.5})
+            tracker.close("finished")
+        rows = [row for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb") for row in read_wandb_history(path)]
+        (row,) = rows
+        stored = json.loads(row["samples/answers"])
+        (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{stored['path']}")
+        assert (row["_step"], row["samples/win_rate"]) == ("4", "0.5")
+        assert json.loads(file.read_text())["data"] == TABLE.rows
 
     @pytest.mark.parametrize(("mode", "level"), [("auto", "WARNING"), ("offline", "INFO")])
     def test_an_offline_run_is_announced_with_the_command_that_uploads_it(

@@ -61,7 +61,9 @@ def write_judge(tmp_path: Path, text: str, name: str) -> str:
 
 
 def test_a_comparing_function_sees_both_orders(tmp_path: Path) -> None:
-    text = "seen = []\ndef compare(prompt, first, second):\n    seen.append((first, second))\n    return first > second\n"
+    text = (
+        "seen = []\ndef compare(prompt, first, second):\n    seen.append((first, second))\n    return first > second\n"
+    )
     judge = load_judge(write_judge(tmp_path, text, "compare"))
     verdicts = judge.verdicts([sample("b", "a"), sample("a", "c"), sample("same", "same")])
     assert [each.outcome for each in verdicts] == [1.0, 0.0, 0.5]
@@ -116,8 +118,10 @@ def test_a_value_that_is_no_verdict_leaves_no_win_rate(
 
 @pytest.mark.parametrize(
     ("reply", "expected"),
-    [("A", 1.0), (" B.", 0.0), ("**A**", 1.0), ("Answer B is better", 0.0), ("", 0.5), ("A or B", 0.5)]
-    + [("<think>A? No, A is rude.</think>\nB", 0.0), ("ABBA", 0.5), ("Because", 0.5)],
+    [
+        *(("A", 1.0), (" B.", 0.0), ("**A**", 1.0), ("Answer B is better", 0.0), ("", 0.5), ("A or B", 0.5)),
+        *(("<think>A? No, A is rude.</think>\nB", 0.0), ("ABBA", 0.5), ("Because", 0.5)),
+    ],
 )
 def test_replies_are_read_only_if_they_name_one_letter(reply: str, expected: float) -> None:
     assert parse_reply(reply) == expected
@@ -138,7 +142,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.requests.append((self.path, self.headers.get("Authorization"), body))
@@ -219,17 +223,16 @@ def test_requests_that_fail_are_repeated_with_growing_waits() -> None:
     ],
 )
 def test_an_endpoint_that_keeps_failing_is_an_error(reply: tuple[int, Any], num_requests: int, message: str) -> None:
-    with serve(reply) as server:
-        with pytest.raises(JudgeError, match=message):
-            judge_of(server, []).compare("p", "a", "b")
+    with serve(reply) as server, pytest.raises(JudgeError, match=message):
+        judge_of(server, []).compare("p", "a", "b")
     assert len(server.requests) == num_requests
 
 
 def test_a_server_that_does_not_answer_is_an_error() -> None:
-    with Server([(200, chat("A"))]) as server:  # listens, but does not serve
-        with pytest.raises(JudgeError, match="failed after 2 attempts: TimeoutError"):
-            judge_of(server, [], timeout=0.2, attempts=2).compare("p", "a", "b")
-    with pytest.raises(JudgeError, match="ConnectionRefusedError|URLError"):
+    timed_out = pytest.raises(JudgeError, match="failed after 2 attempts: TimeoutError")
+    with Server([(200, chat("A"))]) as server, timed_out:  # listens, but does not serve
+        judge_of(server, [], timeout=0.2, attempts=2).compare("p", "a", "b")
+    with pytest.raises(JudgeError, match=r"ConnectionRefusedError|URLError"):
         judge_of(server, [], attempts=1).compare("p", "a", "b")
 
 

@@ -155,7 +155,16 @@ NO_NUMBERS = {
         ),
         *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
-        *("actor_train", "reference", "validation", "runtime", "ray_address", "num_gpus_per_node", "system_envs"),
+        *(
+            "actor_train",
+            "reference",
+            "validation",
+            "samples",
+            "runtime",
+            "ray_address",
+            "num_gpus_per_node",
+            "system_envs",
+        ),
     },
 }
 # fields that need other models or files; test_moe_aux_loss.py and test_initial_adapter.py show their effect

@@ -80,7 +80,7 @@ def _remarks(row: Record, who: str) -> str:
             if key not in known and not key.startswith(("policy_", "reference_"))
         }
     return ", ".join(
-        f"{key.replace('_', ' ')} {format_number(value)}"
+        f"{key.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else format_number(value)}"
         for key, value in named.items()
         if isinstance(value, int | float | str) and len(str(value)) < 60
     )

@@ -26,8 +26,13 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[Row]:
         ("chosen log-probability", "logps/chosen", False),
         ("KL to the reference (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
+        ("reward of answers", "samples/reward", False),
+        ("KL on answers (nats)", "samples/kl", False),
+        ("length of answers (tokens)", "samples/lengths/policy", False),
+        ("repeated phrases in answers", "samples/repetition/policy", True),
+        ("answers that ended", "samples/ended/policy", True),
     ):
-        cells = [first_to_last(run, metric, is_percent=is_percent) for run in runs]
+        cells = [first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
         if any(cell != MISSING for cell in cells):
             rows.append(Row(heading, cells))
     seconds = [training_seconds(run) for run in runs]
@@ -73,6 +78,12 @@ def first_to_last(run: RunFiles, metric: str, *, is_percent: bool = False) -> st
         for each in both
     )
     return last if first == last else f"{first} → {last}"
+
+
+def _interval(run: RunFiles, metric: str) -> str:
+    """The confidence interval of the last value, if one is logged with it."""
+    low, high = run.last(f"{metric}_low"), run.last(f"{metric}_high")
+    return "" if low is None or high is None else f" (95 %: {format_percent(low)} to {format_percent(high)})"
 
 
 def _first_and_last(run: RunFiles, metric: str) -> tuple[str, tuple[float, float] | None]:

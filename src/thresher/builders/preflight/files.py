@@ -80,6 +80,12 @@ def check_data(config: DPOConfig) -> Iterator[Finding]:
             yield from problems_of(_find_template, args.template)
 
 
+def check_prompts_file(config: DPOConfig) -> Iterator[Finding]:
+    path = None if config.samples is None else config.samples.prompts_file
+    if path is not None and not Path(path).is_file():
+        yield Finding(f"samples.prompts_file {path} does not exist; give a file with one prompt per line")
+
+
 def check_directories(config: DPOConfig) -> Iterator[Finding]:
     for path in (config.output_dir, config.logging_dir, config.reference.cache_dir):
         if path is not None:
@@ -93,7 +99,7 @@ def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
 
 
 SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps)
-PATHS = (check_models, check_data, check_directories, check_checkpoint_path)
+PATHS = (check_models, check_data, check_prompts_file, check_directories, check_checkpoint_path)
 
 
 def data_sections(config: DPOConfig) -> list[DataArgs]:

@@ -12,6 +12,7 @@ from thresher.builders.engines import check_engine, check_model
 from thresher.builders.preflight.files import data_sections
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
+from thresher.builders.samples import build_judge, prompt_file
 from thresher.data.tokenization.chat_template import eos_token, load_template
 from thresher.models.layouts import PaddedLayout
 from thresher.models.layouts.choose import vocab_size_of
@@ -105,6 +106,15 @@ def check_stores(parts: RunParts) -> Iterator[Finding]:
                 yield from problems_of(check_pairs, parts.config, parts.objective, model_config, [store])
 
 
+def check_samples(parts: RunParts) -> Iterator[Finding]:
+    """Find a judge that cannot be imported, an API key that is not set, and prompts that cannot be read."""
+    config, samples = parts.config, parts.config.samples
+    yield from problems_of(build_judge, config)
+    if samples is not None and samples.prompts_file is not None:
+        prompts = prompt_file(config, samples, parts.tokenizer)
+        yield from problems_of(prompts.read, parts.tokenizer, samples.num_prompts)
+
+
 MODELS = (
     check_weight_files,
     check_architecture,
@@ -113,6 +123,7 @@ MODELS = (
     check_reference_tokenizer,
     check_context,
     check_stores,
+    check_samples,
 )
 
 

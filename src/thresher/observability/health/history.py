@@ -14,6 +14,8 @@ from dataclasses import dataclass
 WINDOW_PAIRS = 256
 # one batch alone is no trend, however large it is
 MIN_RECORDS = 3
+# a metric of every evaluation with sampled answers
+SAMPLED = "samples/repetition/policy"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Window:
 class History:
     """The first window of a run and the newest records; a function of the records alone, so that a replay restores it.
 
-    max_pairs, max_records: at least as many of the newest are kept.
+    max_pairs, max_records: at least as many of the newest are kept. sampled: the metrics of the newest evaluation with
+    sampled answers.
     """
 
     def __init__(self, max_pairs: int, max_records: int) -> None:
@@ -57,11 +60,15 @@ class History:
         self._first: list[Record] = []
         self._newest: deque[Record] = deque()
         self._newest_pairs = self._pairs_seen = 0
+        self.sampled: Mapping[str, float] = {}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Add a record; return False if it is not of training, or if all its steps were skipped."""
+        """Add a record; return False if it has nothing that a rule compares, or if all its steps were skipped."""
+        has_samples = SAMPLED in metrics
+        if has_samples:
+            self.sampled = metrics
         if "loss" not in metrics or "pairs_seen" not in metrics:
-            return False
+            return has_samples
         seen = int(metrics["pairs_seen"])
         record = Record(step, seen - self._pairs_seen, metrics)
         self._pairs_seen = seen

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from thresher.observability.health.history import History, Window
+from thresher.observability.health.history import SAMPLED, History, Window
 
 Evidence = Mapping[str, float]
 
@@ -40,6 +40,8 @@ SPIKE_FACTOR, SPIKE_RECORDS, SPIKE_START_RECORDS, SPIKE_START_FACTOR = 10.0, 50,
 # clipping absorbs a single spike
 NUM_SPIKES = 3
 DUPLICATE_SHARE = 0.05
+# share of repeated phrases in the policy's answers beyond that of the reference's: a third of what it says
+REPETITION_EXCESS = 0.3
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,14 @@ def repeated_data(_history: History, facts: RunFacts) -> Evidence | None:
     return {"pairs that repeat another": facts.duplicates, "share of all pairs": facts.duplicates / facts.num_pairs}
 
 
+def repetition(history: History, _facts: RunFacts) -> Evidence | None:
+    """The policy's answers repeat their phrases far more than the reference's answers to the same prompts."""
+    policy, reference = history.sampled.get(SAMPLED), history.sampled.get("samples/repetition/reference")
+    if policy is None or reference is None or policy - reference < REPETITION_EXCESS:
+        return None
+    return {"repeated phrases of the policy": policy, "repeated phrases of the reference": reference}
+
+
 _LR = "actor_train.training_args.learning_rate"
 RULES = (
     Rule(
@@ -264,5 +274,11 @@ RULES = (
         "policy and reference are the same model, but score the first pairs differently",
         "check that reference.model_args and reference.strategy_args have the settings of actor_train",
         mismatched_reference,
+    ),
+    Rule(
+        "repetition",
+        "the policy repeats itself in its answers, and the reference does not",
+        f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
+        repetition,
     ),
 )
