@@ -235,8 +235,7 @@ class TestWandb:
             tracker.close("finished")
         rows = [row for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb") for row in read_wandb_history(path)]
         (row,) = rows
-        stored = json.loads(row["samples/answers"])
-        (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{stored['path']}")
+        (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{json.loads(row['samples/answers.path'])}")
         assert (row["_step"], row["samples/win_rate"]) == ("4", "0.5")
         assert json.loads(file.read_text())["data"] == TABLE.rows
 
