@@ -120,6 +120,9 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
                 "policy": f"hello {step}",
                 "reference": "good day",
                 "policy_tokens": 2,
+                "policy_ended": True,
+                "policy_repetition": 0.25,
+                "win": 0.5,
             }
             for step in (2, 4)
         ],
@@ -128,6 +131,8 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
     )
     page = page_of(run)
     for text in ("kl limit", "KL is 31", "kl 31.25", "raise beta", "worker lost", "17 (loss)", "good day", "tokens 2"):
+        assert text in page.text
+    for text in ("ended yes", "repetition 0.2500", "win 0.5000"):
         assert text in page.text
     assert "hello 4" in page.text
     assert "hello 2" not in page.text
