@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,12 @@ def test_a_judge_that_fails_is_reported_and_the_run_continues(
 
 
 def test_answers_of_another_reference_are_not_reused(base: dict[str, Any], tmp_path: Path) -> None:
-    first, _ = run(settings(base, tmp_path / "run", GREEDY))
+    first, _ = run(settings(base, tmp_path / "first", GREEDY))
+    stored = json.loads((tmp_path / "first" / "samples" / "reference.json").read_text())
+    assert len(stored["answers"]) == len({row["prompt"] for row in first})
     other = save_small_model(tmp_path / "other", seed=7)
+    (tmp_path / "second" / "samples").mkdir(parents=True)
+    shutil.copy(tmp_path / "first" / "samples" / "reference.json", tmp_path / "second" / "samples")
     reference = {"model_args": {"model_name_or_path": str(other)}}
-    second, _ = run(settings(base, tmp_path / "run", GREEDY, reference=reference, resume_from_checkpoint=False))
+    second, _ = run(settings(base, tmp_path / "second", GREEDY, reference=reference))
     assert [row["reference"] for row in first] != [row["reference"] for row in second]

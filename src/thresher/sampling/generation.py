@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
 from thresher.errors import UserError
 from thresher.models.loading.load import max_positions
@@ -77,11 +77,15 @@ def supports_continuous_batching(model: PreTrainedModel) -> bool:
     ignores that key, so that its answers would be those of another model: such configs are generated one by one.
     """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None) is not None:
-        return False
-    has_pages = set(kinds or ()) <= {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    has_pages = kinds <= {"full_attention", "sliding_attention"} and not _has_doubtful_window(model)
     return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+def _has_doubtful_window(model: PreTrainedModel) -> bool:
+    """Whether a config names a window, but not the layers that have it."""
+    config = model.config.get_text_config()
+    return getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
 
 
 @torch.no_grad()
@@ -142,6 +146,8 @@ def _generate_each(
         torch.manual_seed(seed + number)
         ids = torch.tensor([prompt], device=model.device)
         config.max_new_tokens = limit
-        output = single.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        # a cache of all tokens is right with and without a window; the default one would forget those outside of it
+        cache = {"past_key_values": DynamicCache()} if _has_doubtful_window(model) else {}
+        output = single.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **cache)
         answers.append(tuple(output[0, len(prompt) :].tolist()))
     return answers
