@@ -41,6 +41,7 @@ MODELS = {
     "reference": {"model_args": {"model_name_or_path": "b"}},
 }
 SHARDED = {"actor_train": {"num_workers": 2}}
+JUDGED = {**VALIDATION, "samples": {"judge_url": "http://a/v1", "judge_model": "m"}}
 
 
 NEEDS = {
@@ -96,6 +97,19 @@ NEEDS = {
             value, "without wandb or mlflow in track_with", having={"track_with": ["console", "mlflow"]}
         )
         for key, value in (("name", "n"), ("notes", "t"), ("tags", ["a"]))
+    },
+    **{
+        f"samples.{key}": Needs(
+            value, "samples has no effect without validation, whose prompts it answers", having=VALIDATION
+        )
+        for key, value in (("num_prompts", 3), ("max_new_tokens", 9), ("temperature", 0.5), ("judge", "a:b"))
+    },
+    **{
+        f"samples.{key}": Needs(value, f"{key} has no effect without judge_url; set judge_url", having=JUDGED)
+        for key, value in (
+            *(("judge_model", "m"), ("judge_key_variable", "K"), ("judge_instructions", "i"), ("judge_max_tokens", 9)),
+            *(("judge_timeout", 9.0), ("judge_attempts", 9), ("judge_concurrency", 9)),
+        )
     },
     "f_alpha_divergence_coef": Needs(
         0.2,
@@ -200,6 +214,7 @@ ALWAYS = {
         "cache_dir",
     ),
     *("actor_train.system_envs", "reference.system_envs"),
+    *("samples.prompts_file", "samples.judge_url"),
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
