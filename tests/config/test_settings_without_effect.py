@@ -99,13 +99,7 @@ NEEDS = {
         for key, value in (("name", "n"), ("notes", "t"), ("tags", ["a"]))
     },
     **{
-        f"samples.{key}": Needs(
-            value, "samples has no effect without validation, whose prompts it answers", having=VALIDATION
-        )
-        for key, value in (("num_prompts", 3), ("max_new_tokens", 9), ("temperature", 0.5), ("judge", "a:b"))
-    },
-    **{
-        f"samples.{key}": Needs(value, f"{key} has no effect without judge_url; set judge_url", having=JUDGED)
+        f"samples.{key}": Needs(value, f"{key} has no effect without judge_url; set judge_url", VALIDATION, JUDGED)
         for key, value in (
             *(("judge_model", "m"), ("judge_key_variable", "K"), ("judge_instructions", "i"), ("judge_max_tokens", 9)),
             *(("judge_timeout", 9.0), ("judge_attempts", 9), ("judge_concurrency", 9)),
@@ -214,7 +208,9 @@ ALWAYS = {
         "cache_dir",
     ),
     *("actor_train.system_envs", "reference.system_envs"),
-    *("samples.prompts_file", "samples.judge_url"),
+    # without prompts, the whole section is rejected: tests/sampling/test_settings.py
+    *(f"samples.{name}" for name in ("num_prompts", "prompts_file", "max_new_tokens", "temperature")),
+    *("samples.judge", "samples.judge_url"),
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
