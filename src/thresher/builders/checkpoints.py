@@ -72,12 +72,17 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     saved = load_json(checkpoint / "config.json")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from another checkpoint")
-    # a key that is newer than the checkpoint had the effect of its default
-    old = _DEFAULTS | _flatten(from_stored(saved))
+    changes = changed_settings(saved, config)
+    return [f"changed since the checkpoint: {name} was {old}, is {new}" for name, old, new in changes]
+
+
+def changed_settings(stored: Mapping[str, Any], config: DPOConfig) -> list[tuple[str, Any, Any]]:
+    """Compare a config with one that was stored; return name, old and new value of each setting that changes a run."""
+    # a key that is newer than the stored config had the effect of its default
+    old = _DEFAULTS | _flatten(from_stored(stored))
     new = _flatten(redact(config.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | (_FREE_IF_ELASTIC if config.elastic else set())
-    names = [name for name in new if name not in free and old.get(name) != new[name]]
-    return [f"changed since the checkpoint: {name} was {old.get(name)}, is {new[name]}" for name in names]
+    return [(name, old.get(name), new[name]) for name in new if name not in free and old.get(name) != new[name]]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

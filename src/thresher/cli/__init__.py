@@ -24,6 +24,7 @@ from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
 from thresher.cli.report import report
 from thresher.cli.submit import submit
+from thresher.cli.sweep import sweep
 from thresher.cli.train import train
 from thresher.errors import PeerError, RunStopped, UserError, unusable_path
 
@@ -56,6 +57,7 @@ app.command()(inspect)
 app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
 app.command("score", hidden=True, cls=ConfigCommand)(precompute_reference)  # its name in earlier versions
 app.command(cls=ConfigCommand)(train)
+app.command(cls=ConfigCommand)(sweep)
 app.command(cls=ConfigCommand)(submit)
 app.command()(report)
 app.command()(export)

@@ -68,6 +68,11 @@ def choose_level(*, quiet: bool, verbose: bool) -> int:
     return LEVELS[name.lower()]
 
 
+def shown_level() -> int:
+    """The level from which messages are shown, for a process that shows its own."""
+    return _handler.level
+
+
 @contextlib.contextmanager
 def log_to_terminal(level: int) -> Iterator[None]:
     """Show records at or above a level; run.log always gets records from INFO on."""

@@ -100,6 +100,26 @@ def _added(override: str, config_dir: Path) -> str:
     return override if is_group or override.startswith("+") else f"++{override}"
 
 
+def sweep_values(override: str) -> list[str]:
+    """Return an override once per value that it lists, such as `beta=0.1,0.2`; one with a single value as it is."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = override.partition("=")
+    if key.endswith("device_mapping") and "(" in value:  # Python's `list(range(0,8))`, one value
+        return [override]
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        return (
+            [f"{key}={each}" for each in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else [override]
+        )
+    except HydraException as error:
+        if "does not support" in str(error) or "interval" in value:
+            shown = redact_overrides(f"override {override!r} has no list of values", [override])
+            raise UserError(f"{shown}; write the values, separated by commas") from None
+        return [override]  # one value, which may be text that needs quotes; loading the config reports the rest
+
+
 def _quoted(override: str) -> str:
     """Quote a value that Hydra cannot parse but that can only be text, such as `<pad>`: the shell removes quotes."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -115,5 +135,5 @@ def _quoted(override: str) -> str:
         return f"{key}='{value}'"
     if parsed.is_sweep_override():
         shown = redact_overrides(f"override {override!r} has several values", [override])
-        raise UserError(f"{shown}; write a list as [a,b], text with a comma in quotes, or run once per value")
+        raise UserError(f"{shown}; write a list as [a,b], text with a comma in quotes, or use `thresher sweep`")
     return override

@@ -95,6 +95,24 @@ def lock_run(
         os.close(descriptor)
 
 
+def wait_until_unlocked(directory: Path, seconds: float) -> None:
+    """Wait for a process that is about to end; return when no process of this host holds the lock, or after a time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            descriptor = os.open(directory / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            if durable.lock(descriptor):
+                return
+        except OSError:  # a file system without locks
+            return
+        finally:
+            os.close(descriptor)
+        time.sleep(0.2)
+
+
 def _acquire(path: Path, stale_seconds: float) -> int:
     # locked and written before it gets its name, so that no process sees a file without a holder
     temporary = path.with_name(f"{FILE_NAME}-{secrets.token_hex(6)}")
