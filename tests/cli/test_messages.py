@@ -401,6 +401,7 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         "inspect",
         "precompute-reference",
         "train",
+        "sweep",
         "submit",
         "report",
         "export",

@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from thresher.checkpoint.staging import step_of
 from thresher.observability.log_files import METRICS
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.sweep.child import CONTINUE, STOP
-from thresher.sweep.state import State, TrialEnd, read_end, write_end
+from thresher.sweep.trial_end import State, TrialEnd, read_end, write_end
 from thresher.training.run_lock import wait_until_unlocked
 
 # a trial of a killed sweep ends as soon as its parent has ended
@@ -172,6 +172,11 @@ class TrialRun:
         self._has_ended = True
         self._request.directory.mkdir(parents=True, exist_ok=True)
         write_end(self._request.directory, TrialEnd(state, message))
+
+
+def open_trial(requests: Sequence[TrialRequest], index: int) -> TrialRun:
+    """Open the trial with a number; called in the actor of the trial."""
+    return TrialRun(requests[index])
 
 
 def _last_record(log: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from thresher.observability.log_files import METRICS
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.sweep.grid import Trial
-from thresher.sweep.state import TrialEnd
+from thresher.sweep.trial_end import TrialEnd
 
 Mode = Literal["max", "min"]
 
@@ -29,7 +29,7 @@ _SHOWN_WITHOUT_EVALUATION = ("rewards/accuracies", "loss", "kl")
 # 97.5 % points of Student's t distribution by degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T_LARGE = 1.96
-_NOT_RESULTS = ("time/", "memory/", "tokens/", "throughput/", "health/")
+_NOT_RESULTS = ("time/", "memory/", "tokens/", "pairs_per_second", "useful_tokens_per_second")
 
 
 @dataclass(frozen=True)

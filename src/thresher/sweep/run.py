@@ -14,9 +14,10 @@ from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.sweep.grid import Trial, trial_config
-from thresher.sweep.process import TrialRequest, TrialRun
+from thresher.sweep.process import TrialRequest, open_trial
 from thresher.sweep.results import Mode, Result, group_by_seed, read_result
-from thresher.sweep.state import TrialEnd, check_same_settings, read_end, write_sweep
+from thresher.sweep.state import check_same_settings, write_sweep
+from thresher.sweep.trial_end import TrialEnd, read_end
 from thresher.training.run_lock import lock_run
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Sweep:
         settings = self.settings
         asha = Asha(self._grace_steps, settings.reduction_factor, settings.mode) if settings.asha else None
         return run_trials(
-            partial(_open_trial, [self._request(index) for index in range(len(self.trials))]),
+            partial(open_trial, [self._request(index) for index in range(len(self.trials))]),
             len(self.trials),
             max_concurrent=settings.max_concurrent,
             gpus_per_trial=max(_num_local_gpus(config) for config in self.configs),
@@ -138,10 +139,6 @@ class Sweep:
         if end is None:
             end = TrialEnd("failed", errors.get(index, "it was not run; rerun the same command"))
         return read_result(trial, end, logging_dir(config))
-
-
-def _open_trial(requests: Sequence[TrialRequest], index: int) -> TrialRun:
-    return TrialRun(requests[index])
 
 
 def _count_final(ends: Sequence[TrialEnd | None]) -> int:

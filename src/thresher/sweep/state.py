@@ -1,12 +1,10 @@
-"""The files of a sweep: how each trial ended, and `sweep.json` with the grid and its results."""
+"""`sweep.json`: the grid of a sweep, the config of each trial, and the results."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from thresher import durable
 from thresher.builders.checkpoints import changed_settings
@@ -17,38 +15,7 @@ from thresher.redact import redact, redact_text
 from thresher.sweep.grid import Trial
 
 FILE_NAME = "sweep.json"
-_TRIAL_FILE = "trial.json"
 _VERSION = 1
-
-State = Literal["finished", "stopped early", "stopped by health", "interrupted", "failed"]
-
-
-@dataclass(frozen=True)
-class TrialEnd:
-    """How a trial ended; message: the reason, of a trial that failed or was stopped by a health rule."""
-
-    state: State
-    message: str = ""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether no step is left to do. A trial that was stopped early continues if the scheduler lets it."""
-        return self.state in ("finished", "stopped by health")
-
-
-def write_end(directory: Path, end: TrialEnd) -> None:
-    durable.replace(directory / _TRIAL_FILE, json.dumps(asdict(end)).encode())
-
-
-def read_end(directory: Path) -> TrialEnd | None:
-    """Return how a trial ended; None if it has not ended."""
-    path = directory / _TRIAL_FILE
-    if not path.is_file():
-        return None
-    values = load_json(path)
-    if not isinstance(values, dict) or values.get("state") not in State.__args__:  # type: ignore[attr-defined]
-        raise UserError(f"{path} does not say how the trial ended; delete it to resume the trial")
-    return TrialEnd(values["state"], str(values.get("message", "")))
 
 
 def check_same_settings(directory: Path, trials: Sequence[Trial], configs: Sequence[DPOConfig]) -> list[str]:

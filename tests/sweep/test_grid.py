@@ -1,0 +1,74 @@
+"""The grid of a sweep: combinations, names, and mistakes that are reported before anything runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from thresher.errors import UserError
+from thresher.sweep.grid import make_trials
+from thresher.sweep.results import mean_and_interval
+
+
+def names(*overrides: str) -> list[str]:
+    return [trial.name for trial in make_trials(overrides)]
+
+
+def test_the_grid_is_the_product_in_the_order_of_the_settings():
+    trials = make_trials(["beta=0.05,0.1", "max_steps=4", "pref_loss=sigmoid,ipo"])
+    assert [trial.name for trial in trials] == [
+        "beta=0.05,pref_loss=sigmoid",
+        "beta=0.05,pref_loss=ipo",
+        "beta=0.1,pref_loss=sigmoid",
+        "beta=0.1,pref_loss=ipo",
+    ]
+    assert trials[1].overrides == ("beta=0.05", "max_steps=4", "pref_loss=ipo")
+    assert trials[1].values == {"beta": "0.05", "pref_loss": "ipo"}
+
+
+def test_commas_in_brackets_and_quotes_do_not_separate_values():
+    (first, second) = make_trials(["track_with=[jsonl,console],[]", "exp_name='a,b'"])
+    assert first.overrides == ("track_with=[jsonl,console]", "exp_name='a,b'")
+    assert second.overrides == ("track_with=[]", "exp_name='a,b'")
+    assert [trial.values for trial in (first, second)] == [{"track_with": "[jsonl,console]"}, {"track_with": "[]"}]
+
+
+def test_a_device_mapping_in_python_is_one_value():
+    assert names("actor_train.device_mapping=list(range(0,8))", "seed=0,1") == ["seed=0", "seed=1"]
+
+
+def test_nested_settings_have_short_names_unless_two_end_alike():
+    rate = "actor_train.training_args.learning_rate=1e-5,1e-4"
+    assert names(rate) == ["learning_rate=1e-05", "learning_rate=0.0001"]
+    workers = names("actor_train.num_workers=1,2", "reference.num_workers=1,2")
+    assert workers[1] == "actor_train.num_workers=1,reference.num_workers=2"
+
+
+def test_values_that_no_directory_can_be_named_after_get_different_names():
+    one, other = names("pretrain=a/b,a-b")
+    assert other == "pretrain=a-b"
+    assert one.startswith("pretrain=a-b-")
+    assert "/" not in one
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["beta=0.1"], "no setting has several values"),
+        ([], "no setting has several values"),
+        (["beta=0.1,0.1"], "occurs twice"),
+        (["beta=0.1", "beta=0.2,0.3"], "beta is given twice"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_rejected(overrides, message):
+    with pytest.raises(UserError, match=message):
+        make_trials(overrides)
+
+
+def test_the_interval_of_a_mean_is_that_of_students_t():
+    # mean 2, standard deviation 1, t(2 degrees of freedom, 97.5 %) = 4.303
+    mean, half_width = mean_and_interval([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
+    assert math.isnan(mean_and_interval([1.0])[1])
