@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT = "report.html"
+_REDUCTION_FACTOR = 4.0
 
 
 def sweep(
@@ -42,7 +43,7 @@ def sweep(
     ] = None,
     reduction_factor: Annotated[
         float, typer.Option(help="asha: of each number of trials, one in this many continues.", min=1.01)
-    ] = 4.0,
+    ] = _REDUCTION_FACTOR,
     max_concurrent: Annotated[
         int | None, typer.Option(help="Trials at a time; one on CPUs, as many as fit on GPUs, if absent.", min=1)
     ] = None,
@@ -57,6 +58,8 @@ def sweep(
 
     if scheduler not in ("fifo", "asha"):
         raise UserError(f"--scheduler is {scheduler!r}; use fifo or asha")
+    if scheduler == "fifo" and (grace_steps is not None or reduction_factor != _REDUCTION_FACTOR):
+        raise UserError("--grace-steps and --reduction-factor have no effect without --scheduler asha")
     has_validation = _loads_validation(path, trials[0])
     metric = metric or ("eval/rewards/accuracies" if has_validation else "rewards/accuracies")
     if metric.startswith("eval/") and not has_validation:

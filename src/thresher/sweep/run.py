@@ -95,13 +95,15 @@ class Sweep:
     def _run_trials(self) -> dict[int, str]:
         from thresher.runtime.ray.environment import set_environment
 
+        # before Ray's variables are set: those of the sweep's own cluster must not reach the clusters of trials
+        requests = [self._request(index) for index in range(len(self.trials))]
         set_environment(None)
         from thresher.runtime.ray.tune import Asha, run_trials
 
         settings = self.settings
         asha = Asha(self._grace_steps, settings.reduction_factor, settings.mode) if settings.asha else None
         return run_trials(
-            partial(open_trial, [self._request(index) for index in range(len(self.trials))]),
+            partial(open_trial, requests),
             len(self.trials),
             max_concurrent=settings.max_concurrent,
             gpus_per_trial=max(_num_local_gpus(config) for config in self.configs),
