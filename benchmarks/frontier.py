@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,19 @@ from thresher.report.charts import path_chart
 from thresher.report.series import Series
 from thresher.sweep.results import mean_and_interval
 
-PROMPTS, HELD_OUT, ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 512, 256, 4, 12, 48
+PROMPTS, HELD_OUT, ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 512, 256, 4, 24, 48
+
+
+@cache
+def sentiment() -> Any:
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    return SentimentIntensityAnalyzer()
 
 
 def reward(text: str) -> float:
     """The sentiment of a text, from 0 to 1."""
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    analyzer = reward.__dict__.setdefault("analyzer", SentimentIntensityAnalyzer())
-    return (float(analyzer.polarity_scores(text)["compound"]) + 1) / 2
+    return (float(sentiment().polarity_scores(text)["compound"]) + 1) / 2
 
 
 @torch.no_grad()
@@ -89,7 +94,7 @@ def make_pairs(model_dir: str, directory: Path) -> None:
         "pretrain": str(Path(model_dir).resolve()),
         "output_dir": str(directory.resolve() / "runs"),
         "max_steps": 100,
-        "eval_steps": 25,
+        "eval_steps": 100,
         "save_steps": 100,
         "sequence_length": 128,
         "actor_train": {
@@ -119,7 +124,9 @@ def measure(model_dir: str, directory: Path) -> None:
     measured = []
     for trial in trials:
         checkpoint = latest(directory / "runs" / trial["name"] / "checkpoints")
-        assert checkpoint is not None, trial["name"]
+        if checkpoint is None:
+            print(f"{trial['name']} has not been trained")
+            continue
         with ShardedReader(checkpoint, "weights") as tensors:
             policy.load_state_dict({name: tensors.read(name) for name in tensors}, strict=False)
         torch.manual_seed(int(trial["values"]["seed"]))
