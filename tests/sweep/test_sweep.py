@@ -97,7 +97,8 @@ def test_asha_stops_the_worse_trial_one_step_after_its_first_evaluation(undistur
     assert (undisturbed / "report.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.hand)])
+@pytest.mark.hand  # CI kills one trial (test_trial_run.py)
+@pytest.mark.parametrize("kills", [1, 2])
 def test_a_killed_sweep_ends_with_the_results_of_an_undisturbed_one(config, undisturbed, tmp_path, kills):
     output = tmp_path / "runs"
     moments = [
