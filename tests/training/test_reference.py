@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,6 +153,17 @@ def test_a_nan_is_an_error_at_step_zero(base, dtype):
     with torch.no_grad():
         run.trainer.strategy.weights()["model.norm.weight"][0] = math.nan
     with pytest.raises(UserError, match="disagree by nan nats per token at step 0"):
+        check_step_zero(run.trainer.strategy, first, objective, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_loss_that_does_not_start_at_its_value_at_margin_zero_is_an_error_in_fp32(base, dtype, monkeypatch):
+    """In bf16 the loss at margin 0 is not known exactly, so it is not checked."""
+    run = build_run(merge(base, {"actor_train": {"model_args": {"dtype": dtype}}}), noise_pairs(12))
+    first, objective = run.trainer.first_micro_batch(), run.trainer.objective
+    monkeypatch.setattr(type(objective), "zero_margin_loss", property(lambda _: 0.75))
+    message = r"the loss at step 0 is 0\.693147 instead of 0\.75, its value where policy and reference agree"
+    with pytest.raises(UserError, match=message) if dtype == "fp32" else nullcontext():
         check_step_zero(run.trainer.strategy, first, objective, dtype)
 
 
