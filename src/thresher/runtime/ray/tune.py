@@ -142,7 +142,12 @@ def _fit(
             max_concurrent_trials=limit,
             trial_dirname_creator=lambda trial: str(trial.config["index"]),
         ),
-        run_config=tune.RunConfig(name="sweep", storage_path=files, verbose=0),
+        run_config=tune.RunConfig(
+            name="sweep",
+            storage_path=files,
+            verbose=0,
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have their own
+        ),
     )
     results = tuner.fit()
     return {each.config["index"]: str(each.error) for each in results if each.error is not None and each.config}
