@@ -225,9 +225,11 @@ class PairModel:
         """Within a `with` block, all forwards use one copy of the trained weights in the compute precision.
 
         autocast drops its copies at the end of the outermost block; this one casts nothing itself. Otherwise every
-        micro-batch in flight has copies of its own. With gradient checkpointing copies live for a layer only.
+        micro-batch in flight has copies of its own. With gradient checkpointing copies live for a layer only, and
+        an engine may gather the weights for each forward.
         """
-        if self.compute_dtype == self.stored_dtype or self.base_model.is_gradient_checkpointing:
+        casts = self.compute_dtype != self.stored_dtype
+        if not casts or self.engine is not None or self.base_model.is_gradient_checkpointing:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=False)
 
