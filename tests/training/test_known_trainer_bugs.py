@@ -251,7 +251,8 @@ def test_metrics_are_fp64_when_the_model_computes_in_bf16(different_reference):
     """ColossalChat casts its metrics to fp16."""
     run = build_run(merge(different_reference, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
     metrics = run.trainer.training_step()
-    assert {metric.sum.dtype for metric in metrics.values()} == {torch.float64}
+    sums = torch.tensor([metric.sum for name, metric in metrics.items() if "lengths" not in name], dtype=torch.float64)
+    assert (sums != sums.float().double()).any()  # a sum that was rounded on its way is an fp32 number
     loss = metrics["loss"].mean
     assert torch.tensor(loss).bfloat16().item() != pytest.approx(loss, rel=1e-5)
     assert all(weight.dtype == torch.float32 for weight in run.trainer.strategy.weights().values())
