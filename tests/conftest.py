@@ -22,6 +22,8 @@ if "RAY_AUTH_TOKEN_PATH" not in os.environ:
     token = Path(_RAY_DIRECTORY.name) / "token"
     token.write_text(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+# a busy machine takes longer than Ray's 30 seconds to start an agent
+os.environ.setdefault("RAY_agent_register_timeout_ms", "200000")
 set_environment(None)
 
 # a shared machine pauses at any moment: the time of one example says nothing

@@ -51,7 +51,7 @@ def tiny(base, tmp_path_factory) -> list[str]:
 
 def call(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), env=environment() | changes, capture_output=True, text=True, timeout=180, check=False
+        list(map(str, command)), env=environment() | changes, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -95,7 +95,7 @@ def head() -> Iterator[HeadNode]:
     with log.open("w") as stream:
         process = subprocess.Popen(list(map(str, command)), env=environment(), stdout=stream, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not accepts(dashboard_port):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -103,7 +103,7 @@ def head() -> Iterator[HeadNode]:
         yield HeadNode(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
     finally:
         process.terminate()  # with --block, the head stops all its processes
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
@@ -222,7 +222,7 @@ def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashb
             seen += line
         time.sleep(1)  # the log is being followed
         following.send_signal(signal.SIGINT)
-        _, rest = following.communicate(timeout=30)
+        _, rest = following.communicate(timeout=120)
     assert following.returncode == 130, seen + rest
     assert "Traceback" not in rest
     stop = re.search(r"keeps running; stop it with: (.*)", rest)[1]
