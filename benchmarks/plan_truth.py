@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# for the ranks, which start after this: glibc returns freed tensors to the system; without it, it keeps up to 32 MB each
+# for the ranks, which start after this: glibc returns freed tensors to the system; otherwise it keeps up to 32 MB each
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
 
 import numpy as np
@@ -192,7 +192,7 @@ def batching_of(estimate: Estimate) -> tuple[MicroBatching, Plan]:
     costs = CostModel(1 / (6 * estimate.shape.hidden), shares_prompt=layout.shares_prompt)
     max_pairs = None if layout.needs_pair_attention else training.per_device_train_batch_size
     batching = MicroBatching(estimate.pairs.lengths, costs, training.max_tokens_per_micro_batch, max_pairs)
-    return batching, Plan(NUM_PAIRS, seed=3, pairs_per_step=estimate.pairs_per_step, num_steps=200)
+    return batching, Plan(NUM_PAIRS, seed=3, pairs_per_step=estimate.pairs_per_step, num_steps=6)
 
 
 class CachedZeros:
