@@ -21,7 +21,8 @@ from tests.support.small_runs import descendants, last_weights, make_base
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+# CI runs trials and the order of their reports without Ray (test_trial_run.py, test_turns.py)
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.hand]
 
 RATE = "actor_train.training_args.learning_rate"
 # the second rate changes next to nothing, so that its loss is worse at the first evaluation
@@ -97,7 +98,6 @@ def test_asha_stops_the_worse_trial_one_step_after_its_first_evaluation(undistur
     assert (undisturbed / "report.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.hand  # CI kills one trial (test_trial_run.py)
 @pytest.mark.parametrize("kills", [1, 2])
 def test_a_killed_sweep_ends_with_the_results_of_an_undisturbed_one(config, undisturbed, tmp_path, kills):
     output = tmp_path / "runs"
