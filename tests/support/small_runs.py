@@ -98,6 +98,13 @@ def last_weights(output: Path) -> dict[str, torch.Tensor]:
     return stored(max((output / "checkpoints").iterdir()), "weights")
 
 
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Check that the final weights of two runs are equal, bitwise."""
+    weights, others = last_weights(one), last_weights(other)
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
     """Read the full tensors of a checkpoint, however many processes wrote them."""
     with ShardedReader(checkpoint, stem) as tensors:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from tests.support.compared_runs import metric_log
-from tests.support.small_runs import descendants, last_weights, make_base
+from tests.support.small_runs import assert_same_weights, descendants, make_base
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 
@@ -76,12 +75,6 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     printed = finish(config, output)
     assert "stopped early" in printed
     return output
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    weights, others = last_weights(one), last_weights(other)
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_trial_is_the_run_of_train_bitwise(config, undisturbed, tmp_path):

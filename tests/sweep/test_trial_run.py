@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.support.compared_runs import metric_log
-from tests.support.small_runs import last_weights, make_base
+from tests.support.small_runs import assert_same_weights, make_base
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 from thresher.sweep.process import TrialRequest, TrialRun
@@ -60,12 +59,6 @@ def trained(config: Path) -> Path:
     output = config.parent / "trained"
     DPOPipeline(load_config(config, ["beta=0.2", f"output_dir={output}"])).run()
     return output
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    weights, others = last_weights(one), last_weights(other)
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_killed_trial_resumes_and_is_the_run_of_train_bitwise(config, open_trial, trained):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thresher.losses.pairs import to_fp64
+
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device. To a GPU from pinned memory, so that the host does not wait for the copy."""
@@ -21,8 +23,7 @@ def read_numbers(numbers: Sequence[Tensor | float]) -> list[float]:
     tensors = [(at, number.detach()) for at, number in enumerate(numbers) if isinstance(number, Tensor)]
     for device in {tensor.device for _, tensor in tensors}:
         on_device = [(at, tensor) for at, tensor in tensors if tensor.device == device]
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        values = torch.stack([tensor.to(wide) for _, tensor in on_device]).cpu().tolist()
+        values = torch.stack([to_fp64(tensor) for _, tensor in on_device]).cpu().tolist()
         for (at, _), value in zip(on_device, values, strict=True):
             found[at] = value
     return found
