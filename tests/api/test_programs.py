@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.cli_runner import exit_code_of
 from tests.support.paths import ROOT
-from tests.support.small_runs import descendants, last_weights, write_rows
+from tests.support.processes import descendants
+from tests.support.small_runs import last_weights, write_rows
 from thresher import DPOConfig, DPOTrainer
 
 GUIDE = ROOT / "docs" / "guides" / "python.md"

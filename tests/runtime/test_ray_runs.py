@@ -15,7 +15,8 @@ import torch
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.logged import logged
-from tests.support.small_runs import assert_same_run, descendants, mode_of, open_small_inputs, stored
+from tests.support.processes import descendants
+from tests.support.small_runs import assert_same_run, mode_of, open_small_inputs, stored
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline

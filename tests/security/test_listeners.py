@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import Run
-from tests.support.small_runs import descendants
+from tests.support.processes import descendants
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 

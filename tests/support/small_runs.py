@@ -129,10 +129,3 @@ def assert_same_run(one: Path, other: Path, tolerance: float = 1e-5) -> None:
 
 def _evaluated_pairs(output: Path) -> list[dict[str, Any]]:
     return read_records(output / "logs" / EVAL_PAIRS)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    direct = [int(child) for file in children for child in file.read_text().split()]
-    return [pid, *(each for child in direct for each in descendants(child))]

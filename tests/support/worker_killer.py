@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.support.small_runs import descendants
+from tests.support.processes import descendants
 
 
 class Killer:

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from tests.support.compared_runs import metric_log
-from tests.support.small_runs import assert_same_weights, descendants, make_base
+from tests.support.processes import descendants
+from tests.support.small_runs import assert_same_weights, make_base
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 

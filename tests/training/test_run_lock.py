@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.processes import stop
 from tests.support.small_runs import make_base
 from thresher import durable
 from thresher.errors import UserError
@@ -234,7 +234,7 @@ def test_of_two_starts_on_one_output_dir_one_runs_and_a_third_takes_over_after_s
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
         try:
             wait_until(lambda: any((output / "checkpoints").glob("step-*")))
-            first.send_signal(signal.SIGSTOP)  # it holds the lock, and writes nothing while the second one starts
+            stop(first.pid)  # it holds the lock, and writes nothing while the second one starts
             before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
             second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert second.returncode == 2, second.stderr
