@@ -276,7 +276,7 @@ def predict(model: Path, case: Case, rank: int) -> tuple[dict[str, int], int]:
         missing = max(map(len, steps)) - len(steps[data_rank]) if dims.fsdp_size > 1 else 0
         return [*steps[data_rank], *[dummy_rows(layout)] * missing]
 
-    traffic = replace(estimate.traffic_settings, scores_reference=case.lora, checks_stop=False)
+    traffic = replace(estimate.traffic_settings, scores_reference=case.lora)
     sent: Counter[str] = Counter()
     for message in step_messages(stage, rows_of(3), dummy_rows(layout), traffic):
         sent[message.kind] += message.payload_bytes

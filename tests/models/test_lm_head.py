@@ -45,6 +45,17 @@ def _reference_logps(rows, weight, bias, targets, transform):
     return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("vocab", [100, 1000, 49_152, 128_256, 151_936])
+def test_slices_of_the_vocabulary_are_whole_tiles_of_a_product(vocab, on_gpu):
+    at_once = head_module.LOGITS_AT_ONCE_ON_GPU if on_gpu else head_module.LOGITS_AT_ONCE
+    for num_rows in (1, 7, 184, 500, 3_333, 16_384):
+        width = head_module.slice_width(vocab, num_rows, on_gpu=on_gpu)
+        assert width == vocab or width < 128 or width % 128 == 0
+        assert num_rows * width <= at_once + num_rows * 128
+        assert width == vocab or num_rows * (width + 128) > at_once / 2  # no more slices than needed
+
+
 def test_a_batch_without_scored_tokens_has_no_logps_and_a_gradient_of_zero():
     rows, weight, _, targets = _case(0, 5, 33, torch.float64)
     weight.requires_grad_()

@@ -53,7 +53,11 @@ RUNS = [
     *(Run(axes) for axes in ({}, {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
     *(Run(axes, "padded") for axes in ({}, {"tp_size": 2}, {"pp_size": 2})),
     *(Run(axes, settings=LORA) for axes in ({}, {"tp_size": 2}, {"pp_size": 2})),
-    *(Run(axes, settings={"dtype": "bf16"}) for axes in ({}, {"zero_stage": 2})),
+    *(Run(axes, settings={"dtype": "bf16"}) for axes in ({}, {"zero_stage": 2}, {"zero_stage": 1})),
+    *(
+        Run({"tp_size": 2, "sequence_parallel": True}, settings={"dtype": "bf16", "recomputes": recomputes})
+        for recomputes in (False, True)
+    ),
     Run({}, settings={"dtype": "bf16", **LORA}),
     Run({}, settings={"recomputes": True}),
     *(Run(axes, shape="wide") for axes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
@@ -90,7 +94,8 @@ def predicted(run: Run, model_dir, rank: int) -> tuple[Memory, Memory]:
     settings = MemorySettings(
         Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize),
         layout.needs_pair_attention,
-        keeps_gathered=role.strategy_args.settings.zero_stage == 2,
+        zero_stage=role.strategy_args.settings.zero_stage,
+        splits_rows=role.strategy_args.settings.sequence_parallel,
         recomputes=role.training_args.gradient_checkpointing,
         micro_batches=run.num_batches,
         on_gpu=False,

@@ -53,15 +53,22 @@ RUNS = [
     *(Run(axes, "shared", {"dtype": "bf16"}) for axes in (SHARD, REPLICATE, TP, CP, PP)),
     *(Run(axes, "padded", {"dtype": "bf16"}) for axes in (SHARD, TP)),
     Run(TP, "shared", {"dtype": "bf16", **LORA}),
-    Run({"zero_stage": 2}),
+    *(Run({"zero_stage": stage}) for stage in (1, 2)),
     *(Run(axes, family="qwen2") for axes in (SHARD, PP)),  # a tied embedding
     *(Run(axes, family="qwen3") for axes in (SHARD, TP)),  # norms within heads
     Run({"pp_size": 2, "virtual_pp_size": 2}),
+    *(
+        Run({"tp_size": 2, "sequence_parallel": True}, settings=settings, family=family)
+        for settings, family in (({}, "llama"), ({"recomputes": True}, "llama"), ({"dtype": "bf16"}, "qwen3"))
+    ),
     Run(REPLICATE, family="qwen3_moe"),
     *(Run(axes, family="gemma2") for axes in (SHARD, TP)),
 ]
 COMBINED = [
-    Run({"dp_replicate": 2}, num_ranks=4),
+    *(Run({"dp_replicate": 2, "zero_stage": stage}, num_ranks=4) for stage in (1, 3)),
+    Run({"zero_stage": 1, "pp_size": 2}, num_ranks=4),
+    Run({"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, num_ranks=4),
+    Run({"tp_size": 2, "sequence_parallel": True}, num_ranks=4),
     Run({"tp_size": 2}, num_ranks=4),
     Run({"cp_size": 2}, num_ranks=4),
     Run({"pp_size": 2}, num_ranks=4),
@@ -92,7 +99,8 @@ def predicted(run: Run, model_dir, rank: int) -> list[Message]:
     settings = TrafficSettings(
         Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize),
         packs_rows=layout.needs_pair_attention,
-        keeps_gathered=strategy.zero_stage == 2,
+        zero_stage=strategy.zero_stage,
+        splits_rows=strategy.sequence_parallel,
         recomputes=run.settings.get("recomputes", False),
         scores_reference="lora_rank" in run.settings,
         num_metrics=len(empty_metrics(objective_of("sigmoid"))),

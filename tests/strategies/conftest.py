@@ -70,7 +70,10 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
     plain = Case(ParallelDims())
     ignored_by_oracle = {
         name: getattr(plain, name)
-        for name in ("sizes", "layout", "also", "tokens_at_once", "dtype", "virtual_pp_size", "zero_stage", "engine")
+        for name in (
+            *("sizes", "layout", "also", "tokens_at_once", "dtype"),
+            *("virtual_pp_size", "zero_stage", "sequence_parallel", "engine"),
+        )
     }
     return lambda case: train(replace(case, recomputes_activations=False, **ignored_by_oracle))
 
@@ -80,7 +83,9 @@ def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """The outcome of the native engine in one process."""
     train = cache(lambda case: train_single_process(case, *model_dirs(case.family)))
     return lambda case: train(
-        replace(case, sizes=ParallelDims(), also="", virtual_pp_size=1, zero_stage=3, engine=None)
+        replace(
+            case, sizes=ParallelDims(), also="", virtual_pp_size=1, zero_stage=3, sequence_parallel=False, engine=None
+        )
     )
 
 

@@ -83,10 +83,10 @@ def formula(sizes: ParallelDims, shape: Shape, work: Work, zero_stage: int = 3) 
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
     if sizes.fsdp_size > 1:
         kept = shape.matrices / sizes.tp if zero_stage == 2 else 0
-        numbers["all_gather"] += (2 * weights - kept) * work.micro_batches
-        numbers["reduce_scatter"] += weights * work.micro_batches
+        numbers["all_gather"] += weights if zero_stage == 1 else (2 * weights - kept) * work.micro_batches
+        numbers["reduce_scatter"] += weights * (1 if zero_stage == 1 else work.micro_batches)
     if sizes.dp_replicate > 1:
-        numbers["all_reduce"] += weights if sizes.fsdp_size == 1 else weights / sizes.fsdp_size * work.micro_batches
+        numbers["all_reduce"] += weights / sizes.fsdp_size
     if sizes.cp > 1:
         numbers["all_to_all"] += 4 * shape.layers * tokens * (shape.queries + shape.keys) / sizes.tp
         numbers["all_reduce"] += work.scored
@@ -99,8 +99,9 @@ def formula(sizes: ParallelDims, shape: Shape, work: Work, zero_stage: int = 3) 
 CASES = [
     *(Case(sizes, loss="simpo") for sizes in MESHES),  # no reference: only the policy sends
     *(
-        Case(sizes, loss="simpo", zero_stage=2, also="zero_stage 2")
-        for sizes in (MESHES[0], ParallelDims(dp_shard=2, cp=2))
+        Case(sizes, loss="simpo", zero_stage=stage, also=f"zero_stage {stage}")
+        for stage in (1, 2)
+        for sizes in (MESHES[0], ParallelDims(dp_shard=2, cp=2), ParallelDims(dp_replicate=2, dp_shard=2))
     ),
 ]
 
@@ -121,7 +122,7 @@ def test_a_step_sends_the_bytes_of_the_formula(case, pool_of, model_dirs):
             assert counted.get(kind, 0) == pytest.approx(number, rel=0.02, abs=small)
 
 
-def test_zero_stage_2_gathers_each_layer_once_per_micro_batch(two_ranks, model_dirs):
+def test_zero_stage_2_gathers_each_layer_once_per_micro_batch_and_zero_stage_1_once_per_step(two_ranks, model_dirs):
     plain = Case(ParallelDims(dp_shard=2), loss="simpo")
     model_dir, _ = model_dirs("llama")
     num_layers, num_micro_batches = shape_of(model_dir).layers, work_of(plain, 0).micro_batches
@@ -129,12 +130,14 @@ def test_zero_stage_2_gathers_each_layer_once_per_micro_batch(two_ranks, model_d
 
     stage_3 = two_ranks.run(count_calls_of_step, plain, model_dir)
     stage_2 = two_ranks.run(count_calls_of_step, replace(plain, zero_stage=2), model_dir)
+    stage_1 = two_ranks.run(count_calls_of_step, replace(plain, zero_stage=1), model_dir)
 
     others = 2 * 2  # the embedding, and the root with the head and all norms: in the forward and in the backward
-    for before, after in zip(stage_3, stage_2, strict=True):
+    for before, after, once in zip(stage_3, stage_2, stage_1, strict=True):
         assert before["all_gather"] == (2 * num_layers + others) * num_micro_batches
         assert after["all_gather"] == (num_layers + others) * num_micro_batches
-        assert after["reduce_scatter"] == before["reduce_scatter"]
+        assert after["reduce_scatter"] == before["reduce_scatter"] == (num_layers + 2) * num_micro_batches
+        assert once["all_gather"] == once["reduce_scatter"] == num_layers + 2
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches():

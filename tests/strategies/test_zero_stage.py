@@ -1,4 +1,4 @@
-"""zero_stage 2 keeps weights gathered from the forward to the backward, and never uses them after they change.
+"""zero_stage 1 and 2 keep weights gathered after a forward, and never use them after they change.
 
 Its steps are compared with the oracle in test_parity.py, and its all-gathers are counted in test_communication.py.
 """
@@ -21,8 +21,11 @@ pytestmark = pytest.mark.distributed
 TWO_SHARDS = ParallelDims(dp_shard=2)
 
 
-def test_scoring_between_steps_sees_the_new_weights_and_does_not_change_a_step(two_ranks, model_dirs, oracle):
-    case = Case(TWO_SHARDS, loss="simpo", zero_stage=2)
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_scoring_between_steps_sees_the_new_weights_and_does_not_change_a_step(
+    two_ranks, model_dirs, oracle, zero_stage
+):
+    case = Case(TWO_SHARDS, loss="simpo", zero_stage=zero_stage)
     model_dir, _ = model_dirs("llama")
     expected = oracle(case)
     alone = train_and_score(replace(case, sizes=ParallelDims()), model_dir)
@@ -37,9 +40,10 @@ def test_scoring_between_steps_sees_the_new_weights_and_does_not_change_a_step(t
     assert min(moved) > 1e-3
 
 
-def test_a_checkpoint_that_is_loaded_after_scoring_is_what_continues(two_ranks, model_dirs, tmp_path):
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_checkpoint_that_is_loaded_after_scoring_is_what_continues(two_ranks, model_dirs, tmp_path, zero_stage):
     model_dir, _ = model_dirs("llama")
-    run = Run(model_dir, tmp_path / "saved", TWO_SHARDS, saves_at=(SAVED_STEP,), zero_stage=2)
+    run = Run(model_dir, tmp_path / "saved", TWO_SHARDS, saves_at=(SAVED_STEP,), zero_stage=zero_stage)
     straight = two_ranks.run(train, run)
     again = replace(run, root=tmp_path / "again", start=run.root / f"step-{SAVED_STEP:08d}", saves_at=())
     resumed = two_ranks.run(resume_after_scoring, again)

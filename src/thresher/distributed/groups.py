@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thresher.distributed.host_copies import copy_to_device, read_numbers
+from thresher.distributed.host_copies import copy_to_device, read_numbers, stack_numbers
 from thresher.distributed.sharded_tensor import to_local
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
@@ -91,6 +91,14 @@ class Group:
         sums = vector.tolist()
         return sums[: len(numbers)], [int(number) for number in sums[len(numbers) :]]
 
+    def sum_numbers(self, numbers: Sequence[Tensor | float], device: torch.device) -> list[float]:
+        """Sum scalars elementwise over the group in one message between devices; the host waits once, for the sums."""
+        vector = stack_numbers(numbers, device)
+        if self.size > 1:
+            dist.all_reduce(vector, group=self.group)
+        sums: list[float] = vector.cpu().tolist()
+        return sums
+
 
 SINGLE_PROCESS = Group()
 
@@ -107,6 +115,7 @@ class DataParallelGroup(Group):
     needs_lockstep: a forward is a collective (FSDP), so all ranks must run the same number of forwards.
     reduces_gradients: `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so.
     is_writer: this process writes results on behalf of its data-parallel rank.
+    adds_metrics: this process adds its metrics to those of a step; others of its tp or cp group compute the same.
     """
 
     metrics_ranks: Group | None = None
@@ -114,6 +123,7 @@ class DataParallelGroup(Group):
     needs_lockstep: bool = False
     reduces_gradients: bool = True
     is_writer: bool = True
+    adds_metrics: bool = True
 
     @property
     def metrics_group(self) -> Group:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thresher.losses.pairs import to_fp64
-
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device. To a GPU from pinned memory, so that the host does not wait for the copy."""
@@ -17,13 +15,22 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def stack_numbers(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Put scalars into one fp64 vector on a device; the host does not wait."""
+    on = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
+    on_device = {at: n for at, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type != "cpu"}
+    known = [0.0 if at in on_device else float(number) for at, number in enumerate(numbers)]
+    vector = copy_to_device(torch.tensor(known, dtype=torch.float64), on)
+    if not on_device:
+        return vector
+    return torch.stack(
+        [on_device[at].detach().to(on, torch.float64) if at in on_device else vector[at] for at in range(len(known))]
+    )
+
+
 def read_numbers(numbers: Sequence[Tensor | float]) -> list[float]:
-    """Read scalars, of which some are on a device: one wait for each device, not one per scalar."""
-    found = [float("nan") if isinstance(number, Tensor) else float(number) for number in numbers]
-    tensors = [(at, number.detach()) for at, number in enumerate(numbers) if isinstance(number, Tensor)]
-    for device in {tensor.device for _, tensor in tensors}:
-        on_device = [(at, tensor) for at, tensor in tensors if tensor.device == device]
-        values = torch.stack([to_fp64(tensor) for _, tensor in on_device]).cpu().tolist()
-        for (at, _), value in zip(on_device, values, strict=True):
-            found[at] = value
-    return found
+    """Read scalars, of which some may be on a device: one wait, not one per scalar."""
+    devices = [number.device for number in numbers if isinstance(number, Tensor)]
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    read: list[float] = stack_numbers(numbers, device).cpu().tolist()
+    return read

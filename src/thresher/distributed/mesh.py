@@ -80,6 +80,7 @@ class Mesh:
             needs_lockstep=self.dims.fsdp_size > 1,
             reduces_gradients=self.dims.fsdp_size == 1,
             is_writer=all(self.group(axis).rank == 0 for axis in ("pp", "cp", "tp")),
+            adds_metrics=all(self.group(axis).rank == 0 for axis in ("cp", "tp")),
         )
 
     def group(self, axis: str) -> Group:

@@ -59,7 +59,7 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
         raise LayoutError(
             f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"
         ) from error
-    if model.context_parallel is not None:
+    if model.context_parallel is not None or model.num_row_shards > 1:
         outputs = []  # hidden states of a sequence shard
     layers = [output[_scored_rows(inputs, len(output)).to(output.device)] for output in outputs]
     return torch.cat([sides.chosen.values, sides.rejected.values]), layers

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 # logits per slice: on a CPU a slice should fit into the cache; a GPU needs large products
 LOGITS_AT_ONCE = 1 << 20
 LOGITS_AT_ONCE_ON_GPU = 1 << 26
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,21 @@ class LMHead:
         return torch.mm(left.to(self.compute_dtype), right.to(self.compute_dtype), out_dtype=torch.float32)
 
     def vocab_slices(self, num_rows: int) -> Iterator[slice]:
-        """Split the vocabulary into slices of nearly equal size, with at most LOGITS_AT_ONCE logits each."""
+        """Split the vocabulary into slices of `slice_width`."""
         vocab = self.weight.shape[0]
-        at_once = LOGITS_AT_ONCE if self.weight.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
-        count = min(vocab, max(1, -(-num_rows * vocab // at_once)))
-        edges = [vocab * index // count for index in range(count + 1)]
-        return (slice(start, stop) for start, stop in pairwise(edges))
+        width = slice_width(vocab, num_rows, on_gpu=self.weight.device.type != "cpu")
+        return (slice(start, min(start + width, vocab)) for start in range(0, vocab, width))
+
+
+def slice_width(vocab: int, num_rows: int, *, on_gpu: bool) -> int:
+    """Columns of logits at once: about LOGITS_AT_ONCE logits, in as few slices as that allows, of equal width.
+
+    Rounded up to whole tiles of a matrix product: kernels for other widths are slower.
+    """
+    at_once = LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE
+    count = min(vocab, max(1, -(-num_rows * vocab // at_once)))
+    width = -(-vocab // count)
+    return width if width < _TILE else min(vocab, -(-width // _TILE) * _TILE)
 
 
 def target_logps(head: LMHead, rows: Tensor, targets: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class PairModel:
     context_parallel: the sequence shard of every packed row that this process computes; None: full rows.
     engine: called in place of the transformers model that it wraps, with the same arguments.
     calls_head: logps are computed inside the head's `__call__`, because its weight is gathered only there (ZeRO-3).
+    compute_device: None is that of the weights.
+    num_row_shards: processes that split the rows between layers (sequence parallelism).
     """
 
     causal_lm: nn.Module
@@ -50,6 +52,8 @@ class PairModel:
     context_parallel: ContextParallel | None = None
     engine: Callable[..., Any] | None = None
     calls_head: bool = False
+    compute_device: torch.device | None = None
+    num_row_shards: int = 1
 
     @classmethod
     def for_layout(
@@ -61,6 +65,8 @@ class PairModel:
         *,
         engine: Callable[..., Any] | None = None,
         calls_head: bool = False,
+        device: torch.device | None = None,
+        num_row_shards: int = 1,
     ) -> PairModel:
         """Attach the pair forward and, for packed rows, their attention and the optimizations that the model allows."""
         model = base_model(causal_lm)
@@ -68,13 +74,14 @@ class PairModel:
         if calls_head:
             attach_pair_forward(model.get_output_embeddings())
         if not layout.needs_pair_attention:
-            return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head)
+            return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head, compute_device=device)
         register_pair_attention()
         model.set_attn_implementation(PAIR_ATTENTION)
         use_memory_efficient_layers(model.get_decoder())
         # the rows to keep are numbered in the full row, so a sequence shard computes all of its rows
-        skips_rows = context_parallel is None and skip_unscored_rows(model.get_decoder())
-        return cls(causal_lm, compute_dtype, skips_rows, context_parallel, engine, calls_head)
+        has_full_rows = context_parallel is None and num_row_shards == 1
+        skips_rows = has_full_rows and skip_unscored_rows(model.get_decoder())
+        return cls(causal_lm, compute_dtype, skips_rows, context_parallel, engine, calls_head, device, num_row_shards)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -87,7 +94,7 @@ class PairModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.causal_lm.parameters()).device
+        return self.compute_device or next(self.causal_lm.parameters()).device
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -123,8 +130,7 @@ class PairModel:
     def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
         """Shape of a micro-batch's hidden states in this process, except after a last layer that skips rows."""
         sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
-        cp_size = 1 if self.context_parallel is None else self.context_parallel.size
-        return sequences, rows // cp_size, self.hidden_size
+        return sequences, rows // self._num_shards, self.hidden_size
 
     def split_sides(self, batch: ModelInputs, tokens: ScoredTokens) -> ChosenRejectedLogps:
         """Split per-token values into chosen and rejected; chosen responses come first."""
@@ -155,7 +161,12 @@ class PairModel:
         return hidden.to(self.stored_dtype).contiguous()
 
     def _padded(self, batch: ModelInputs) -> ModelInputs:
-        return batch if self.context_parallel is None else pad_to_multiple(batch, self.context_parallel.size)
+        return batch if self._num_shards == 1 else pad_to_multiple(batch, self._num_shards)
+
+    @property
+    def _num_shards(self) -> int:
+        """Of the hidden states of a packed row."""
+        return self.num_row_shards * (1 if self.context_parallel is None else self.context_parallel.size)
 
     def _logps(self, batch: ModelInputs, hidden: Tensor, statistics: TokenStatistics) -> ScoredTokens:
         request = partial(self._head_logps, batch, statistics)

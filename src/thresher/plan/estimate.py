@@ -187,7 +187,8 @@ class Estimate:
         return MemorySettings(
             self.precision,
             self._packs_rows,
-            keeps_gathered=self.settings.zero_stage == 2,
+            zero_stage=self.settings.zero_stage,
+            splits_rows=self.settings.sequence_parallel,
             recomputes=self.recomputes,
             offloads=self.settings.cpu_offload,
             holds_reference=self.reference_in_step == "copy",
@@ -199,12 +200,12 @@ class Estimate:
         return TrafficSettings(
             self.precision,
             self._packs_rows,
-            keeps_gathered=self.settings.zero_stage == 2,
+            zero_stage=self.settings.zero_stage,
+            splits_rows=self.settings.sequence_parallel,
             recomputes=self.recomputes,
             scores_reference=self.reference_in_step is not None,
             num_metrics=self._num_metrics,
             measures_entropy=self.parts.objective.measures_entropy,
-            checks_stop=True,
         )
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from thresher.models.lm_head import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
+from thresher.models.lm_head import slice_width
 from thresher.plan.model import Stage
 from thresher.plan.traffic import Precision
 from thresher.plan.workload import Rows
@@ -51,18 +51,19 @@ class Memory:
 class MemorySettings:
     """What the memory of a process depends on, beside the mesh.
 
-    packs_rows: the memory-efficient layers apply. holds_reference: a frozen copy of the model is in the same process.
-    micro_batches: of a step; gradients exist during the forward of the second.
+    packs_rows: the memory-efficient layers apply. splits_rows: sequence parallelism. holds_reference: a frozen copy of
+    the model is in the same process. micro_batches: of a step; gradients exist during the forward of the second.
     """
 
     precision: Precision
     packs_rows: bool
-    keeps_gathered: bool = False
+    zero_stage: int = 3
     recomputes: bool = False
     offloads: bool = False
     holds_reference: bool = False
     micro_batches: int = 2
     on_gpu: bool = True
+    splits_rows: bool = False
 
 
 def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
@@ -86,8 +87,18 @@ def _peak_with_gradients(stage: Stage, rows: Rows, settings: MemorySettings) -> 
     ]
     gathered, activations, head = max(moments, key=sum)
     held = persistent_memory(stage, settings)
-    gradients = held.gradients + _partial_embedding_gradient(stage, settings)
+    gradients = _accumulated_gradients(stage, settings) or held.gradients
+    gradients += _partial_embedding_gradient(stage, settings)
     return replace(held, gradients=gradients, gather_buffers=gathered, activations=activations, lm_head=head)
+
+
+def _accumulated_gradients(stage: Stage, settings: MemorySettings) -> int:
+    """Whole gradients that ZeRO-1 adds up before it reduces them; 0 in other stages."""
+    if settings.zero_stage > 1 or stage.dims.fsdp_size == 1 or settings.micro_batches == 1:
+        return 0
+    return settings.precision.stored * sum(
+        group.count * p.numel for group in stage.fsdp_groups for p in group.parameters if p.is_trained
+    )
 
 
 def _partial_embedding_gradient(stage: Stage, settings: MemorySettings) -> int:
@@ -201,6 +212,7 @@ def _pipeline_buffers(stage: Stage, rows: Rows, settings: MemorySettings) -> int
     if stage.dims.pp == 1:
         return 0
     hidden = settings.precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * stage.shape.hidden
+    hidden //= _row_shards(stage, settings)
     scheduled = max(settings.micro_batches, stage.dims.pp)
     # as counted in real steps: the peak of the last stage grows by about one input per micro-batch
     inputs = settings.micro_batches if stage.is_last else 0
@@ -220,7 +232,12 @@ def _local_rows(stage: Stage, layer: int, rows: Rows, settings: MemorySettings) 
     total = rows.padded_to(stage.dims.cp) // stage.dims.cp
     is_last = layer == stage.shape.num_layers - 1
     skips = settings.packs_rows and stage.shape.is_llama_like and stage.dims.cp == 1 and is_last
-    return total, rows.kept if skips else total
+    return total, rows.kept if skips and not settings.splits_rows else total
+
+
+def _row_shards(stage: Stage, settings: MemorySettings) -> int:
+    """Processes that split the rows between layers."""
+    return stage.dims.tp if settings.splits_rows else 1
 
 
 def _saved_in_layer(
@@ -230,7 +247,7 @@ def _saved_in_layer(
     shape, tp = stage.shape, stage.dims.tp
     stored, compute = settings.precision.stored, settings.precision.compute
     total, kept = _local_rows(stage, layer, rows, settings)
-    hidden = stored * total * shape.hidden
+    hidden = stored * total * shape.hidden // _row_shards(stage, settings)
     if settings.recomputes and not is_recomputed:
         return hidden
     is_lean = _is_lean(stage, settings)
@@ -242,7 +259,7 @@ def _saved_in_layer(
     if stage.dims.cp > 1 and _trains_matrices(stage, layer)("self_attn.o_proj"):
         attention += compute * kept * queries
     norms = hidden if not is_recomputed else 0  # the input of the layer
-    norms += stored * kept * shape.hidden + _FP32 * (total + kept)
+    norms += (stored * kept * shape.hidden + _FP32 * (total + kept)) // _row_shards(stage, settings)
     norms += _norm_outputs(stage, layer, total, kept, settings, is_lean=is_lean)
     return attention + norms + _saved_in_mlp(stage, layer, kept, settings, is_lean=is_lean)
 
@@ -318,7 +335,9 @@ def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings)
     queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     copies = 2 if itemsize != compute else 1
     attention = itemsize * copies * (2 * kept * queries + 2 * total * keys)
-    residual = 2 * settings.precision.stored * total * shape.hidden
+    residual = 2 * settings.precision.stored * total * shape.hidden // _row_shards(stage, settings)
+    if settings.splits_rows:
+        residual += 2 * compute * total * shape.hidden  # what is gathered for a matrix, and the gradient to be reduced
     return mlp + residual, attention + residual
 
 
@@ -326,11 +345,9 @@ def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     """Scored rows, their gradient, slices of logits, and the gradient of the weight."""
     scored, width = rows.scored // stage.dims.cp, stage.shape.hidden
     vocab = next(p.shape[0] for p in stage.outer if p.name == stage.shape.head)
-    at_once = LOGITS_AT_ONCE_ON_GPU if settings.on_gpu else LOGITS_AT_ONCE
-    # slices of equal size, as `LMHead.vocab_slices` cuts them
-    num_slices = min(vocab, max(1, -(-scored * vocab // at_once)))
-    # one is computed while the one before it still exists
-    slices = min(2, num_slices) * _FP32 * scored * -(-vocab // num_slices)
+    columns = slice_width(vocab, scored, on_gpu=settings.on_gpu)
+    # one slice is computed while the one before it still exists
+    slices = _FP32 * scored * min(2 * columns, vocab)
     return (settings.precision.stored + 3 * _FP32) * scored * width + slices + _head_gradient(stage, settings)
 
 
@@ -342,14 +359,15 @@ def _head_gradient(stage: Stage, settings: MemorySettings) -> int:
 
 def _outer_gathered(stage: Stage, settings: MemorySettings) -> int:
     """Gathered parameters outside of layers: those of the root group, through the forward and the backward."""
-    return settings.precision.stored * stage.root_numel
+    kept = stage.embedding_numel if settings.zero_stage == 1 else 0
+    return settings.precision.stored * (stage.root_numel + kept)
 
 
 def _kept_layers(stage: Stage, settings: MemorySettings) -> int:
     """Matrices in the compute precision that live from the forward to the backward."""
     precision = settings.precision
     is_sharded = stage.dims.fsdp_size > 1
-    if is_sharded and not settings.keeps_gathered:
+    if is_sharded and settings.zero_stage == 3:
         return 0
     if not is_sharded and precision.compute == precision.stored:
         return 0  # the weights themselves

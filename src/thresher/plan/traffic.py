@@ -65,26 +65,25 @@ class Precision:
 class TrafficSettings:
     """What the messages of a step depend on, beside the mesh.
 
-    packs_rows: the memory-efficient layers and the shorter last layer apply. keeps_gathered: ZeRO-2. recomputes:
+    packs_rows: the memory-efficient layers and the shorter last layer apply. zero_stage: of FSDP2. recomputes:
     gradient checkpointing. scores_reference: the same processes score every micro-batch for the reference, without
-    adapters. num_metrics: of the objective. measures_entropy: of the policy. checks_stop: the ranks agree on whether to
-    stop.
+    adapters. num_metrics: of the objective. measures_entropy: of the policy. splits_rows: sequence parallelism.
     """
 
     precision: Precision
     packs_rows: bool
-    keeps_gathered: bool = False
+    zero_stage: int = 3
     recomputes: bool = False
     scores_reference: bool = False
     num_metrics: int = 0
     measures_entropy: bool = False
-    checks_stop: bool = False
+    splits_rows: bool = False
 
 
 def step_messages(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows, settings: TrafficSettings) -> list[Message]:
     """All messages of a step of one data-parallel rank, whose dummy batches are in micro_batches already."""
     scheduled = _scheduled(stage, micro_batches, dummy)
-    messages = [message.times(len(scheduled)) for message in _for_weights(stage, settings, has_backward=True)]
+    messages = list(_for_weights(stage, settings, len(scheduled)))
     for rows, count in Counter(scheduled).items():
         messages += [message.times(count) for message in _for_rows(stage, rows, settings, has_backward=True)]
     messages += _pipeline(stage, scheduled, settings, has_backward=True)
@@ -108,7 +107,7 @@ def _scheduled(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows) -> list
 def _scoring(stage: Stage, rows: Rows, dummy: Rows, settings: TrafficSettings) -> Iterator[Message]:
     """The forward of the reference, one micro-batch at a time."""
     scheduled = _scheduled(stage, [rows], dummy)
-    yield from (message.times(len(scheduled)) for message in _for_weights(stage, settings, has_backward=False))
+    yield from _gathers(stage, settings, len(scheduled), has_backward=False)
     for each, count in Counter(scheduled).items():
         yield from (message.times(count) for message in _for_rows(stage, each, settings, has_backward=False))
     yield from _pipeline(stage, scheduled, settings, has_backward=False)
@@ -116,11 +115,10 @@ def _scoring(stage: Stage, rows: Rows, dummy: Rows, settings: TrafficSettings) -
         yield Message("pp", "broadcast", _FP32 * rows.scored, stage.dims.pp)
 
 
-def _for_weights(stage: Stage, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
-    """Messages of every micro-batch, whatever its rows."""
-    yield from _gathers(stage, settings, has_backward=has_backward)
-    if has_backward:
-        yield from _reductions(stage, settings)
+def _for_weights(stage: Stage, settings: TrafficSettings, micro_batches: int) -> Iterator[Message]:
+    """Messages of a step, whatever the rows of its micro-batches."""
+    yield from _gathers(stage, settings, micro_batches, has_backward=True)
+    yield from _reductions(stage, settings, micro_batches)
 
 
 def _for_rows(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
@@ -128,26 +126,33 @@ def _for_rows(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backwa
     yield from _context_parallel(stage, rows, settings, has_backward=has_backward)
 
 
-def _gathers(stage: Stage, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
-    """FSDP2 gathers every group in the forward, and again in the backward unless ZeRO-2 keeps it."""
+def _gathers(stage: Stage, settings: TrafficSettings, micro_batches: int, *, has_backward: bool) -> Iterator[Message]:
+    """FSDP2 gathers every group in the forward, and again in the backward unless ZeRO-2 keeps it; ZeRO-1 once."""
     size = stage.dims.fsdp_size
+    if has_backward and settings.zero_stage == 1:
+        micro_batches = min(1, micro_batches)
     for group in stage.fsdp_groups:
         itemsize = settings.precision.compute if group.is_layer else settings.precision.stored
         numel = size * group.shard_numel
-        is_kept = group.is_layer and settings.keeps_gathered
+        is_kept = settings.zero_stage < 3 if group.is_layer else settings.zero_stage == 1
         calls = 2 if has_backward and not is_kept else 1
-        yield Message("dp_shard", "all_gather", itemsize * numel, size, calls * group.count)
+        yield Message("dp_shard", "all_gather", itemsize * numel, size, calls * group.count * micro_batches)
 
 
-def _reductions(stage: Stage, settings: TrafficSettings) -> Iterator[Message]:
-    """FSDP2 reduces the gradients in every backward, in the stored precision."""
+def _reductions(stage: Stage, settings: TrafficSettings, micro_batches: int) -> Iterator[Message]:
+    """FSDP2 reduces the gradients in the stored precision: shards in every backward or, with ZeRO-1, in the last.
+
+    Replicas in the last backward, which each chunk of a stage has; the root belongs to all chunks.
+    """
     dims, stored = stage.dims, settings.precision.stored
+    calls = min(1, micro_batches) if settings.zero_stage == 1 else micro_batches
     for group in stage.fsdp_groups:
-        shard = group.trained_shard_numel
+        shard, size = group.trained_shard_numel, dims.fsdp_size
         if shard:
-            yield Message("dp_shard", "reduce_scatter", stored * shard * dims.fsdp_size, dims.fsdp_size, group.count)
-        if shard and dims.dp_replicate > 1:
-            yield Message("dp_replicate", "all_reduce", stored * shard, dims.dp_replicate, group.count)
+            yield Message("dp_shard", "reduce_scatter", stored * shard * size, size, calls * group.count)
+        if shard and dims.dp_replicate > 1 and micro_batches:
+            last = len(stage.chunks) if group is stage.fsdp_groups[0] and not group.is_layer else 1
+            yield Message("dp_replicate", "all_reduce", stored * shard, dims.dp_replicate, last * group.count)
 
 
 def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
@@ -160,9 +165,12 @@ def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has
     def all_reduce(numel: int, itemsize: int, calls: int = 1) -> Message:
         return Message("tp", "all_reduce", numel * itemsize, dims.tp, calls)
 
+    if settings.splits_rows:
+        total = rows.padded_to(dims.cp * dims.tp) // dims.cp
+        yield from _row_exchanges(stage, total, settings, has_backward=has_backward)
     if stage.is_first and any(p.name == shape.embedding and p.style for p in stage.outer):
         yield all_reduce(total * shape.hidden, stored)
-    for layer, count in stage.layer_counts:
+    for layer, count in () if settings.splits_rows else stage.layer_counts:
         skips = settings.packs_rows and shape.is_llama_like and dims.cp == 1 and layer == shape.num_layers - 1
         for numel, itemsize in _layer_reductions(
             stage, layer, total, rows.kept if skips else total, settings, has_backward=has_backward
@@ -173,6 +181,25 @@ def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has
         yield all_reduce(scored, _FP32, 4 if has_backward and settings.measures_entropy else 3)
         if has_backward:
             yield all_reduce(scored * shape.hidden, _FP32)
+
+
+def _row_exchanges(stage: Stage, total: int, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
+    """Sequence parallelism: gathers for the matrices that read a norm, and reductions after those that end a block."""
+    stored, compute = settings.precision.stored, settings.precision.compute
+
+    def exchange(kind: Kind, itemsize: int, calls: int) -> Message:
+        return Message("tp", kind, total * stage.shape.hidden * itemsize, stage.dims.tp, calls)
+
+    layers = sum(count for _, count in stage.layer_counts)
+    recomputed = layers if has_backward and settings.recomputes else 0
+    backward = 2 * layers if has_backward else 0
+    yield exchange("all_gather", compute, 2 * (layers + recomputed) + backward)
+    # recomputation stops at the last tensor that is needed
+    yield exchange("reduce_scatter", compute, 2 * layers + recomputed + backward)
+    if stage.is_first and has_backward:
+        yield exchange("all_gather", stored, 1)  # gradient of the embedding
+    if stage.is_last:
+        yield exchange("all_gather", stored, 1)  # for the LM head
 
 
 def _layer_reductions(
@@ -285,7 +312,11 @@ def _after_backward(stage: Stage, settings: TrafficSettings) -> Iterator[Message
         num_tensors, numel = sum(count for _, count in trained), sum(count * p.numel for p, count in trained)
         yield Message("step", "all_reduce", _FP64 * num_tensors, dims.dp_replicate)
         yield Message("dp_replicate", "all_reduce", max(stored, _FP32) * numel, dims.dp_replicate)
-    partial = [(p, count) for p, count in trained if p.has_partial_gradient]
+    partial = [
+        (p, count)
+        for p, count in trained
+        if p.has_partial_gradient or (settings.splits_rows and p.module.endswith("norm") and "self_attn" not in p.name)
+    ]
     if dims.tp > 1 and partial:
         local = sum(count * stage.local_numel(p) for p, count in partial)
         yield Message("tp", "all_reduce", max(stored, _FP32) * local, dims.tp)
@@ -297,12 +328,7 @@ def _after_backward(stage: Stage, settings: TrafficSettings) -> Iterator[Message
 
 
 def _bookkeeping(stage: Stage, settings: TrafficSettings) -> Iterator[Message]:
-    """Numbers that all ranks must agree on: micro-batches, metrics, the gradient norm and whether to stop."""
-    dims = stage.dims
-    if dims.fsdp_size > 1 and dims.num_data_ranks > 1:
-        yield Message("step", "all_reduce", _FP64, dims.num_data_ranks)
-    if dims.pp * dims.num_data_ranks > 1:
+    """Numbers that all ranks must agree on: the norm of the gradient, its zeros, whether to stop, and the metrics."""
+    if stage.dims.num_processes > 1:
         # sum and count of each metric, and three counts of tokens
-        yield Message("step", "all_reduce", _FP64 * (2 * settings.num_metrics + 3), dims.pp * dims.num_data_ranks)
-    if dims.num_processes > 1:
-        yield Message("step", "all_reduce", _FP64, dims.num_processes, 2 if settings.checks_stop else 1)
+        yield Message("step", "all_reduce", _FP64 * (3 + 2 * settings.num_metrics + 3), stage.dims.num_processes)

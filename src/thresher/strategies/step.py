@@ -1,10 +1,18 @@
-"""The end of a training step, for every engine: reduce, measure and clip the gradient, then update or skip."""
+"""The end of a training step, for every engine: reduce, measure and clip the gradient, then update or skip.
+
+All numbers that the processes must agree on travel in one message between devices: the squared norm of the gradient,
+the metrics, the counts of tokens and whether to stop. The host waits for the device once, to read their sums.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.metrics import MetricSum
@@ -12,7 +20,7 @@ from thresher.losses.objective import Objective
 from thresher.strategies.accumulate import LocalStepResult
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
-from thresher.strategies.strategy import StepOutcome, TokenCounts
+from thresher.strategies.strategy import StepOutcome, StopRequested, TokenCounts, never
 
 
 class StepParameters(Protocol):
@@ -22,16 +30,20 @@ class StepParameters(Protocol):
         """Sum the gradients of the step over ranks, if the backward has not done so."""
         ...
 
-    def count_zeros(self) -> int:
-        """Count the elements of the reduced gradients that are 0, each once over all processes; a collective call."""
+    def count_zeros(self) -> Tensor | float:
+        """Count this process's elements of the reduced gradients that are 0; each element belongs to one process."""
         ...
 
     def unscale(self, loss_scale: float) -> None:
         """Divide the gradients by the loss scale."""
         ...
 
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradients to a global norm of at most max_norm (0: no clipping); return the norm before."""
+    def squared_norm(self) -> Tensor | float:
+        """The sum of the squares of this process's elements of the reduced gradients, in fp64."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
         ...
 
     def zero_grad(self) -> None:
@@ -48,22 +60,34 @@ def finish_step(
     *,
     learning_rate: float,
     max_grad_norm: float,
+    device: torch.device,
     counts_zeros: bool = False,
     loss_scale: LossScale | None = None,
+    stop_requested: StopRequested = never,
 ) -> StepOutcome:
     """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged.
 
     update: makes the optimizer step with a learning rate. local: this rank's result of the backward, whose gradients
-    the parameters have.
+    the parameters have. stop_requested: whether this process asks all of them to stop after the step.
     """
     parameters.reduce_gradients()
-    # the reduced numbers are equal on every process, so all decide alike whether to skip the step
-    metrics, tokens = dp_group.metrics_group.all_reduce_metrics(local.metrics, astuple(local.tokens))
-    if counts_zeros:
-        metrics = metrics | {"num_zeros_in_grad": MetricSum(float(parameters.count_zeros()), 1.0)}
+    zeros = parameters.count_zeros() if counts_zeros else 0.0
     if loss_scale is not None:
         parameters.unscale(loss_scale.value)
-    grad_norm = parameters.clip(max_grad_norm)
+    own: list[Tensor | float] = [number for metric in local.metrics.values() for number in (metric.sum, metric.count)]
+    own += astuple(local.tokens)
+    if not dp_group.adds_metrics:
+        own = [0.0] * len(own)
+    # the sums are equal on every process, so all decide alike whether to skip the step
+    square, num_zeros, stops, *sums = dp_group.world.sum_numbers(
+        [parameters.squared_norm(), zeros, float(stop_requested()), *own], device
+    )
+    grad_norm, num_metrics = math.sqrt(square), len(local.metrics)
+    metrics = {name: MetricSum(*sums[2 * at : 2 * at + 2]) for at, name in enumerate(local.metrics)}
+    if counts_zeros:
+        metrics["num_zeros_in_grad"] = MetricSum(num_zeros, 1.0)
+    if max_grad_norm and grad_norm > max_grad_norm:
+        parameters.scale(max_grad_norm / (grad_norm + 1e-6))
     reason = nonfinite_reason(metrics, grad_norm)
     if loss_scale is not None:
         reason = loss_scale.after_step(reason)
@@ -79,4 +103,5 @@ def finish_step(
         )
         nonfinite = NonFiniteStep(reason, pairs, None if loss_scale is None else loss_scale.value)
     parameters.zero_grad()
-    return StepOutcome(metrics, grad_norm, TokenCounts(*tokens), nonfinite)
+    tokens = TokenCounts(*map(int, sums[2 * num_metrics :]))
+    return StepOutcome(metrics, grad_norm, tokens, nonfinite, stop_requested=stops > 0)

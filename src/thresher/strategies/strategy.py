@@ -5,7 +5,7 @@ The trainer knows its data-parallel rank; parallel axes and kernels are the engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +20,8 @@ from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.strategies.nonfinite import NonFiniteStep
+
+StopRequested = Callable[[], bool]
 
 
 class ParameterCounts(NamedTuple):
@@ -67,6 +69,7 @@ class StepOutcome:
     grad_norm: float
     tokens: TokenCounts
     nonfinite: NonFiniteStep | None = None
+    stop_requested: bool = False
 
     @property
     def skipped(self) -> bool:
@@ -76,6 +79,10 @@ class StepOutcome:
     def failed(self) -> bool:
         """Whether it was skipped for another reason than a loss scale that is too large."""
         return self.nonfinite is not None and self.nonfinite.is_failure
+
+
+def never() -> bool:
+    return False
 
 
 class Scorer(Protocol):
@@ -134,10 +141,12 @@ class TrainStrategy(Scorer, Protocol):
         *,
         num_pairs_in_step: int,
         learning_rate: float,
+        stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer.
 
         micro_batches are those of this rank; the outcome is that of the whole step, equal on every rank.
+        stop_requested: called after the backward; the outcome tells all ranks if it is true on any.
         """
         ...
 

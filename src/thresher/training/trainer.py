@@ -25,7 +25,7 @@ from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
-from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.distributed.groups import Metrics
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
@@ -148,6 +148,7 @@ class RankTrainer:
         self.trace: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self.stopped_at: int | None = None
         self.skipped: SkippedStep | None = None
+        self._stops = False
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step of the plan, or until a stop is requested; yield records when they are due.
@@ -161,10 +162,9 @@ class RankTrainer:
                 yield self.state.step, self.skipped
                 if self.skipped.ends_run:
                     return
-            stop_requested = self._stop_requested()
             if self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps:
                 yield self.state.step, self._pop_metrics()
-            if stop_requested:
+            if self._stops:
                 self.stopped_at = self.state.step
                 return
 
@@ -182,7 +182,9 @@ class RankTrainer:
             self.objective,
             num_pairs_in_step=len(pair_ids),
             learning_rate=self._schedule(self.state.step),
+            stop_requested=self._sees_stop_file,
         )
+        self._stops = outcome.stop_requested
         self.state.record_step(len(pair_ids), outcome)
         if outcome.nonfinite is None:
             self.skipped = None
@@ -226,7 +228,8 @@ class RankTrainer:
             yield {}
             return
         dp_group, lengths = self.strategy.dp_group, self._validation.store.lengths
-        batches = evaluation_batches(lengths, self._settings.evaluation, dp_group.rank, dp_group.size)
+        own = evaluation_batches(lengths, self._settings.evaluation, dp_group.rank, dp_group.size)
+        batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
         evaluation = Evaluation(self._score, self.objective, dp_group)
         sampler = PairSampler(self.objective, self._validation.store)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
@@ -235,7 +238,7 @@ class RankTrainer:
             for index, micro in enumerate(self._read(self._validation, batches)):
                 if time.monotonic() >= due:
                     due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
-                    yield EvaluationProgress(min(index, len(batches)), len(batches))  # other ranks may have more
+                    yield EvaluationProgress(index, len(batches))
                 sampler.add(micro.pairs.pair_ids, evaluation.add(micro))
             metrics = evaluation.metrics()
         if (pairs := sampler.gather(dp_group)) is not None:
@@ -298,24 +301,24 @@ class RankTrainer:
         self._clock.restart()
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        dp_group = self.strategy.dp_group
-        return self._read(self._train, self._micro_batching.split(pair_ids, dp_group.rank, dp_group.size))
+        rank, size = self.strategy.dp_group.rank, self.strategy.dp_group.size
+        if not self.strategy.dp_group.needs_lockstep:
+            return self._read(self._train, self._micro_batching.split(pair_ids, rank, size))
+        by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
+        return self._read(self._train, _with_empty(by_rank[rank], max(map(len, by_rank))))
 
     def _read(self, dataset: ScoredDataset, batches: Sequence[PairIds]) -> Iterator[MicroBatch]:
-        for ids in _pad_for_lockstep(batches, self.strategy.dp_group):
+        for ids in batches:
             pairs = dataset.store.read(ids)
             yield MicroBatch(pairs, None if dataset.reference is None else dataset.reference.logps(pairs))
 
     def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
         return self.strategy.score(batch, statistics=self.objective.statistics)
 
-    def _stop_requested(self) -> bool:
+    def _sees_stop_file(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
-        file, world = self._settings.stop_file, self.strategy.dp_group.world
-        if file is None:
-            return False
-        (requested,), _ = world.all_reduce([float(world.rank == 0 and file.exists())])
-        return requested > 0
+        file = self._settings.stop_file
+        return file is not None and self.strategy.dp_group.world.rank == 0 and file.exists()
 
     def _pop_metrics(self) -> dict[str, float]:
         return (
@@ -364,7 +367,6 @@ def evaluation_batches(lengths: Lengths, batching: ScoringBatching, rank: int, n
     return [ids[start:stop] for start, stop in itertools.pairwise(edges.tolist())]
 
 
-def _pad_for_lockstep(batches: Sequence[PairIds], dp_group: DataParallelGroup) -> list[PairIds]:
-    """Append empty batches if ranks must run the same number of forwards and another rank has more."""
-    missing = dp_group.max_over_ranks(len(batches)) - len(batches)
-    return [*batches, *[np.zeros(0, dtype=np.int64)] * missing]
+def _with_empty(batches: Sequence[PairIds], count: int) -> list[PairIds]:
+    """Append empty batches up to a number: ranks in lockstep run as many forwards as the one that has most."""
+    return [*batches, *[np.zeros(0, dtype=np.int64)] * (count - len(batches))]

@@ -90,6 +90,7 @@ class Case:
     nonfinite_pair: int | None = None
     virtual_pp_size: int = 1
     zero_stage: int = 3
+    sequence_parallel: bool = False
     router_loss_coef: float = 0.0
     frozen: tuple[str, ...] = ()
     counts_zeros: bool = False
@@ -273,8 +274,9 @@ def load_parallel(
         mesh_of(case.sizes),
         case.dtype,
         CPU,
-        keeps_gathered=case.zero_stage == 2,
+        zero_stage=case.zero_stage,
         virtual_pp_size=case.virtual_pp_size,
+        sequence_parallel=case.sequence_parallel,
     )
     trained.init(model, seed=0)
     return module, parallel

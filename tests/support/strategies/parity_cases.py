@@ -53,15 +53,37 @@ MATRIX = [
     Case(ParallelDims(dp_replicate=2), pairs_per_step=1, also="fewer pairs than ranks"),
     Case(ParallelDims(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
     Case(ParallelDims(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
-    *(Case(ParallelDims(dp_shard=2), layout, zero_stage=2, also="zero_stage 2") for layout in ("shared", "padded")),
-    Case(
-        ParallelDims(dp_shard=2),
-        zero_stage=2,
-        recomputes_activations=True,
-        also="gradient checkpointing with zero_stage 2",
+    *(Case(ParallelDims(dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
+    Case(ParallelDims(dp_shard=2), "padded", zero_stage=2, also="zero_stage 2"),
+    *(
+        Case(
+            ParallelDims(dp_shard=2),
+            zero_stage=stage,
+            recomputes_activations=True,
+            also=f"gradient checkpointing with zero_stage {stage}",
+        )
+        for stage in (1, 2)
     ),
-    Case(ParallelDims(dp_replicate=2, dp_shard=2), zero_stage=2, also="zero_stage 2"),
+    *(Case(ParallelDims(dp_replicate=2, dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
+    Case(ParallelDims(dp_shard=2, tp=2), family="qwen2", zero_stage=1, also="a tied embedding with zero_stage 1"),
     Case(ParallelDims(tp=2), recomputes_activations=True, also="gradient checkpointing"),
+    *(
+        Case(sizes, layout, family=family, sequence_parallel=True, also="sequence parallelism")
+        for sizes, layout, family in (
+            (ParallelDims(tp=2), "shared", "llama"),
+            (ParallelDims(tp=2), "packed", "qwen2"),
+            (ParallelDims(tp=2), "shared", "qwen3"),
+            (ParallelDims(tp=4), "shared", "llama"),
+            (ParallelDims(dp_shard=2, tp=2), "shared", "llama"),
+            (ParallelDims(cp=2, tp=2), "shared", "llama"),
+        )
+    ),
+    Case(
+        ParallelDims(tp=2),
+        sequence_parallel=True,
+        recomputes_activations=True,
+        also="gradient checkpointing with sequence parallelism",
+    ),
     Case(ParallelDims(tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
@@ -85,8 +107,9 @@ PIPELINES = [
     Case(ParallelDims(pp=4)),
     Case(ParallelDims(pp=2, dp_shard=2)),
     Case(ParallelDims(pp=2, dp_shard=2), "packed", virtual_pp_size=INTERLEAVED, also="interleaved"),
-    Case(ParallelDims(pp=2, dp_shard=2), zero_stage=2, also="zero_stage 2"),
+    *(Case(ParallelDims(pp=2, dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
     Case(ParallelDims(pp=2, tp=2)),
+    Case(ParallelDims(pp=2, tp=2), sequence_parallel=True, also="sequence parallelism"),
     Case(ParallelDims(pp=2, dp_replicate=2), "padded"),
     Case(ParallelDims(pp=2, cp=2)),
     Case(ParallelDims(pp=4), "padded", family="qwen2"),
@@ -96,7 +119,15 @@ PIPELINES = [
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
-    Case(ParallelDims(dp_shard=2), loss="aot", zero_stage=2, also="a loss that couples pairs, zero_stage 2"),
+    *(
+        Case(
+            ParallelDims(dp_shard=2),
+            loss="aot",
+            zero_stage=stage,
+            also=f"a loss that couples pairs, zero_stage {stage}",
+        )
+        for stage in (1, 2)
+    ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]

@@ -121,8 +121,8 @@ def _native_policy(run: Run, optimizer: OptimizerSettings) -> NativeTrain:
         module = run.trained.apply(model)
         if run.is_subset:
             freeze(model)
-        mesh, keeps_gathered = parity.mesh_of(run.sizes), run.zero_stage == 2
-        parallel = parallelize(model, str(run.model), mesh, torch.float32, parity.CPU, keeps_gathered=keeps_gathered)
+        mesh = parity.mesh_of(run.sizes)
+        parallel = parallelize(model, str(run.model), mesh, torch.float32, parity.CPU, zero_stage=run.zero_stage)
     run.trained.init(model, seed=0)
     if run.is_subset:
         freeze(model)

@@ -66,15 +66,21 @@ def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
         local.copy_(source[local_slices(into)])
 
 
-def allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Give every parameter that is on the meta device memory on a device, without values."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.device | None = None) -> None:
+    """Give every parameter that is on the meta device memory, without values, and move buffers to a device.
+
+    weights_on: the device of the parameters, if it is another one.
+    """
+    home = weights_on or device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # allocating a tied parameter made two of it
 
 
-def load_local_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Allocate every parameter on a device and read its local shard; `init_adapters` sets those of adapters."""
-    allocate(model, device)
+def load_local_shards(
+    model: PreTrainedModel, path: str, device: torch.device, *, weights_on: torch.device | None = None
+) -> None:
+    """Allocate every parameter and read its local shard; `init_adapters` sets those of adapters."""
+    allocate(model, device, weights_on=weights_on)
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:

@@ -107,11 +107,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Collective(NamedTuple):
-    """ranks: of its process group, in the world. device: type of the device of the payload."""
+    """ranks: of its process group, in the world. device: type of the device of the payload.
+
+    is_of_numbers: the payload is in fp64, so that it is no tensor of the model.
+    """
 
     kind: Kind
     ranks: tuple[int, ...]
     device: str
+    is_of_numbers: bool = False
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -144,7 +148,7 @@ class CommunicationCounter(TorchDispatchMode):
                 payload = made if kind == "all_gather" and is_functional else _payload(name, args)
                 tensors = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, Tensor)]
                 ranks = tuple(get_process_group_ranks(_group_of(args)))
-                collective = Collective(kind, ranks, tensors[0].device.type)
+                collective = Collective(kind, ranks, tensors[0].device.type, tensors[0].dtype == torch.float64)
                 self.calls_of[collective] += 1
                 self.payloads[collective] += sum(tensor.nbytes for tensor in tensors)
         return made

@@ -169,7 +169,7 @@ def _counted(
     calls: Counter[tuple[Axis, Kind, int, bool]] = Counter()
     for each, payload in communication.payloads.items():
         on_host = each.device == "cpu"
-        axis: Axis = "step" if on_host else axis_of(each.kind, each.ranks, dims, request.rank)
+        axis: Axis = "step" if on_host or each.is_of_numbers else axis_of(each.kind, each.ranks, dims, request.rank)
         key = axis, each.kind, len(each.ranks), on_host
         found[key] += payload
         calls[key] += communication.calls_of[each]
@@ -185,8 +185,6 @@ def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -
 
     from thresher.distributed.mesh import AXES
 
-    if kind in ("all_gather", "reduce_scatter"):
-        return "dp_shard"  # FSDP2, over dp_shard and cp
     if kind in ("send", "receive", "broadcast"):
         return "pp"
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
@@ -194,7 +192,10 @@ def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -
     for number, axis in enumerate(AXES):
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
-            return cast("Axis", axis)
+            # FSDP2 shards over dp_shard and cp
+            return "dp_shard" if axis == "cp" and kind in ("all_gather", "reduce_scatter") else cast("Axis", axis)
+    if kind in ("all_gather", "reduce_scatter"):
+        return "dp_shard"
     raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
 
 

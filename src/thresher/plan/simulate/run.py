@@ -52,9 +52,7 @@ def simulate_stage(
     layout = estimate.parts.layout
     rows = [rows_of(np.array(sizes, dtype=np.uint32), layout) for sizes in micro_batches]
     settings = replace(estimate.memory_settings, micro_batches=len(rows))
-    messages = step_messages(
-        estimate.stage(index), rows, dummy_rows(layout), replace(estimate.traffic_settings, checks_stop=False)
-    )
+    messages = step_messages(estimate.stage(index), rows, dummy_rows(layout), estimate.traffic_settings)
     memory = peak_memory(estimate.stage(index), max(rows, key=lambda each: each.total), settings)
     return SimulatedRank(stage, counted, memory, messages)
 

@@ -34,7 +34,7 @@ from thresher.strategies.native.router_loss import RouterLoss
 from thresher.strategies.native.sequential import SequentialExecutor
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.step import finish_step
-from thresher.strategies.strategy import MicroBatch, StepOutcome
+from thresher.strategies.strategy import MicroBatch, StepOutcome, StopRequested, never
 
 
 class DeepSpeedTrain:
@@ -51,7 +51,7 @@ class DeepSpeedTrain:
         settings: OptimizerSettings,
         dp_group: DataParallelGroup,
         *,
-        router_loss_coef: float = 0.0,
+        router_loss_coef: float,
     ):
         """router_loss_coef: weight of the load-balancing loss of a mixture-of-experts model; 0 leaves it out."""
         self.model = model.causal_lm
@@ -81,6 +81,7 @@ class DeepSpeedTrain:
         *,
         num_pairs_in_step: int,
         learning_rate: float,
+        stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
         local = accumulate_gradients(
@@ -96,6 +97,8 @@ class DeepSpeedTrain:
             max_grad_norm=self._settings.max_grad_norm,
             counts_zeros=self._settings.counts_zeros,
             loss_scale=self._loss_scale,
+            device=self.device,
+            stop_requested=stop_requested,
         )
 
     def _run_backward(self, loss: Tensor, is_last: bool) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
@@ -89,23 +89,27 @@ class PolicyOptimizer:
         finalize_model_grads(self.chunks)
         self._optimizer.prepare_grads()
 
-    def count_zeros(self) -> int:
-        """Count the elements of the reduced gradients that are 0, each once over all processes."""
-        return int(self._optimizer.count_zeros())
+    def count_zeros(self) -> float:
+        """Count the elements of the reduced gradients that are 0; Megatron-Core counts those of all processes."""
+        return self._once(float(self._optimizer.count_zeros()))
 
     def unscale(self, loss_scale: float) -> None:
         """Divide the gradients by the loss scale."""
+        self.scale(1.0 / loss_scale)
+
+    def squared_norm(self) -> float:
+        """The squared norm of the gradients; Megatron-Core sums it over all processes."""
+        return self._once(float(self._optimizer.get_grad_norm()) ** 2)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
         gradients = [p.grad for each in self._optimizer.chained_optimizers for p in each.get_parameters()]
         if gradients := [gradient for gradient in gradients if gradient is not None]:
-            torch._foreach_mul_(gradients, 1.0 / loss_scale)
+            torch._foreach_mul_(gradients, factor)
 
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradients to a norm of at most max_norm over the whole model; return the norm before."""
-        norm = float(self._optimizer.get_grad_norm())
-        for each in self._optimizer.chained_optimizers:
-            if max_norm and (parameters := each.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
-        return norm
+    def _once(self, total: float) -> float:
+        """A number of all processes as the share of one of them."""
+        return total if dist.get_rank() == 0 else 0.0
 
     def step(self, learning_rate: float) -> None:
         for group in self._optimizer.param_groups:

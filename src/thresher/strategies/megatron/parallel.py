@@ -80,6 +80,7 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
         needs_lockstep=sizes.ep > 1,
         reduces_gradients=False,
         is_writer=tp.rank == pp.rank == cp.rank == 0,
+        adds_metrics=tp.rank == cp.rank == 0,
     )
     context_parallel = None
     if cp.size > 1:

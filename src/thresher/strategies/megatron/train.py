@@ -25,7 +25,7 @@ from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.megatron.optimizer import PolicyOptimizer
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.step import finish_step
-from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome
+from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome, StopRequested, never
 
 
 class MegatronTrain:
@@ -60,6 +60,7 @@ class MegatronTrain:
         *,
         num_pairs_in_step: int,
         learning_rate: float,
+        stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
         local = accumulate_gradients(
@@ -75,6 +76,8 @@ class MegatronTrain:
             max_grad_norm=self._settings.max_grad_norm,
             counts_zeros=self._settings.counts_zeros,
             loss_scale=self._loss_scale,
+            device=self.device,
+            stop_requested=stop_requested,
         )
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:

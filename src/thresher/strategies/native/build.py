@@ -97,7 +97,8 @@ def _load_and_parallelize(
         spec.compute_dtype,
         spec.device,
         offload=settings.cpu_offload,
-        keeps_gathered=settings.zero_stage == 2,
+        zero_stage=settings.zero_stage,
         virtual_pp_size=settings.virtual_pp_size,
+        sequence_parallel=settings.sequence_parallel,
     )
     return model, module, parallel, counts

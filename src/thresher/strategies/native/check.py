@@ -28,6 +28,21 @@ def check(run: StrategyCheck) -> None:
     if not is_replicated:
         find_files_to_shard(run.path)
         check_axes(run.settings, run.num_workers, run.section, run.model_config, run.layout)
+        _check_sequence_parallel(run)
+
+
+def _check_sequence_parallel(run: StrategyCheck) -> None:
+    if not run.settings.sequence_parallel:
+        return
+    reason = None
+    if not run.layout.needs_pair_attention:
+        reason = f"the layout is {run.layout.name}, and it needs packed rows"
+    elif run.trained is not None and run.trained.lora is not None:
+        reason = "it does not support LoRA"
+    elif run.compiles:
+        reason = "it does not support torch_compile"
+    if reason is not None:
+        raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove one of them")
 
 
 def _check_router_loss(run: StrategyCheck) -> None:

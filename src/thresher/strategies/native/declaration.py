@@ -21,14 +21,18 @@ class FSDP2Settings(StrategySettings):
     virtual_pp_size: PositiveInt = 1
     """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
     bubble."""
+    sequence_parallel: bool = False
+    """Split the rows of the residual stream and the norms over the tensor-parallel workers too: less memory for
+    activations, and fewer bytes between these workers. For Llama-like models with a packed layout, without LoRA."""
     cp_size: PositiveInt = 1
     """Context-parallel size: workers that split each packed row, for long sequences."""
     dp_replicate: PositiveInt = 1
     """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
-    zero_stage: Literal[2, 3] = 3
+    zero_stage: Literal[1, 2, 3] = 3
     """3: weights are gathered for each layer, in the forward and again in the backward. 2: they stay gathered from the
     forward of a micro-batch to its backward, which saves one of the two all-gathers and costs the memory of the whole
-    model in the compute precision. Gradients and optimizer state are sharded in both."""
+    model in the compute precision. 1: they stay gathered for a whole step, and gradients are reduced once at its end,
+    which also costs the memory of the gradient of the whole model. Optimizer state is sharded in all of them."""
     cpu_offload: bool = False
     """Keep shards of weights, gradients and optimizer state in host memory between uses."""
 
@@ -71,9 +75,15 @@ class FSDP2Settings(StrategySettings):
         return super().fit(num_workers, available)[0], changes
 
     @model_validator(mode="after")
-    def _validate_virtual_stages(self) -> FSDP2Settings:
+    def _validate_combinations(self) -> FSDP2Settings:
         if self.virtual_pp_size > 1 and self.pp_size == 1:
             raise ValueError("virtual_pp_size has no effect without pp_size; set pp_size")
+        if self.sequence_parallel and self.tp_size == 1:
+            raise ValueError("sequence_parallel has no effect without tp_size; set tp_size")
+        if self.virtual_pp_size > 1 and self.zero_stage == 1:
+            raise ValueError(
+                "zero_stage 1 does not support virtual_pp_size; use zero_stage 2, or remove virtual_pp_size"
+            )
         return self
 
 

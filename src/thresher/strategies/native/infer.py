@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,12 +39,19 @@ class NativeInfer:
         self.model = model
         self.dp_group = parallel.dp_group
         self._layout = layout
-        self.pair_model = PairModel.for_layout(model, compute_dtype, layout, parallel.context_parallel)
+        self.pair_model = PairModel.for_layout(
+            model,
+            compute_dtype,
+            layout,
+            parallel.context_parallel,
+            device=parallel.device,
+            num_row_shards=parallel.num_row_shards,
+        )
         stage = parallel.stage
         self.executor: MicroBatchExecutor = (
-            SequentialExecutor(self.pair_model, layout, self._router_loss(router_loss_coef))
+            SequentialExecutor(self.pair_model, layout, self._router_loss(router_loss_coef), _backward(parallel))
             if stage is None
-            else PipelineExecutor(self.pair_model, layout, stage)
+            else PipelineExecutor(self.pair_model, layout, stage, parallel.gradient_sync)
         )
 
     def _router_loss(self, coef: float) -> RouterLoss | None:
@@ -82,3 +89,14 @@ class NativeInfer:
         """TR-DPO: set the weights to alpha * weights + (1 - alpha) * current."""
         for name, parameter in self.model.named_parameters():
             parameter.lerp_(weights[name].to(parameter), alpha)
+
+
+def _backward(parallel: ParallelContext) -> Callable[[Tensor, bool], None]:
+    sync = parallel.gradient_sync
+
+    def run(loss: Tensor, is_last: bool) -> None:
+        if sync is not None:
+            sync.before_backward(is_last=is_last)
+        loss.backward()
+
+    return run

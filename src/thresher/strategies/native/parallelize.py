@@ -14,7 +14,7 @@ from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
 from thresher.models.loading.load_sharded import allocate, load_local_shards
-from thresher.strategies.native.fsdp import apply_fsdp
+from thresher.strategies.native.fsdp import GradientSync, apply_fsdp
 from thresher.strategies.native.pipeline_parallel import PipelineStageInfo, keep_stage_layers
 from thresher.strategies.native.tensor_parallel import apply_tensor_parallel
 
@@ -29,6 +29,8 @@ class ParallelContext:
     coordinates: index along each axis that can shard a parameter; empty if every rank has a full copy.
     partial_grad_params: parameters replicated over tp whose gradients are partial sums there.
     stage: the layers of this process if the model is a pipeline.
+    device: that of computation, if the weights are elsewhere between uses.
+    gradient_sync: of FSDP2. num_row_shards: processes of tp that split the rows outside of its matrices.
     """
 
     dp_group: DataParallelGroup = field(default_factory=DataParallelGroup)
@@ -37,6 +39,9 @@ class ParallelContext:
     tp: Group = field(default_factory=Group)
     partial_grad_params: frozenset[str] = frozenset()
     stage: PipelineStageInfo | None = None
+    device: torch.device | None = None
+    gradient_sync: GradientSync | None = None
+    num_row_shards: int = 1
 
     @property
     def cp_rank(self) -> int:
@@ -65,8 +70,9 @@ def parallelize(
     device: torch.device,
     *,
     offload: bool = False,
-    keeps_gathered: bool = False,
+    zero_stage: int = 3,
     virtual_pp_size: int = 1,
+    sequence_parallel: bool = False,
 ) -> ParallelContext:
     """Parallelize a model on the meta device along every axis of a mesh, outermost first, and load the local shards.
 
@@ -74,14 +80,19 @@ def parallelize(
     """
     dims, device_mesh = mesh.dims, mesh.device_mesh
     stage = keep_stage_layers(model, mesh.group("pp"), virtual_pp_size) if dims.pp > 1 else None
-    partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"]) if dims.tp > 1 else frozenset()
+    partial_grad_params: frozenset[str] = frozenset()
+    if dims.tp > 1:
+        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=sequence_parallel)
+    gradient_sync = None
     if dims.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        apply_fsdp(model, device_mesh[axes], compute_dtype, offload=offload, keeps_gathered=keeps_gathered)
+        gradient_sync = apply_fsdp(model, device_mesh[axes], compute_dtype, offload=offload, zero_stage=zero_stage)
+    # FSDP2 requires that the shards which it offloads are on the CPU from the start
+    weights_on = torch.device("cpu") if offload else None
     if path is None:
-        allocate(model, device)
+        allocate(model, device, weights_on=weights_on)
     else:
-        load_local_shards(model, path, device)
+        load_local_shards(model, path, device, weights_on=weights_on)
     return ParallelContext(
         dp_group=mesh.data_parallel_group(),
         context_parallel=mesh.context_parallel(),
@@ -89,4 +100,7 @@ def parallelize(
         tp=mesh.group("tp"),
         partial_grad_params=partial_grad_params,
         stage=stage,
+        device=device,
+        gradient_sync=gradient_sync,
+        num_row_shards=dims.tp if sequence_parallel else 1,
     )

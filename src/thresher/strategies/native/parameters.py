@@ -12,14 +12,13 @@ The loss is already divided by the pairs of the whole step (see accumulate.py), 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.sharded_tensor import to_local
+from thresher.losses.pairs import to_fp64
 from thresher.strategies.native.parallelize import ParallelContext
 
 
@@ -69,25 +68,25 @@ class LocalParameters:
 
     def unscale(self, loss_scale: float) -> None:
         """Divide the gradients by the loss scale."""
+        self.scale(1.0 / loss_scale)
+
+    def squared_norm(self) -> Tensor | float:
+        """The sum of the squares of the gradients that this process owns, in fp64."""
+        owned = self._owned_gradients()
+        return to_fp64(nn.utils.get_total_norm(owned)).square() if owned else 0.0
+
+    def count_zeros(self) -> Tensor | float:
+        """Count the elements of the reduced gradients that this process owns and that are 0."""
+        owned = self._owned_gradients()
+        return torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in owned]).sum() if owned else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
         if gradients := [p.grad for p in self.shards.values() if p.grad is not None]:
-            torch._foreach_mul_(gradients, 1.0 / loss_scale)
+            torch._foreach_mul_(gradients, factor)
 
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradients to a global norm of at most max_norm (0: no clipping); return the norm before."""
-        owned = [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
-        local_norm = float(nn.utils.get_total_norm(owned)) if owned else 0.0
-        (square,), _ = self._parallel.dp_group.world.all_reduce([local_norm**2])
-        norm = math.sqrt(square)
-        if max_norm and norm > max_norm:
-            torch._foreach_mul_([p.grad for p in self.shards.values() if p.grad is not None], max_norm / (norm + 1e-6))
-        return norm
-
-    def count_zeros(self) -> int:
-        """Count the elements of the reduced gradients that are 0, each once over all processes; a collective call."""
-        owned = [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
-        local = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in owned)
-        _, (total,) = self._parallel.dp_group.world.all_reduce([], [local])
-        return total
+    def _owned_gradients(self) -> list[Tensor]:
+        return [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
 
     def zero_grad(self) -> None:
         for parameter, shard in self.shards.items():

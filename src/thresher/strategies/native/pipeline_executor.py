@@ -22,6 +22,7 @@ from thresher.models.logps import PairModel
 from thresher.models.pipeline_chunk import Chunk
 from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn
+from thresher.strategies.native.fsdp import GradientSync
 from thresher.strategies.native.pipeline_parallel import PipelineStageInfo
 from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
 from thresher.strategies.strategy import TokenCounts
@@ -36,6 +37,7 @@ class PipelineExecutor:
     model: PairModel
     layout: Layout
     stage: PipelineStageInfo
+    gradient_sync: GradientSync | None = None
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
@@ -92,7 +94,10 @@ class PipelineExecutor:
         return count
 
     def _run_schedule(self, run: _StepRun, loss: TorchLoss | None) -> None:
-        stages = [_RaggedStage(_ChunkModule(run, chunk), run, chunk, self.stage) for chunk in self.stage.chunks]
+        stages = [
+            _RaggedStage(_ChunkModule(run, chunk), run, chunk, self.stage, self.gradient_sync)
+            for chunk in self.stage.chunks
+        ]
         # built per call: a schedule has a fixed number of micro-batches, and building it is cheap
         num_batches = len(run.inputs)
         schedule = (
@@ -149,8 +154,10 @@ class _RaggedStage(PipelineStage):
     of micro-batches in flight.
     """
 
-    def __init__(self, module: nn.Module, run: _StepRun, chunk: Chunk, stage: PipelineStageInfo):
-        model = run.model
+    def __init__(
+        self, module: nn.Module, run: _StepRun, chunk: Chunk, stage: PipelineStageInfo, sync: GradientSync | None
+    ):
+        model, self._gradient_sync = run.model, sync
         self._shapes = [model.hidden_shape(inputs) for inputs in run.inputs]
         self._dtype = model.stored_dtype
         # declares one tensor that requires a gradient; its shape is not used
@@ -174,8 +181,12 @@ class _RaggedStage(PipelineStage):
         self._allocate_recv_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **rest: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **rest)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if self._gradient_sync is not None:  # torch asks for an FSDPModule, which a chunk is not
+            self._gradient_sync.before_backward(is_last=last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info.get(bwd_chunk_id, ())):
             info.buffer = None
 

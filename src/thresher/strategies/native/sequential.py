@@ -23,10 +23,6 @@ _IDS = np.zeros(2, dtype=np.int32)
 DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
 
 
-def run_backward(loss: Tensor, is_last: bool) -> None:  # noqa: ARG001
-    loss.backward()
-
-
 @dataclass(frozen=True)
 class SequentialExecutor:
     """Scores micro-batches in turn; the output of a dummy batch is discarded.
@@ -38,7 +34,7 @@ class SequentialExecutor:
     model: PairModel
     layout: Layout
     router_loss: RouterLoss | None = None
-    run_backward: Callable[[Tensor, bool], None] = run_backward
+    run_backward: Callable[[Tensor, bool], None] = lambda loss, _is_last: loss.backward()
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         return self._score(batch, statistics)[0]

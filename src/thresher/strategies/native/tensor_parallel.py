@@ -12,15 +12,17 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism, r
 
 from thresher.errors import UserError
 from thresher.models.pipeline_chunk import IdentityModule
+from thresher.strategies.native.sequence_parallel import ROWWISE, apply_sequence_parallel
 
 # transformers would all-reduce these gradients after every backward, adding earlier micro-batches again
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
-def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, splits_rows: bool = False) -> frozenset[str]:
     """Shard a model over a one-dimensional mesh; return the names of replicated parameters with partial gradients.
 
-    Those are norms within heads (Qwen 3): each process has the gradient of its heads, to be summed once per step.
+    Those are norms within heads (Qwen 3): each process has the gradient of its heads, to be summed once per step. And
+    with splits_rows (sequence parallelism) all norms, as each process has the gradient of its rows.
     """
     if not model.tp_plan:
         raise UserError(
@@ -30,11 +32,16 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset
     partial = partial_gradient_modules(model)
     on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
     styles = {name: style for name, style in module_styles(model).items() if name not in on_other_stages}
+    norms: frozenset[str] = frozenset()
+    if splits_rows:
+        norms = apply_sequence_parallel(model, mesh)
+        styles = {name: ROWWISE if style == "rowwise" else style for name, style in styles.items()}
     apply_tensor_parallelism(model, mesh, styles)
+    modules = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
     return frozenset(
         name
-        for name, _ in model.named_parameters()
-        if replace_layer_number_by_wildcard(name.rpartition(".")[0]) in partial
+        for name, module in modules.items()
+        if module in norms or replace_layer_number_by_wildcard(module) in partial
     )
 
 

@@ -23,7 +23,7 @@ from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.parameters import LocalParameters
 from thresher.strategies.optimizer import OptimizerSettings, adamw
 from thresher.strategies.step import finish_step
-from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome
+from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome, StopRequested, never
 
 
 class NativeTrain:
@@ -67,6 +67,7 @@ class NativeTrain:
         *,
         num_pairs_in_step: int,
         learning_rate: float,
+        stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
         return finish_step(
@@ -79,6 +80,8 @@ class NativeTrain:
             max_grad_norm=self._max_grad_norm,
             counts_zeros=self._counts_zeros,
             loss_scale=self._loss_scale,
+            device=self.device,
+            stop_requested=stop_requested,
         )
 
     def _update(self, learning_rate: float) -> None:
