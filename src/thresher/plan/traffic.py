@@ -126,6 +126,12 @@ def _for_rows(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backwa
     yield from _context_parallel(stage, rows, settings, has_backward=has_backward)
 
 
+def _local_rows(stage: Stage, rows: Rows, settings: TrafficSettings) -> int:
+    """Rows of a micro-batch in the matrices of this process; cp and sequence parallelism pad them."""
+    cp = stage.dims.cp
+    return rows.padded_to(cp * stage.dims.tp if settings.splits_rows else cp) // cp
+
+
 def _gathers(stage: Stage, settings: TrafficSettings, micro_batches: int, *, has_backward: bool) -> Iterator[Message]:
     """FSDP2 gathers every group in the forward, and again in the backward unless ZeRO-2 keeps it; ZeRO-1 once."""
     size = stage.dims.fsdp_size
@@ -160,13 +166,12 @@ def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has
     dims, shape, stored = stage.dims, stage.shape, settings.precision.stored
     if dims.tp == 1:
         return
-    total, scored = rows.padded_to(dims.cp) // dims.cp, rows.scored // dims.cp
+    total, scored = _local_rows(stage, rows, settings), rows.scored // dims.cp
 
     def all_reduce(numel: int, itemsize: int, calls: int = 1) -> Message:
         return Message("tp", "all_reduce", numel * itemsize, dims.tp, calls)
 
     if settings.splits_rows:
-        total = rows.padded_to(dims.cp * dims.tp) // dims.cp
         yield from _row_exchanges(stage, total, settings, has_backward=has_backward)
     if stage.is_first and any(p.name == shape.embedding and p.style for p in stage.outer):
         yield all_reduce(total * shape.hidden, stored)
@@ -252,7 +257,7 @@ def _context_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, ha
     dims, shape, itemsize = stage.dims, stage.shape, settings.precision.compute
     if dims.cp == 1:
         return
-    local = rows.padded_to(dims.cp) // dims.cp
+    local = _local_rows(stage, rows, settings)
     kv_heads = shape.kv_heads // dims.tp
     kv_heads *= max(1, dims.cp // kv_heads)  # repeated if there are fewer than ranks
     query = Message("cp", "all_to_all", itemsize * local * shape.head_dim * shape.heads // dims.tp, dims.cp)
@@ -292,7 +297,7 @@ def _pipeline(
         yield Message("pp", "send", _INT32, dims.pp, neighbours)
         yield Message("pp", "receive", _INT32, dims.pp, neighbours)
         for rows, count in Counter(micro_batches).items():
-            local = rows.padded_to(dims.cp) // dims.cp
+            local = _local_rows(stage, rows, settings) // (dims.tp if settings.splits_rows else 1)
             hidden = settings.precision.stored * local * shape.hidden
             if number < num_chunks - 1:
                 yield Message("pp", "send", hidden, dims.pp, count)
