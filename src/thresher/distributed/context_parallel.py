@@ -41,8 +41,16 @@ class ContextParallel:
         return gathered
 
     def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        key, value = self._repeat_kv(key), self._repeat_kv(value)
-        return self._all_to_all_heads(query), self._all_to_all_heads(key), self._all_to_all_heads(value)
+        """[1, heads, rows / size, dim] -> [1, heads / size, rows, dim] of each, in one message."""
+        states = (query, self._repeat_kv(key), self._repeat_kv(value))
+        # by rank: its heads of queries, keys and values
+        shards = [each.reshape(self.size, each.shape[1] // self.size, *each.shape[2:]) for each in states]
+        if value.shape[-1] != query.shape[-1]:
+            query, key, value = (self._receive(each.contiguous()) for each in shards)
+            return query, key, value
+        received = self._receive(torch.cat(shards, dim=1))
+        query, key, value = received.split([each.shape[1] for each in shards], dim=1)
+        return query, key, value
 
     def scatter_sequence(self, attended: Tensor) -> Tensor:
         """[1, heads / size, rows, dim] -> [1, heads, rows / size, dim]."""
@@ -51,12 +59,11 @@ class ContextParallel:
         received: Tensor = _AllToAll.apply(shards.contiguous(), self.group)  # type: ignore[no-untyped-call]
         return received.reshape(1, self.size * heads, rows // self.size, dim)
 
-    def _all_to_all_heads(self, states: Tensor) -> Tensor:
-        """[1, heads, rows / size, dim] -> [1, heads / size, rows, dim]."""
-        _, heads, rows, dim = states.shape
-        shards = states.reshape(self.size, heads // self.size, rows, dim)
-        received: Tensor = _AllToAll.apply(shards.contiguous(), self.group)  # type: ignore[no-untyped-call]
-        return received.transpose(0, 1).reshape(1, heads // self.size, self.size * rows, dim)
+    def _receive(self, shards: Tensor) -> Tensor:
+        """Heads of each rank, [size, heads, rows / size, dim] -> own heads, [1, heads, rows, dim]."""
+        size, heads, rows, dim = shards.shape
+        received: Tensor = _AllToAll.apply(shards, self.group)  # type: ignore[no-untyped-call]
+        return received.transpose(0, 1).reshape(1, heads, size * rows, dim)
 
     def _repeat_kv(self, states: Tensor) -> Tensor:
         """Repeat key/value heads if there are fewer of them than ranks."""

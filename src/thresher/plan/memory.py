@@ -320,7 +320,8 @@ def _tables(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
 
 def _final_norm(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     last = _local_rows(stage, stage.shape.num_layers - 1, rows, settings)[1]
-    return 3 * settings.precision.stored * last * stage.shape.hidden if stage.is_last else 0
+    held = 3 * settings.precision.stored * last * stage.shape.hidden // _row_shards(stage, settings)
+    return held if stage.is_last else 0
 
 
 def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings) -> tuple[int, int]:

@@ -260,16 +260,15 @@ def _context_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, ha
     local = _local_rows(stage, rows, settings)
     kv_heads = shape.kv_heads // dims.tp
     kv_heads *= max(1, dims.cp // kv_heads)  # repeated if there are fewer than ranks
-    query = Message("cp", "all_to_all", itemsize * local * shape.head_dim * shape.heads // dims.tp, dims.cp)
-    key = Message("cp", "all_to_all", itemsize * local * shape.head_dim * kv_heads, dims.cp)
-    forward = [query, key, key, query]
+    width, heads = itemsize * local * shape.head_dim, shape.heads // dims.tp
+    inputs = Message("cp", "all_to_all", width * (heads + 2 * kv_heads), dims.cp)
+    output = Message("cp", "all_to_all", width * heads, dims.cp)
     for layer, count in stage.layer_counts:
-        in_layer = forward * (2 if has_backward and settings.recomputes else 1)
+        in_layer = [inputs, output] * (2 if has_backward and settings.recomputes else 1)
         if has_backward:
-            in_layer += [query]
-            for name, message in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-                if settings.recomputes or _has_gradient(stage, layer, name):
-                    in_layer.append(message)
+            in_layer.append(output)
+            if settings.recomputes or any(_has_gradient(stage, layer, f"{name}_proj") for name in "qkv"):
+                in_layer.append(inputs)
         yield from (message.times(count) for message in in_layer)
     if stage.is_last:
         values = 2 if has_backward and settings.measures_entropy else 1
