@@ -57,7 +57,11 @@ def test_what_would_be_ignored_is_an_error(family, changes, named):
         ("llama", MegatronSizes(tp=8), "tensor_model_parallel_size 8"),
         ("llama", MegatronSizes(tp=3), "tensor_model_parallel_size 3"),
         ("llama", MegatronSizes(cp=3), "context_parallel_size 3"),
-        ("llama", MegatronSizes(tp=2, cp=4), "context_parallel_size 4"),
+        (
+            "llama",
+            MegatronSizes(tp=2, cp=4),
+            "context_parallel_size 4 does not split the 2 attention heads and 1 key/value heads of model per",
+        ),
         ("llama", MegatronSizes(pp=3), "2 layers"),
         ("llama", MegatronSizes(pp=2, virtual_pp=2), "4 pipeline chunks"),
         ("llama", MegatronSizes(virtual_pp=2), "virtual_pipeline_model_parallel_size"),
@@ -71,7 +75,7 @@ def test_sizes_that_do_not_split_the_model_are_an_error(family, sizes, named):
         check_sizes(describe_model(FAMILIES[family], "model"), sizes, "model")
 
 
-@pytest.mark.parametrize("sizes", [MegatronSizes(tp=4), MegatronSizes(tp=2, pp=2), MegatronSizes(cp=2)])
+@pytest.mark.parametrize("sizes", [MegatronSizes(tp=4), MegatronSizes(tp=2, pp=2), MegatronSizes(cp=2), MegatronSizes(cp=4)])
 def test_sizes_that_split_the_model(sizes):
     check_sizes(describe_model(FAMILIES["llama"], "model"), sizes, "model")
 
