@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.segment_visibility import visibility
 from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.pair import Pair, PairBatch
 from thresher.errors import UserError
@@ -15,28 +16,11 @@ from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
 from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import Segment, query_slices
+from thresher.models.attention.segments import Segment
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel
-
-
-def visibility(segments: tuple[Segment, ...], num_keys: int, window: int | None = None) -> torch.Tensor:
-    """Full mask, [queries, num_keys] bool: True where a query attends to a key. The oracle of the attention tests."""
-    visible = torch.zeros(sum(segment.length for segment in segments), num_keys, dtype=torch.bool)
-    for segment, queries in query_slices(segments):
-        own = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
-        prefix = torch.ones(segment.length, segment.prefix_length, dtype=torch.bool)
-        if window is not None:
-            # distances are between positions: a segment continues where its prefix ends
-            own &= torch.ones(segment.length, segment.length, dtype=torch.bool).triu(1 - window)
-            rows = torch.arange(segment.length)[:, None] + segment.prefix_length
-            prefix &= rows - torch.arange(segment.prefix_length)[None] < window
-        visible[queries, segment.start : segment.stop] = own
-        visible[queries, segment.prefix_start : segment.prefix_stop] = prefix
-    return visible
-
 
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
 PACKABLE = list(FAMILIES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +28,17 @@ def stack_numbers(numbers: Sequence[Tensor | float], device: torch.device) -> Te
     return torch.stack(
         [on_device[at].detach().to(on, torch.float64) if at in on_device else vector[at] for at in range(len(known))]
     )
+
+
+def copy_arrays_to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Copy integer arrays to a device as int32 tensors with memory of their own, in one copy."""
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
+    copies = [torch.empty(array.shape, dtype=torch.int32, device=device) for array in arrays]
+    # not views of one tensor: compiled code would depend on their offsets
+    torch.split_with_sizes_copy(
+        copy_to_device(packed, device), [array.size for array in arrays], out=[copy.view(-1) for copy in copies]
+    )
+    return copies
 
 
 def read_numbers(numbers: Sequence[Tensor | float]) -> list[float]:

@@ -19,6 +19,7 @@ from thresher.data.pair import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel, original_forward
+from thresher.models.optimizations.compile import uncompiled_layers
 
 # mean difference in nats per token that the shape of the batch alone may cause
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 0.0125, torch.bfloat16: 0.1}
@@ -33,8 +34,8 @@ def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Raise if the logps of a layout differ from those of the model's original forward."""
     exact = in_storage_precision(model)
     inputs = layout.collate(batch)
-    # eager: hooks on the layers would cause a recompilation
-    with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    # hooks on compiled layers would cause a recompilation
+    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm):
         logps, layers = _pair_forward(exact, layout, inputs)
         expected, expected_layers = _original_forward(exact, batch, scores_prompt=layout.scores_prompt)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0

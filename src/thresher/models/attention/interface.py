@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from thresher.errors import UserError
 from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash_cpu import SegmentedFlash
-from thresher.models.attention.flex import block_mask, flex_segment_attention
-from thresher.models.attention.segments import PackedAttention, Segment
+from thresher.models.attention.flex import block_mask, compiled_flex_attention, flex_segment_attention
+from thresher.models.attention.segments import PackedAttention
 
 PAIR_ATTENTION = "thresher_pairs"
 
@@ -50,43 +49,58 @@ def pair_attention(
     # under autocast, the rotary embedding returns queries and keys in fp32
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    segments, exchange = pair_visibility.segments, pair_visibility.exchange
+    exchange = pair_visibility.exchange
     if exchange is not None:
         query, key, value = exchange.gather_sequence(query, key, value)
-    longest = max(segment.context_length for segment in segments)
+    longest = max(segment.context_length for segment in pair_visibility.segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    if query.device.type != "cpu":
-        out = GPU_KERNELS["segments"](query, key, value, segments, scale, softcap, window)
-    elif softcap is None and window is None and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
-        out = SegmentedFlash.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
-    else:
-        out = dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
+    attend = KERNELS.get(query.device.type, _flex_attention)
+    out = attend(query, key, value, pair_visibility, scale, softcap, window)
     if exchange is not None:
         out = exchange.scatter_sequence(out)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: PackedAttention,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    segments = visibility.segments
+    if softcap is None and window is None and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
+        out: Tensor = SegmentedFlash.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
+        return out
+    return dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
 
 
 def _flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: tuple[Segment, ...],
+    visibility: PackedAttention,
     scale: float,
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    mask = _cached_mask(segments, key.shape[2], window, query.device)
-    return flex_segment_attention(query, key, value, mask, scale, softcap)
+    mask = cached_mask(visibility, key.shape[2], window, query.device)
+    return flex_segment_attention(query, key, value, mask, scale, softcap, compiled_flex_attention())
 
 
-# a simulation, whose tensors have no values, replaces the kernel
-GPU_KERNELS: dict[str, Callable[..., Tensor]] = {"segments": _flex_attention}
+# by type of device; a simulation, whose tensors have no values, replaces the kernel of GPUs
+KERNELS: dict[str, Callable[..., Tensor]] = {"cpu": _cpu_attention, "cuda": _flex_attention}
+
+
+def cached_mask(visibility: PackedAttention, num_keys: int, window: int | None, device: torch.device) -> BlockMask:
+    """Return the block mask of a micro-batch, which its layers share."""
+    key = num_keys, window, device
+    if key not in visibility.masks:
+        visibility.masks[key] = block_mask(visibility.segments, num_keys, window, device)
+    return visibility.masks[key]
 
 
 def _no_mask(*_args: Any, **_settings: Any) -> None:
     return None
-
-
-@lru_cache(maxsize=4)
-def _cached_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None, device: torch.device) -> BlockMask:
-    return block_mask(segments, num_keys, window, device)

@@ -7,10 +7,16 @@ rows, the queries are those rows, and keys and values are still the full row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskKey = tuple[int, int | None, torch.device]  # number of keys, window, device
 
 
 class UlyssesExchange(Protocol):
@@ -63,11 +69,13 @@ class PackedAttention:
     """The segments as one object that compiled layers pass on as opaque.
 
     With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs. exchange: the
-    all-to-all of context parallelism.
+    all-to-all of context parallelism. masks: block masks of the segments, which live as long as the micro-batch: a
+    pipeline stage has many in flight, and its backward may compute a forward again.
     """
 
     segments: tuple[Segment, ...]
     exchange: UlyssesExchange | None = None
+    masks: dict[MaskKey, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def run_rank(request: RankRequest) -> RankResult:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from thresher.models.attention.interface import GPU_KERNELS
+    from thresher.models.attention.interface import KERNELS
     from thresher.observability.memory import peak_rss_bytes
     from thresher.plan.simulate.attention import attention_without_values
     from thresher.plan.simulate.counters import CommunicationCounter, LiveBytes, OperationCounter
@@ -57,7 +57,7 @@ def run_rank(request: RankRequest) -> RankResult:
 
     device = torch.device("cuda", 0)
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
-    GPU_KERNELS["segments"] = attention_without_values
+    KERNELS["cuda"] = attention_without_values
     live, host = LiveBytes(device.type), HostSide()
     counted, communication = OperationCounter(device.type), CommunicationCounter()
     with FakeTensorMode(allow_non_fake_inputs=True), live:

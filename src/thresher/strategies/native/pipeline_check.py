@@ -18,6 +18,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError, eval_mode, family_of, in_storage_precision
 from thresher.models.layouts import ModelInputs, PaddedLayout
 from thresher.models.logps import PairModel, original_forward
+from thresher.models.optimizations.compile import uncompiled_layers
 from thresher.models.pipeline_chunk import Chunk
 from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.native.pipeline_executor import PipelineExecutor
@@ -28,7 +29,7 @@ def check_stages(executor: PipelineExecutor, batch: PairBatch) -> None:
     """Raise UserError on every stage if the logps differ from those of the original layers."""
     model = in_storage_precision(executor.model)
     original = _OriginalForwardModel(model.causal_lm, model.compute_dtype)
-    with eval_mode(model.causal_lm), torch.compiler.set_stance("force_eager"):
+    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm):
         ours = _flat(replace(executor, model=model).score(batch))
         with original_forward(model.causal_lm):
             one_by_one = replace(
