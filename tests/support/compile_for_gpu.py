@@ -142,12 +142,18 @@ def _compile_attention() -> None:
 
     segments = (Segment(0, 639), Segment(639, 1022, 0, 256), Segment(1022, 1500))
     device = torch.device("cuda", 0)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shapes = [(1, 32, 1500, 128), (1, 8, 1500, 128), (1, 8, 1500, 128)]
-        heads = [torch.empty(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        mask = block_mask(segments, 1500, None, device)
-        out = flex_segment_attention(*heads, mask, 128**-0.5, None, compiled_flex_attention())
-        out.sum().backward()
+    for dtype, with_grad, softcap in (
+        (torch.bfloat16, True, None),
+        (torch.bfloat16, True, 30.0),
+        (torch.float32, False, None),  # the start-up check
+    ):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(with_grad):
+            shapes = [(1, 32, 1500, 128), (1, 8, 1500, 128), (1, 8, 1500, 128)]
+            heads = [torch.empty(shape, device=device, dtype=dtype, requires_grad=with_grad) for shape in shapes]
+            mask = block_mask(segments, 1500, None, device)
+            out = flex_segment_attention(*heads, mask, 128**-0.5, softcap, compiled_flex_attention())
+            if with_grad:
+                out.sum().backward()
 
 
 if __name__ == "__main__":
