@@ -91,15 +91,18 @@ def compile_flex_attention(backend: str | Callable[..., Any], max_variants: int)
     )
 
     def attend(*tensors: Tensor, **settings: Any) -> Tensor:
+        specialized = config.specialize_float
+        # a soft cap that is not a constant has no backward in torch 2.13; `config.patch` is slow, and each layer calls
+        config.specialize_float = True
         try:
-            # a soft cap that is not a constant has no backward in torch 2.13
-            with config.patch(specialize_float=True):
-                out: Tensor = compiled(*tensors, **settings)
+            out: Tensor = compiled(*tensors, **settings)
         except FailOnRecompileLimitHit as error:
             raise UserError(
                 f"FlexAttention was compiled for {max_variants} kinds of inputs, and this micro-batch needs another "
                 "kernel; set layout=padded, and report the messages of a run with TORCH_LOGS=recompiles"
             ) from error
+        finally:
+            config.specialize_float = specialized
         return out
 
     return attend
