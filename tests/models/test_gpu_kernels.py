@@ -17,7 +17,7 @@ from thresher.data.store.cache import user_cache_dir
 from thresher.plan.simulate.fake_cuda import compile_guard
 
 
-@pytest.mark.hand  # two minutes per GPU; CI runs the traced graphs (test_flex_attention.py)
+@pytest.mark.hand  # a minute or more per GPU; CI runs the traced graphs (test_flex_attention.py)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton==3.9.0")
 @pytest.mark.parametrize("capability", GPUS)
 def test_attention_compiles_for_a_gpu_forward_and_backward(capability):
