@@ -240,7 +240,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
         print("| workers | steps per range | pairs in the store | wall | CPU |\n|---:|---:|---:|---|---|")
         for size in ranks:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
-            cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train", False))
+            cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train"))
             cluster.call("run_quietly", 0)  # wait for all workers
             report_driver(size, time_ranges(TrainerGroup(cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])

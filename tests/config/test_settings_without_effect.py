@@ -259,7 +259,6 @@ def test_a_setting_that_a_run_would_ignore_is_rejected(key):
     [
         ("ray_address", "a:1", "ray_address has no effect with runtime: torchrun; use runtime: ray"),
         ("max_restarts", 2, "max_restarts has no effect with runtime: torchrun; set runtime: ray or remove it"),
-        ("heartbeat_timeout", 16, "heartbeat_timeout has no effect with runtime: torchrun"),
         ("elastic", True, "elastic has no effect with runtime: torchrun"),
         *(
             (f"reference.{name}", value, f"reference.{name} has no effect with runtime: torchrun, where the policy's")

@@ -21,7 +21,7 @@ def reference_cluster(ray_here) -> Iterator[Any]:
     from thresher.runtime.ray.workers import ReferenceWorker
 
     resources = ResourceManager([RoleDemand("reference", (), 1)], None, concurrent=True)
-    cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference", joins_process_group=False))
+    cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference"))
     yield cluster
     cluster.close()
     resources.close()

@@ -140,6 +140,7 @@ def test_a_rank_uses_the_mapped_gpu_or_that_of_its_local_rank(monkeypatch, local
 
     from thresher.runtime.torchrun import device_of_rank
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     config = parse_config({"runtime": "torchrun", **settings})
@@ -151,10 +152,12 @@ def test_a_rank_without_a_gpu_is_reported(monkeypatch):
 
     from thresher.runtime.torchrun import device_of_rank
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        UserError, match=r"rank 3 of 4 needs GPU 2 of \S+, which has 2; start at most one process per GPU"
-    ):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = r"torch finds 2 GPUs there \(CUDA_VISIBLE_DEVICES=0,1\); check nvidia-smi"
+    with pytest.raises(UserError, match=rf"rank 3 of 4 on \S+ needs GPU 2, but {found}"):
         device_of_rank(Launch("torchrun", 3, 4, 2, ("node1", 29500)), parse_config({"runtime": "torchrun"}))
 
 

@@ -98,6 +98,32 @@ def test_a_hung_worker_is_reported_with_its_last_activity(values, uninterrupted,
     assert_equal_runs(tmp_path / "hung", uninterrupted)
 
 
+def test_a_worker_that_never_enters_a_collective_is_found_by_its_missing_progress(
+    values, uninterrupted, tmp_path, monkeypatch
+):
+    """Its process lives and sends heartbeats; the other rank waits for it in a real collective of gloo."""
+    from tests.support import stalling_worker
+    from thresher.runtime.ray import runtime
+
+    monkeypatch.setattr(runtime, "ActorWorker", stalling_worker.StallingWorker)
+    heartbeat_timeout, mark = 16.0, tmp_path / "stalled"
+    own = {"system_envs": {stalling_worker.VARIABLE: str(mark)}, "heartbeat_timeout": heartbeat_timeout}
+    config = parse_config({**values, **own, "output_dir": str(tmp_path / "stuck")})
+    with logged(logging.WARNING) as records:
+        DPOPipeline(config, console=None).run()
+    (record,) = [record for record in records if "workers are stuck" in record.getMessage()]
+    worker = r"actor_train worker [01] of 2, step 4: (training|waiting for the reference) \(process \d+\)"
+    start = rf"workers are stuck: none has made progress for \d+ s; {worker}; {worker}; their logs have their stacks; "
+    assert re.match(start + "restarting from .+step-00000002 ", record.getMessage()), record.getMessage()
+    # before it is logged, the workers write their stacks and are killed, and checkpoints are verified
+    assert record.created - float(mark.read_text()) <= heartbeat_timeout + 13
+    waiting, sleeping = ((tmp_path / "stuck/logs/workers" / f"actor_train-{rank}.log").read_text() for rank in (0, 1))
+    assert "in never_enter_the_collectives" in sleeping
+    assert " in all_reduce" in waiting
+    assert "in never_enter_the_collectives" not in waiting
+    assert_equal_runs(tmp_path / "stuck", uninterrupted)
+
+
 class Terminator(Killer):
     """A console tracker that sends SIGTERM to this process when a step is logged for the first time."""
 

@@ -150,6 +150,18 @@ def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, lau
     assert "ready at step 2 of 4" in (tmp_path / "out" / "logs" / "workers" / "actor_train-1.log").read_text()
 
 
+@pytest.mark.hand
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise(config, launched, tmp_path):
+    changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10}
+    path = write(config, tmp_path / "out", changes)
+    hung = torchrun("tests.support.launched", "1:hang:3", "train", path)
+    assert hung.returncode == 1
+    (line,) = errors(hung.stderr)
+    assert line.startswith("error: another rank hangs: it did not enter a collective in time (Timed out waiting 10000")
+    assert torchrun("thresher", "train", path).returncode == 0
+    assert_equal_runs(launched("replicas"), tmp_path / "out")
+
+
 def test_the_error_of_a_rank_is_shown_once_and_ends_all_ranks_with_its_exit_code(config, tmp_path):
     path = write(config, tmp_path / "out", {"system_envs": {"THRESHER_TEST": 7}})
     codes, shown = finish(start_tasks("tests.support.launched", "1:fail:2", "train", path))

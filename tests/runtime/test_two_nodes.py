@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.compared_runs import merge
 from tests.support.logged import logged
@@ -56,9 +57,18 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_over_two_nodes_equals_one_process(base, local, address, tmp_path, layout):
-    lines = run(merge(merge(base, layout), {"ray_address": address}), tmp_path / "out")
+    without_gpus = {"ray_address": address, "system_envs": {"THRESHER_DEVICE": "cpu"}}
+    lines = run(merge(merge(base, layout), without_gpus), tmp_path / "out")
     assert "device      2 x cpu on 2 nodes" in lines
     assert_same_run(tmp_path / "out", local)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_a_worker_whose_gpu_torch_cannot_use_ends_the_run_and_does_not_compute_on_the_cpu(base, address, tmp_path):
+    values = merge(merge(base, LAYOUTS["the reference on the policy's devices"]), {"ray_address": address})
+    with pytest.raises(UserError, match=r"^actor_train worker [01] of 2 on \S+ needs GPU 0, but .*; check nvidia-smi"):
+        run(values, tmp_path / "out")
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 @pytest.fixture
@@ -90,8 +100,7 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
     roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
     resources = ResourceManager(roles, None, concurrent=True)
     clusters = {
-        name: Cluster(name, LocationWorker, resources, WorkerConfig(name, joins_process_group=False))
-        for name in ("actor_train", "reference")
+        name: Cluster(name, LocationWorker, resources, WorkerConfig(name)) for name in ("actor_train", "reference")
     }
     policy, reference = (cluster.call("where") for cluster in clusters.values())
     first, second = (node.node_id for node in alive_nodes())

@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 -m tests.support.launched RANK:HOW:STEP train CONFIG.yaml ...
 
-HOW: kill, with SIGKILL after the step, or fail, with a user error in it.
+HOW: kill, with SIGKILL after the step; fail, with a user error in it; or hang, before its first collective.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 from tests.support.train_and_kill import kill_at
 from thresher.cli import main
@@ -16,11 +17,13 @@ from thresher.errors import UserError
 from thresher.training.trainer import RankTrainer
 
 
-def fail_at(step: int) -> None:
+def fail_at(step: int, *, hangs: bool = False) -> None:
     training_step = RankTrainer.training_step
 
     def fail(self: RankTrainer) -> object:
         if self.state.step + 1 == step:
+            if hangs:
+                time.sleep(3600)
             raise UserError(f"step {step} fails on purpose")
         return training_step(self)
 
@@ -30,5 +33,5 @@ def fail_at(step: int) -> None:
 if __name__ == "__main__":
     rank, how, step = sys.argv.pop(1).split(":")
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == rank:
-        kill_at("step", int(step)) if how == "kill" else fail_at(int(step))
+        kill_at("step", int(step)) if how == "kill" else fail_at(int(step), hangs=how == "hang")
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
@@ -77,6 +78,9 @@ def build_trainer(
             seed=config.seed,
             stop_file=stop_file(config),
             async_save=config.async_save,
+            collective_timeout=timedelta(seconds=config.heartbeat_timeout),
+            # on Ray the driver finds ranks that hang, and says which
+            limits_hosts=config.runtime == "torchrun",
         ),
         checkpoints=build_checkpoint_manager(config),
         identity={

@@ -218,7 +218,8 @@ class DPOConfig(LossConfig):
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: maximum consecutive restarts without a new checkpoint."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """On Ray: seconds without a heartbeat after which a worker counts as lost."""
+    """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. In
+    steps after warm-up, also the timeout of collectives: of NCCL, and with torchrun of gloo."""
     elastic: bool = False
     """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
     the next checkpoint."""
@@ -324,8 +325,9 @@ class DPOConfig(LossConfig):
         elif not self.uses_ray and self.runtime != "torchrun":
             yield self.non_default("num_gpus_per_node"), "in one process; set runtime: ray or remove {it}"
         if not self.uses_ray:
-            on_ray = self.non_default("max_restarts", "heartbeat_timeout", "elastic")
-            where = "with runtime: torchrun" if self.runtime == "torchrun" else "in one process"
+            is_launched = self.runtime == "torchrun"
+            on_ray = self.non_default("max_restarts", *([] if is_launched else ["heartbeat_timeout"]), "elastic")
+            where = "with runtime: torchrun" if is_launched else "in one process"
             yield on_ray, f"{where}; set runtime: ray or remove {{it}}"
         for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
             if (value := getattr(self, strategy)) != "steps":

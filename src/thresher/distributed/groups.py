@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from thresher.distributed.host_copies import copy_to_device, read_numbers, stack_numbers
 from thresher.distributed.sharded_tensor import to_local
+from thresher.distributed.timeouts import BACKGROUND
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 
@@ -78,7 +79,7 @@ class Group:
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True, group_desc=BACKGROUND)
         return Group(self.rank, self.size, group)
 
     def all_reduce(self, numbers: Sequence[float], counts: Sequence[int] = ()) -> tuple[list[float], list[int]]:

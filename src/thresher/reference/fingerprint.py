@@ -10,6 +10,7 @@ import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
+from thresher.reference.remembered_digests import remembered
 
 # increase it when the same weights and tokens get different logps, so that older caches are not used
 SCORING_VERSION = 1
@@ -59,10 +61,7 @@ def weights_digest(path: str) -> str:
     # hashing releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
         for file in find_weight_files(path):
-            if file.suffix == ".safetensors":
-                digests |= _digest_tensors(file, pool)
-            else:
-                digests[file.suffix] = sha256_of_file(file)
+            digests |= remembered(file, partial(_digest_file, file, pool))
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -93,6 +92,12 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
         for file in sorted(config.parent.glob("*.py")) if trust_remote_code else ():
             digest.update(f"{file.name} {sha256_of_file(file)}".encode())
     return digest.hexdigest()
+
+
+def _digest_file(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
+    if file.suffix == ".safetensors":
+        return _digest_tensors(file, pool)
+    return {file.suffix: sha256_of_file(file)}
 
 
 def _digest_tensors(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,16 @@ from thresher.builders.engines import device_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
+from thresher.builders.run import logging_dir
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig
+from thresher.observability.details import DETAIL
+from thresher.observability.run_log import WORKERS
 from thresher.plan.budget import Gpu, gpu_of, with_token_budget
 from thresher.runtime import RunHandle
+from thresher.runtime.cuda_environment import prepare_cuda
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class LocalRuntime:
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models, check them on real pairs, and restore a checkpoint if there is one."""
         device = device_of(self.config.actor_train)
+        for note in prepare_cuda(device, logging_dir(self.config).resolve() / WORKERS / "actor_train-nccl-"):
+            logger.info("%s", note, extra=DETAIL)
         inputs = with_token_budget(self.config, inputs, checkpoint, lambda: self.find_gpu(device))
         checked = build_checked_policy(self.config, inputs)
         policy, inputs = checked.policy, checked.inputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import psutil
 import torch
@@ -11,20 +10,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from thresher.distributed.groups import Group
+from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.runtime.devices import check_same_device_type
 
-# for a peer that hangs; the driver or the launcher notices a dead one immediately
-PEER_TIMEOUT = timedelta(minutes=30)
 
-
-def init_process_group(rank: int, size: int, store: Store, address: str) -> Group:
+def init_process_group(rank: int, size: int, store: Store, address: str, device: torch.device) -> Group:
     """Join the process group; address is this node's own in the network of the ranks."""
+    check_same_device_type(store, rank, size, device, PEER_TIMEOUT)
     interface = _interface_of(address)
     if interface is not None:
         # the default is the address that the host name resolves to, which may be loopback on a cluster, or the reverse
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PEER_TIMEOUT)
+    is_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=PEER_TIMEOUT,
+        device_id=device if is_gpu else None,  # NCCL connects now, and never guesses the GPU of a rank
+    )
     return Group(rank, size, dist.group.WORLD)
 
 

@@ -31,8 +31,8 @@ from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
-from thresher.observability.heartbeat import set_activity
-from thresher.observability.run_log import LogFile, open_worker_log
+from thresher.observability.heartbeat import heartbeat, set_activity
+from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.throughput import TraceSpan
 from thresher.plan.budget import Gpu, gpu_of
 from thresher.redact import redact
@@ -40,6 +40,7 @@ from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.step_zero_check import Forwards
+from thresher.runtime.cuda_environment import prepare_cuda, write_flight_record
 from thresher.strategies.strategy import InferStrategy, ParameterCounts, TrainStrategy
 from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, Record, ReferenceScorer
@@ -90,6 +91,22 @@ class Rank:
         self._rank, self._size, self._device = rank, size, device
         self._world = SINGLE_PROCESS
         self._log: LogFile | None = None
+        self._dump_prefix: Path | None = None
+        self._device_notes: list[str] = []
+
+    def _prepare_device(self, role: str, log_dir: Path) -> None:
+        """Set the environment of this process for its device, before the device is used."""
+        self._dump_prefix = log_dir / WORKERS / f"{role}-nccl-"
+        self._device_notes = [f"device: {self._device}", *prepare_cuda(self._device, self._dump_prefix)]
+
+    def log_stacks(self) -> None:
+        """Write the stacks of all threads to the log, and the last collectives of NCCL beside it."""
+        if self._log is not None:
+            logger.warning("no worker makes progress; %s; stacks of this one:", heartbeat().activity)
+            faulthandler.dump_traceback(self._log.stream)
+        if self._device.type == "cuda" and self._dump_prefix is not None:
+            path = self._dump_prefix.with_name(f"{self._dump_prefix.name}{self._rank}")
+            write_flight_record(path)
 
     def open_log(self, directory: Path, role: str, level: int, environment: Collection[str] = ()) -> str | None:
         """Log to this worker's file in a run directory; return a warning if it cannot be opened.
@@ -106,6 +123,8 @@ class Rank:
         except OSError as error:
             return f"cannot write logs of {role} workers on {socket.gethostname()}: {error}"
         logger.info("worker %d of %d, process %d on %s", self._rank, self._size, os.getpid(), socket.gethostname())
+        for note in self._device_notes:
+            logger.info("%s", note)
         if environment:  # as this process has it
             shown = redact({name: os.environ.get(name) for name in environment})
             logger.info("environment: %s", ", ".join(f"{name}={value}" for name, value in shown.items()))

@@ -32,15 +32,18 @@ from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.builders.run import logging_dir, stop_file
 from thresher.config import DPOConfig, parse_config
+from thresher.distributed.timeouts import PEER_TIMEOUT
 from thresher.errors import PeerError, ResourceError, UserError, exit_code_of
 from thresher.losses.objective import Objective
+from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
 from thresher.plan.budget import with_token_budget
 from thresher.reference.modes import ReferenceMode
 from thresher.runtime import RunHandle
+from thresher.runtime.devices import CPU, claim_gpu, uses_cpu_instead
 from thresher.runtime.group import CachedReference, GroupStarter, with_absolute_cache_dir
 from thresher.runtime.launch import Launch
-from thresher.runtime.process_group import PEER_TIMEOUT, init_process_group
+from thresher.runtime.process_group import init_process_group
 from thresher.runtime.rank import PolicyRank
 from thresher.training.preemption import stop_on_signals
 
@@ -60,7 +63,7 @@ class LaunchedRank(PolicyRank):
     """A rank of the policy in a process that the launcher started."""
 
     def __init__(self, launch: Launch, store: Store):
-        super().__init__(launch.rank, launch.size, torch.device("cpu"))
+        super().__init__(launch.rank, launch.size, CPU)
         self._launch, self._store = launch, store
         self.config: DPOConfig | None = None
 
@@ -71,17 +74,20 @@ class LaunchedRank(PolicyRank):
         warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
         environment = config.environment_of(_ROLE)
         os.environ.update(environment)
-        if self._rank and (
-            warning := self.open_log(logging_dir(config).resolve(), _ROLE, logging.INFO, sorted(environment))
-        ):
-            logger.error("%s", warning)
+        log_dir = logging_dir(config).resolve()
         self._device = device_of_rank(self._launch, config)
+        self._prepare_device(_ROLE, log_dir)
+        if self._rank and (warning := self.open_log(log_dir, _ROLE, logging.INFO, sorted(environment))):
+            logger.error("%s", warning)
+        if not self._rank:
+            for note in self._device_notes:
+                logger.info("%s", note, extra=DETAIL)
 
     def join(self) -> int:
         """Join the process group; return the number of nodes."""
         address = _local_address(*self._launch.master)
         store = PrefixStore("process group", self._store)
-        self._world = init_process_group(self._rank, self._size, store, address)
+        self._world = init_process_group(self._rank, self._size, store, address, self._device)
         return len(set(self._world.all_gather_object(socket.gethostname())))
 
 
@@ -200,10 +206,7 @@ class LaunchSession:
             if _is_lost_connection(error):
                 if self._poll(lambda: self.store.check([_FAILURE]), _SECONDS_FOR_CAUSE):
                     return self._failure_of_peer()
-                error = UserError(
-                    f"the connection to another rank was lost ({_first_sentence(error)}); see the report of "
-                    f"{self.launch.launcher} on the process that ended, then rerun the same command to resume"
-                )
+                error = UserError(_lost_message(_first_sentence(error), self.launch.launcher))
             if int(self.store.add("claims", 1)) == 1:
                 return error
             self._poll(lambda: self.store.check([_FAILURE]), _SECONDS_FOR_CAUSE)
@@ -330,19 +333,13 @@ def open_torchrun_runtime(config: DPOConfig, objective: Objective) -> Iterator[T
 def device_of_rank(launch: Launch, config: DPOConfig) -> torch.device:
     """Return the GPU of a rank: the mapped one, else the one with its local rank; the CPU if there is none."""
     count, mapping = torch.cuda.device_count(), config.actor_train.device_mapping
-    if not count and not mapping:
-        return torch.device("cpu")
+    if uses_cpu_instead() or (not count and not mapping):
+        return CPU
     if mapping:  # ids count on from node to node
         index = mapping[launch.rank] % (config.num_gpus_per_node or max(1, count))
     else:
         index = launch.local_rank if count > 1 else 0  # Slurm can show each task its own GPU alone
-    if index >= count:
-        raise ResourceError(
-            f"rank {launch.rank} of {launch.size} needs GPU {index} of {socket.gethostname()}, which has {count}; "
-            "start at most one process per GPU, or change actor_train.device_mapping"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return claim_gpu(f"rank {launch.rank} of {launch.size}", index)
 
 
 def _local_address(host: str, port: int) -> str:
@@ -353,6 +350,18 @@ def _local_address(host: str, port: int) -> str:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     return ""
+
+
+def _lost_message(reason: str, launcher: str) -> str:
+    if "timed out" in reason.lower():
+        return (
+            f"another rank hangs: it did not enter a collective in time ({reason}); raise heartbeat_timeout if it only "
+            "needs longer, or rerun the same command to resume"
+        )
+    return (
+        f"the connection to another rank was lost ({reason}); see the report of {launcher} on the process that ended, "
+        "then rerun the same command to resume"
+    )
 
 
 def _first_sentence(error: Exception) -> str:

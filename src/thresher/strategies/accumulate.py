@@ -30,6 +30,7 @@ from thresher.losses.pairs import (
     concat_pairs,
     empty_logps,
 )
+from thresher.observability.heartbeat import report_progress
 from thresher.strategies.nonfinite import ScoredPairs
 from thresher.strategies.strategy import MicroBatch, TokenCounts
 
@@ -99,6 +100,7 @@ def accumulate_gradients(
         output = objective(inputs)
         metrics.append(output.metrics)
         scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
+        report_progress()
         return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
     batches = [micro.pairs for micro in micro_batches]
@@ -124,10 +126,10 @@ def _accumulate_coupled(
     """
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
-        local = [
-            objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics))
-            for micro in micro_batches
-        ]
+        local = []
+        for micro in micro_batches:
+            local.append(objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics)))
+            report_progress()
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
     own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
     output = objective(concat_pairs(by_rank))
@@ -138,6 +140,7 @@ def _accumulate_coupled(
     rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
 
     def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
+        report_progress()
         weighted = [policy.chosen.values * chosen_grads[index], policy.rejected.values * rejected_grads[index]]
         return torch.cat(weighted).sum()
 
@@ -170,6 +173,7 @@ class Evaluation:
     def add(self, micro: MicroBatch) -> ObjectiveInputs:
         """Score a micro-batch of this rank; return its logps."""
         inputs = objective_inputs(micro, self._score(micro.pairs))
+        report_progress()
         if self._objective.couples_pairs:
             self._inputs.append(inputs)
         else:

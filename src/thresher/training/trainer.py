@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,10 +27,11 @@ from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
 from thresher.distributed.groups import Metrics
+from thresher.distributed.timeouts import PEER_TIMEOUT, limit_collectives
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.observability.heartbeat import set_activity
+from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
 from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
@@ -63,7 +65,10 @@ class ScoredDataset:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Evaluation batches, logging interval, limit of skipped steps, seed, stop file and asynchronous saving."""
+    """Evaluation batches, logging interval, limit of skipped steps, seed, stop file and asynchronous saving.
+
+    collective_timeout: limit of a collective inside a step after warm-up. limits_hosts: of gloo's collectives as well.
+    """
 
     evaluation: ScoringBatching
     logging_steps: int = 1
@@ -71,6 +76,8 @@ class TrainerSettings:
     seed: int = 0
     stop_file: Path | None = None
     async_save: bool = False
+    collective_timeout: timedelta = PEER_TIMEOUT
+    limits_hosts: bool = False
 
 
 Record = tuple[int, dict[str, float] | SkippedStep]
@@ -144,6 +151,7 @@ class RankTrainer:
         self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
+        self._num_steps_made = self._num_evaluations = 0  # by this process
         self._clock = ThroughputMeter()
         self.trace: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self.stopped_at: int | None = None
@@ -156,7 +164,16 @@ class RankTrainer:
         Returns, not raises, after a skipped step that ends the run: an error from every rank could arrive before the
         record of the step.
         """
+        try:
+            yield from self._run(until)
+        finally:  # between two calls, and while they save, ranks wait for each other as long as it takes
+            end_activity()
+            limit_collectives(PEER_TIMEOUT, on_hosts=self._settings.limits_hosts)
+
+    def _run(self, until: int) -> Iterator[Record]:
         while self.state.step < until:
+            if self._num_steps_made >= NUM_WARM_UP_OPERATIONS:
+                limit_collectives(self._settings.collective_timeout, on_hosts=self._settings.limits_hosts)
             self.training_step()
             if self.skipped is not None:
                 yield self.state.step, self.skipped
@@ -172,10 +189,11 @@ class RankTrainer:
         """Make the next optimizer step of the plan; `skipped` is set if it was skipped."""
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
-        set_activity(f"step {self.state.step + 1}: waiting for the reference")
+        pace = pace_after(self._num_steps_made)
+        set_activity(f"step {self.state.step + 1}: waiting for the reference", pace)
         with self._clock.waiting():  # for the reference; reading tokens takes next to no time
             micro_batches = list(self._micro_batches(pair_ids))
-        set_activity(f"step {self.state.step + 1}: training")
+        set_activity(f"step {self.state.step + 1}: training", pace)
         started = time.time()
         outcome = self.strategy.train_step(
             micro_batches,
@@ -185,6 +203,7 @@ class RankTrainer:
             stop_requested=self._sees_stop_file,
         )
         self._stops = outcome.stop_requested
+        self._num_steps_made += 1
         self.state.record_step(len(pair_ids), outcome)
         if outcome.nonfinite is None:
             self.skipped = None
@@ -208,13 +227,15 @@ class RankTrainer:
         Yields the progress every few seconds, then values of some pairs, sampled answers, and the metrics at the end;
         they are empty without a validation set.
         """
-        set_activity(f"evaluating after step {self.state.step}")
+        set_activity(f"evaluating after step {self.state.step}", pace_after(self._num_evaluations))
         with self._clock.paused():
             for record in self._evaluate():
                 if isinstance(record, dict):
                     self.last_evaluation, self._last_eval_step = record, self.state.step
                     yield from self._sample()
                 yield record
+        self._num_evaluations += 1
+        end_activity()
 
     def _sample(self) -> Iterator[SampledAnswers]:
         if self._sampler is not None:

@@ -27,7 +27,6 @@ class WorkerConfig:
     """Settings that all workers of a role share."""
 
     role: str
-    joins_process_group: bool
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -69,9 +68,11 @@ class Cluster:
         ]
         if monitor is not None:
             monitor.add(name, self.workers)
-        if worker_config.joins_process_group:
-            (address,) = wait_for([Call(self, 0, self.workers[0].start_rendezvous.remote())])
-            self.call("join", address)
+
+    def join_process_group(self) -> None:
+        """Connect the workers: the first hosts their rendezvous."""
+        (address,) = wait_for([Call(self, 0, self.workers[0].start_rendezvous.remote())])
+        self.call("join", address)
 
     def __len__(self) -> int:
         return len(self.workers)

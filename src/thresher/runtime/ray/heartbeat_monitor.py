@@ -1,7 +1,8 @@
 """Detect hung workers: poll the heartbeat of every worker, and raise if one does not reply within the timeout.
 
 Each worker replies in a separate thread, however long its step takes. A missing reply means that the process is
-stopped, its machine is gone, or a call has held the GIL for the whole timeout.
+stopped, its machine is gone, or a call has held the GIL for the whole timeout. Workers that reply but do not advance
+are stuck, usually in a collective that one of them never enters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from thresher.errors import WorkerLostError
 from thresher.observability.heartbeat import Heartbeat
+from thresher.runtime.ray.stalls import StallDetector
 
 # polls per timeout; a long timeout has more of them, so that the last known activity is recent
 _NUM_POLLS = 8
@@ -24,6 +26,9 @@ _MAX_POLL_INTERVAL = 10.0
 # the fraction of the timeout that a reply may take; the rest covers the polls before and after it
 _REPLY_FRACTION = 0.75
 _SECONDS_TO_START = 300.0
+_SECONDS_TO_REPORT = 5.0
+_MISSED_OF_SUSPECT = 2
+_MAX_NAMED = 4
 # methods in this concurrency group run in a separate thread; all other methods share one
 HEARTBEAT_GROUP = "heartbeat"
 CONCURRENCY_GROUPS = {HEARTBEAT_GROUP: 1}
@@ -49,6 +54,7 @@ class HeartbeatMonitor:
         self._interval = min(heartbeat_timeout / _NUM_POLLS, _MAX_POLL_INTERVAL)
         self._next_poll = time.monotonic()
         self._monitored: list[_Monitored] = []
+        self._stalls = StallDetector(heartbeat_timeout, self._interval)
 
     def add(self, name: str, workers: Sequence[Any]) -> None:
         """Monitor the workers of a role."""
@@ -85,6 +91,19 @@ class HeartbeatMonitor:
             is_starting = each.last is None
             if seconds >= (max(self._reply_timeout, _SECONDS_TO_START) if is_starting else self._reply_timeout):
                 raise WorkerLostError(_unresponsive_message(each, seconds))
+        # a worker that does not reply is the likely cause of others that wait for it, and is reported when it is due
+        if all(each.missed < _MISSED_OF_SUSPECT for each in alive):
+            self._check_progress(alive)
+
+    def _check_progress(self, alive: list[_Monitored]) -> None:
+        started = [each for each in alive if each.last is not None]
+        seconds = self._stalls.seconds_stuck([each.last for each in started if each.last is not None])
+        if seconds is None:
+            return
+        # their logs show where each one waits; workers that are too busy to write it are not waited for
+        reports = [each.worker.report_stall.remote() for each in started]
+        ray.wait(reports, num_returns=len(reports), timeout=_SECONDS_TO_REPORT)
+        raise WorkerLostError(_stuck_message(started, seconds))
 
     def _receive(self, each: _Monitored) -> None:
         each.missed = 0
@@ -106,4 +125,17 @@ def _unresponsive_message(monitored: _Monitored, seconds: float) -> str:
     return (
         f"{monitored.name} is unresponsive: no heartbeat for {seconds:.0f} s; {activity}\nfinished checkpoints are "
         "valid: check that machine, then rerun the same command to resume from the newest"
+    )
+
+
+def _stuck_message(monitored: Sequence[_Monitored], seconds: float) -> str:
+    """Name the workers that have finished the fewest operations: the others wait for them."""
+    known = [(each.name, each.last) for each in monitored if each.last is not None and each.last.pace != "unknown"]
+    known.sort(key=lambda each: each[1].progress)
+    named = [f"{name}, {last.activity} (process {last.process})" for name, last in known[:_MAX_NAMED]]
+    more = f"; and {len(known) - len(named)} more" if len(known) > len(named) else ""
+    return (
+        f"workers are stuck: none has made progress for {seconds:.0f} s; {'; '.join(named)}{more}; their logs have "
+        "their stacks\nfinished checkpoints are valid: look for the cause there, then rerun the same command to resume "
+        "from the newest"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import ray
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from thresher.distributed.groups import Group
@@ -22,8 +23,8 @@ def start_rendezvous(size: int) -> tuple[TCPStore, Address]:
     return store, (host, port)
 
 
-def init_process_group(rank: int, size: int, address: Address, store: TCPStore | None) -> Group:
+def init_process_group(rank: int, size: int, address: Address, store: TCPStore | None, device: torch.device) -> Group:
     """Join the process group of all ranks; store is the TCPStore that this rank hosts, if it does."""
     host, port = address
     store = store or TCPStore(host, port, size, is_master=False)
-    return process_group.init_process_group(rank, size, store, ray.util.get_node_ip_address())
+    return process_group.init_process_group(rank, size, store, ray.util.get_node_ip_address(), device)

@@ -100,8 +100,12 @@ class RayRuntime:
                 cluster.close()
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
-        config = WorkerConfig(role, joins_process_group, self._config.environment_of(role))
-        return Cluster(role, worker_cls, self._resources, config, self._monitor, logging_dir(self._config))
+        config, log_dir = WorkerConfig(role, self._config.environment_of(role)), logging_dir(self._config)
+        cluster = Cluster(role, worker_cls, self._resources, config, self._monitor, log_dir)
+        cluster.call("claim_device", role, log_dir.resolve())
+        if joins_process_group:
+            cluster.join_process_group()
+        return cluster
 
     def _open_logs(self, cluster: Cluster) -> list[Call]:
         directory = logging_dir(self._config).resolve()  # a worker may have another working directory

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import ray
 import torch
@@ -23,8 +24,16 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import Group
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.observability.heartbeat import Heartbeat, heartbeat, set_activity
+from thresher.observability.heartbeat import (
+    Heartbeat,
+    end_activity,
+    heartbeat,
+    pace_after,
+    report_progress,
+    set_activity,
+)
 from thresher.observability.throughput import NUM_SPANS, TraceSpan
+from thresher.runtime.devices import CPU, claim_gpu
 from thresher.runtime.rank import (
     LoadedPolicy,
     PolicyRank,
@@ -50,8 +59,14 @@ class Worker(Rank):
         torch.set_num_threads(threads)
         with contextlib.suppress(FileNotFoundError):
             os.chdir(directory)  # relative paths mean the same as in the driver
-        super().__init__(rank, size, local_device())
+        super().__init__(rank, size, CPU)
         self._store: TCPStore | None = None
+
+    def claim_device(self, role: str, log_dir: Path) -> None:
+        """Use the GPU that Ray has assigned to this worker, or raise if torch cannot; the CPU if Ray assigned none."""
+        if ray.get_runtime_context().get_accelerator_ids()["GPU"]:  # visible as the only one
+            self._device = claim_gpu(f"{role} worker {self._rank} of {self._size}", 0)
+        self._prepare_device(role, log_dir)
 
     def start_rendezvous(self) -> Address:
         """Host the rendezvous of all ranks; return its address."""
@@ -63,9 +78,14 @@ class Worker(Rank):
         """Return the current activity; runs in a separate thread, so it replies while the worker is busy."""
         return heartbeat()
 
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)  # type: ignore[untyped-decorator]
+    def report_stall(self) -> None:
+        """Log the stacks of this process; runs in a separate thread, so it works while the worker hangs."""
+        self.log_stacks()
+
     def join(self, address: Address) -> None:
         set_activity("joining the process group")
-        self._world = init_process_group(self._rank, self._size, address, self._store)
+        self._world = init_process_group(self._rank, self._size, address, self._store, self._device)
 
 
 class ActorWorker(Worker, PolicyRank):
@@ -90,6 +110,7 @@ class ReferenceWorker(Worker):
         super().__init__(rank, size, threads, directory)
         self._recent: dict[tuple[int, int], FlatLogps] = {}
         self._spans: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
+        self._num_scored = 0
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> None:
         """Load the reference and check it on real pairs."""
@@ -118,10 +139,12 @@ class ReferenceWorker(Worker):
         """Score the micro-batches of a data rank in a step; all processes of the rank request the same."""
         if (step, rank) in self._recent:
             return self._recent[step, rank]
-        set_activity(f"scoring step {step + 1} for rank {rank}")
+        set_activity(f"scoring step {step + 1} for rank {rank}", pace_after(self._num_scored))
         started = time.time()
         batches = self._micro_batching.split(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
         flat = pack_logps([self._score(self._inputs.train, ids) for ids in batches])
+        end_activity()
+        self._num_scored += 1
         self._spans.append(TraceSpan("reference", step, started, time.time()))
         self._recent[step, rank] = flat
         if len(self._recent) > self._num_ranks * self._config.reference.prefetch_steps:
@@ -143,9 +166,6 @@ class ReferenceWorker(Worker):
         return list(self._spans)
 
     def _score(self, store: PairStore, ids: PairIds) -> ChosenRejectedLogps:
-        return self._reference.score(store.read(ids))
-
-
-def local_device() -> torch.device:
-    """Return the one GPU that Ray makes visible to this worker; the CPU if there is none or torch cannot use it."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        logps = self._reference.score(store.read(ids))
+        report_progress()
+        return logps
