@@ -7,10 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from thresher.runtime.cuda_environment import prepare_cuda
 from thresher.runtime.devices import CPU, claim_gpu
 from thresher.runtime.process_group import init_process_group
 
@@ -20,6 +22,7 @@ _NUM_REPEATS = 5
 def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = claim_gpu(f"rank {rank} of {size}", rank) if sys.argv[1] == "cuda" else CPU
+    prepare_cuda(device, Path("nccl-"))
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     init_process_group(rank, size, dist.PrefixStore("collectives", store), "127.0.0.1", device)
     num_values = 1 << (20 if device.type == "cpu" else 27)

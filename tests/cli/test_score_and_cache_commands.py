@@ -71,7 +71,7 @@ def counts(printed: str) -> tuple[int, int]:
 
 
 def references_in(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.iterdir() if path.name != "stores")
+    return sorted(path for path in cache.iterdir() if path.name not in ("stores", ".digests"))
 
 
 def test_a_training_run_finds_precomputed_logps(thresher, config):

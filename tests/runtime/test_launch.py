@@ -142,7 +142,6 @@ def test_a_rank_uses_the_mapped_gpu_or_that_of_its_local_rank(monkeypatch, local
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     config = parse_config({"runtime": "torchrun", **settings})
     assert str(device_of_rank(Launch("torchrun", 1, 2, local_rank, ("node1", 29500)), config)) == device
 

@@ -24,7 +24,7 @@ _DUMP_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 
 def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:
-    """Set the environment of a process before it uses its GPU; return what was set, for its log.
+    """Set the environment of a process, then start CUDA on its GPU; return what was set, for its log.
 
     dump_prefix: path of the flight recorder's dumps, to which torch appends the rank. A CPU needs nothing.
     """
@@ -32,6 +32,7 @@ def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:
         return []
     variables = missing_variables(os.environ, dump_prefix)
     os.environ.update(variables)
+    torch.cuda.set_device(device)
     notes = [f"environment for CUDA: {', '.join(f'{name}={value}' for name, value in variables.items())}"]
     return [*notes, bind_to_cores(numa_cores(pci_address(device)))]
 

@@ -27,7 +27,6 @@ def claim_gpu(worker: str, index: int) -> torch.device:
             "the installation of torch on that node, change device_mapping, or remove it and set num_workers to train "
             "on CPUs"
         )
-    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
