@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.acceptance import kernels, runs
 from benchmarks.acceptance.report import Part, Place, run_parts, write_report
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("gpu_acceptance.json"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     chosen = parser.parse_args()
+    disable_progress_bar()
     if chosen.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
     chosen.device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")

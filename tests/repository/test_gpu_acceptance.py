@@ -30,6 +30,7 @@ def test_the_parts_of_one_device_pass_on_a_cpu(tmp_path):
     assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(ON_ONE_DEVICE, "ok")
     assert code == 0
     assert report["parts"]["environment"]["torch"] == torch.__version__
+    assert len(set(report["parts"]["host_reads"]["reads_per_step"])) == 1
     assert 0 < report["parts"]["attention"]["largest_error"] < 1e-5
     # 6 FLOPs per parameter and token: the model of the part has this many parameters
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
