@@ -36,6 +36,7 @@ def test_each_worker_has_a_log_and_the_driver_logs_every_message_once(base, ray_
     for rank in (0, 1):
         text = (logs / "workers" / f"actor_train-{rank}.log").read_text()
         assert f" INFO thresher.runtime.rank: worker {rank} of 2, process " in text
+        assert " INFO thresher.runtime.rank: device: cpu\n" in text
         assert text.count("loaded the policy on cpu") == text.count("ready at step 0 of 2") == 1
     assert "loaded the reference on cpu" in (logs / "workers" / "reference-0.log").read_text()
     assert not any("loaded the" in line for line in messages)  # only in the logs of the workers

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from thresher import durable
+
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NUMA_NODES = Path("/sys/devices/system/node")
 # newest name first: torch reads the others too
@@ -50,7 +52,8 @@ def missing_variables(environ: Mapping[str, str], dump_prefix: Path) -> dict[str
 
 def write_flight_record(path: Path) -> None:
     """Write NCCL's last collectives of this process, in the format of `torch.distributed.flight_recorder`."""
-    path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]  # with NCCL only
+    record = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # builds with NCCL have it
+    durable.replace(path, record)  # never through a symlink
 
 
 def pci_address(device: torch.device) -> str:
