@@ -77,7 +77,7 @@ def failure(place: Place) -> Facts:
 def stall(place: Place) -> Facts:
     """A rank that never enters the collectives of step 3 ends the run within the timeout, instead of 30 minutes."""
     _needs_two(place)
-    config = _write(place, "hung", {"heartbeat_timeout": _HANG_SECONDS})
+    config = _write(place, "hung", {"heartbeat_timeout": _HANG_SECONDS, "runtime": "torchrun"})
     started = time.perf_counter()
     done = _launch(place, "tests.support.launched", "1:hang:3", "train", str(config))
     seconds = time.perf_counter() - started

@@ -116,10 +116,10 @@ def test_a_worker_that_never_enters_a_collective_is_found_by_its_missing_progres
     start = rf"workers are stuck: none has made progress for \d+ s; {worker}; {worker}; their logs have their stacks; "
     assert re.match(start + "restarting from .+step-00000002 ", record.getMessage()), record.getMessage()
     # before it is logged, the workers write their stacks and are killed, and checkpoints are verified
-    assert record.created - float(mark.read_text()) <= heartbeat_timeout + 13
+    assert record.created - float(mark.read_text()) <= heartbeat_timeout + 18
     waiting, sleeping = ((tmp_path / "stuck/logs/workers" / f"actor_train-{rank}.log").read_text() for rank in (0, 1))
     assert "in never_enter_the_collectives" in sleeping
-    assert " in all_reduce" in waiting
+    assert "/torch/distributed/" in waiting, waiting  # in any of its collectives
     assert "in never_enter_the_collectives" not in waiting
     assert_equal_runs(tmp_path / "stuck", uninterrupted)
 

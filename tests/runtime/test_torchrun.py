@@ -152,7 +152,7 @@ def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, lau
 
 @pytest.mark.hand
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise(config, launched, tmp_path):
-    changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10}
+    changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10, "runtime": "torchrun"}
     path = write(config, tmp_path / "out", changes)
     hung = torchrun("tests.support.launched", "1:hang:3", "train", path)
     assert hung.returncode == 1

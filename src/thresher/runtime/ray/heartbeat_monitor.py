@@ -26,7 +26,7 @@ _MAX_POLL_INTERVAL = 10.0
 # the fraction of the timeout that a reply may take; the rest covers the polls before and after it
 _REPLY_FRACTION = 0.75
 _SECONDS_TO_START = 300.0
-_SECONDS_TO_REPORT = 5.0
+_SECONDS_TO_REPORT = 10.0
 _MISSED_OF_SUSPECT = 2
 _MAX_NAMED = 4
 # methods in this concurrency group run in a separate thread; all other methods share one
