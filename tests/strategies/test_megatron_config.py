@@ -75,7 +75,9 @@ def test_sizes_that_do_not_split_the_model_are_an_error(family, sizes, named):
         check_sizes(describe_model(FAMILIES[family], "model"), sizes, "model")
 
 
-@pytest.mark.parametrize("sizes", [MegatronSizes(tp=4), MegatronSizes(tp=2, pp=2), MegatronSizes(cp=2), MegatronSizes(cp=4)])
+@pytest.mark.parametrize(
+    "sizes", [MegatronSizes(tp=4), MegatronSizes(tp=2, pp=2), MegatronSizes(cp=2), MegatronSizes(cp=4)]
+)
 def test_sizes_that_split_the_model(sizes):
     check_sizes(describe_model(FAMILIES["llama"], "model"), sizes, "model")
 
