@@ -4,8 +4,8 @@ python benchmarks/sentiment.py MODEL PROMPTS DIR    # PROMPTS: JSON rows with an
 thresher train DIR/sentiment.yaml
 
 The reward is the compound sentiment of VADER, from -1 to 1 (pip install vaderSentiment). The model answers 96 prompts
-four times, and every two answers with different rewards are a pair. At the end of the run policy and reference answer 96
-other prompts, and `samples/reward`, `samples/win_rate` and `samples/kl` are what the run has gained and what it cost.
+four times, and every two answers with different rewards are a pair. At the end of the run policy and reference answer
+96 other prompts: `samples/reward`, `samples/win_rate` and `samples/kl` are what the run has gained and what it cost.
 """
 
 from __future__ import annotations
