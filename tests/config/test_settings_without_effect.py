@@ -324,7 +324,19 @@ def test_settings_of_shards_are_accepted_where_workers_shard_the_model(key, valu
     check_engine(parse_config({"actor_train": {"strategy_args": written_out}}), "actor_train")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 4, True, "two"])
+@pytest.mark.parametrize("stage", [0, 4, True, "two"])
 def test_a_stage_that_fsdp2_does_not_have_is_rejected(stage):
     values = {"actor_train": {"num_workers": 2, "strategy_args": {"strategy_config": {"zero_stage": stage}}}}
-    assert "strategy_config.zero_stage: Input should be 2 or 3" in refusal(values)
+    assert "strategy_config.zero_stage: Input should be 1, 2 or 3" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel has no effect without tp_size; set tp_size"),
+        ({"zero_stage": 1, "pp_size": 2, "virtual_pp_size": 2}, "zero_stage 1 does not support virtual_pp_size"),
+    ],
+    ids=str,
+)
+def test_settings_of_fsdp2_that_exclude_each_other_are_rejected(settings, message):
+    assert message in refusal({"actor_train": {"num_workers": 4, "strategy_args": {"strategy_config": settings}}})

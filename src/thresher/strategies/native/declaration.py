@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import JsonValue, PositiveInt, model_validator
+from pydantic import JsonValue, PositiveInt, field_validator, model_validator
 
 from thresher.config.strategies import StrategyDeclaration, StrategySettings, not_a_multiple
 
@@ -35,6 +35,11 @@ class FSDP2Settings(StrategySettings):
     which also costs the memory of the gradient of the whole model. Optimizer state is sharded in all of them."""
     cpu_offload: bool = False
     """Keep shards of weights, gradients and optimizer state in host memory between uses."""
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _reject_true(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, bool) else value  # it would pass for 1
 
     @property
     def workers_per_data_rank(self) -> int:
