@@ -92,6 +92,11 @@ def test_pairs_per_step_scale_with_data_ranks_not_workers(config):
             "cp_size, or use layout=shared or layout=packed if the model supports it",
         ),
         (
+            {"tp_size": 2, "sequence_parallel": True, "layout": "padded"},
+            "actor_train: sequence_parallel is set, but the layout is padded, and it needs packed rows; remove "
+            "sequence_parallel",
+        ),
+        (
             {"num_workers": 8, "pp_size": 8},
             "actor_train: pp_size 8 with virtual_pp_size 1 makes 8 stages, but the model has 4 layers; use at most 4 "
             "stages",
@@ -118,6 +123,14 @@ def test_an_architecture_without_a_tp_plan_is_rejected(config):
     assert error_message(config(model_config, num_workers=2, tp_size=2)) == (
         "actor_train: tp_size is 2, but transformers has no tensor-parallel plan for the architecture opt; remove "
         "tp_size"
+    )
+
+
+def test_sequence_parallelism_of_another_architecture_is_rejected(config):
+    model_config = GPTNeoXConfig(**SHAPE, num_attention_heads=4)
+    assert error_message(config(model_config, num_workers=2, tp_size=2, sequence_parallel=True)) == (
+        "actor_train: sequence_parallel is set, but the architecture is gpt_neox, and it supports llama, mistral, "
+        "qwen2, qwen3; remove sequence_parallel"
     )
 
 

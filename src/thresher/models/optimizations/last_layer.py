@@ -18,6 +18,7 @@ from thresher.models.attention.segments import KeptRows
 
 # identical forwards: norm, attention, residual, norm, MLP, residual
 _LLAMA_LIKE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+LLAMA_LIKE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def is_llama_like(layer: nn.Module) -> bool:

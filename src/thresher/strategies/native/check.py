@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.optimizations.last_layer import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.strategies.native.build import axis_sizes
 from thresher.strategies.native.declaration import FSDP2Settings
@@ -34,15 +35,17 @@ def check(run: StrategyCheck) -> None:
 def _check_sequence_parallel(run: StrategyCheck) -> None:
     if not run.settings.sequence_parallel:
         return
-    reason = None
-    if not run.layout.needs_pair_attention:
+    reason, family = None, run.model_config.get_text_config().model_type
+    if family not in LLAMA_LIKE_FAMILIES:
+        reason = f"the architecture is {family}, and it supports {', '.join(LLAMA_LIKE_FAMILIES)}"
+    elif not run.layout.needs_pair_attention:
         reason = f"the layout is {run.layout.name}, and it needs packed rows"
     elif run.trained is not None and run.trained.lora is not None:
         reason = "it does not support LoRA"
     elif run.compiles:
         reason = "it does not support torch_compile"
     if reason is not None:
-        raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove one of them")
+        raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
 
 
 def _check_router_loss(run: StrategyCheck) -> None:
