@@ -60,7 +60,7 @@ SPLIT, SPLIT_ONCE = {**TP_8, "sequence_parallel": 1}, {"tp_size": 4, "sequence_p
 IN_CI = [
     Simulated("tiny, first stage", "tiny", 32, ALL_AXES, 0.23, TINY, 1_490, 3, recomputes=False, stage="first"),
     Simulated("tiny, last stage", "tiny", 32, ALL_AXES, 0.15, TINY, 1_930, 3, recomputes=False, stage="last"),
-    Simulated("tiny, ZeRO-1, rows split", "tiny", 32, SPLIT_ONCE, 0.07, {"dp_shard": 0.007, "tp": 0.64}, 3_700),
+    Simulated("tiny, ZeRO-1, rows split", "tiny", 32, SPLIT_ONCE, 0.07, {"dp_shard": 0.0073, "tp": 0.64}, 3_700),
     Simulated("8B on 8", "Llama-3-8B", 8, {}, 28.9, {"dp_shard": 120}, 14_000),
 ]
 BY_HAND = [
