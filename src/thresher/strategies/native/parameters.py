@@ -1,12 +1,14 @@
-"""Trainable parameters of this process: local shards, gradient reduction and clipping.
+"""Trainable parameters of this process: local shards, reduction, norm and scaling of gradients.
 
 The loss is already divided by the pairs of the whole step (see accumulate.py), so every reduction is a sum:
 
     axis          gradients                                       summed by
-    dp_shard, cp  all                                             FSDP2, in every backward (fsdp.py)
-    dp_replicate  all                                             FSDP2 if dp_shard or cp > 1, otherwise here
+    dp_shard, cp  all                                             FSDP2, in every backward or the last one (fsdp.py)
+    dp_replicate  all                                             FSDP2 in the last backward if dp_shard or cp > 1,
+                                                                  otherwise here
     tp            of replicated parameters, as each rank has a    here
-                  partial sum (norms within heads)
+                  partial sum: norms within heads, and all norms
+                  with sequence parallelism
     pp            of an embedding tied to the head                here, by the first and the last stage
 """
 
