@@ -23,12 +23,12 @@ from contestants import LEARNING_RATE, Column, write_store
 
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
-from thresher.checkpoint.sharded import Communicator
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair
+from thresher.distributed.run_on_all import Communicator
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
 from thresher.strategies.native.train import NativeTrain

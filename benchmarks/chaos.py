@@ -2,11 +2,13 @@
 
     python benchmarks/chaos.py --faults 52               # the table of docs/guides/reliability-tests.md
     python benchmarks/chaos.py --faults 6 --kinds ...    # a few of them, as the tests do
+    python benchmarks/chaos.py --faults 27 --nodes --layouts tp pp cp --modes precompute  # across two Ray nodes
 
 Each run trains on two policy workers and a reference worker in a separate Ray session, and gets a few faults one after
 the other. A killed driver is restarted with the same command. A run must finish; its log with all evaluations and every
 file of its last checkpoint must be bitwise equal to those of the undisturbed run. No step may be logged twice, no more
 steps may be repeated than there are between two checkpoints, and no process may be left behind.
+With --nodes, the workers are on two Ray nodes of this machine; a killed raylet is a lost node, and another one joins.
 If a run gets ENOSPC, its directory is a small separate file system; that needs permission to mount.
 """
 
@@ -25,25 +27,45 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml
-from chaos_faults import FAULTS, Done, suffer
-from chaos_run import DISK, ChaosRun, RunFailedError, RunOverError
+from chaos_faults import FAULTS, ON_NODES, STUCK, Done, suffer
+from chaos_nodes import Nodes, two_nodes
+from chaos_run import DISK, ChaosRun, RunFailedError, RunOverError, hooked_environment
 
 MODES = ("precompute", "concurrent")
+# of the two policy workers
+LAYOUTS = {"dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}, "cp": {"cp_size": 2}}
 SAVE_STEPS = 5
-FAULTS_PER_RUN = 5
+HEARTBEAT_TIMEOUT = 20.0
+# what the driver waits at most for stuck workers to write their stacks, before it reports them
+SECONDS_TO_REPORT = 10.0
 # steps before the next fault, so that recovery from the previous one is complete; no faults in the last steps
 STEPS_BETWEEN, STEPS_AT_END = (1, 8), 3
 SIZE_OF_DISK = "128m"
 MODEL = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K_hf"
 
 
-def write_config(directory: Path, mode: str, model: Path, files: Sequence[Path], **more: Any) -> Path:
+@dataclass(frozen=True)
+class Case:
+    """What the runs of a comparison have in common."""
+
+    mode: str
+    layout: str
+    on_nodes: bool
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.layout}{' on two nodes' if self.on_nodes else ''}"
+
+
+def write_config(
+    directory: Path, mode: str, model: Path, files: Sequence[Path], layout: str = "dp", **more: Any
+) -> Path:
     data = {"template": "raw"}
     config = {
         "pretrain": str(model),
@@ -54,10 +76,12 @@ def write_config(directory: Path, mode: str, model: Path, files: Sequence[Path],
         "eval_steps": 2 * SAVE_STEPS,
         "cache_dir": str(directory / DISK / "cache"),
         "track_with": [],
-        "heartbeat_timeout": 16,
+        "heartbeat_timeout": HEARTBEAT_TIMEOUT,
+        "spare_workers": 1,
         "async_save": saves_behind(mode),
         "actor_train": {
             "num_workers": 2,
+            "strategy_args": {"strategy_config": LAYOUTS[layout]},
             "model_args": {"dtype": "fp32"},
             "data_args": {"file_name": str(files[0]), **data},
             "training_args": {
@@ -112,11 +136,21 @@ def disk(directory: Path, *, is_small: bool) -> Iterator[None]:
         subprocess.run(["/bin/umount", "--lazy", str(place)], check=True)
 
 
-def undisturbed(config: Path, directory: Path) -> dict[str, Any]:
-    run = ChaosRun(config, directory)
-    run.start()
-    run.wait_until(run.is_over, what="the end of the undisturbed run")
+def undisturbed(config: Path, directory: Path, case: Case) -> dict[str, Any]:
+    with nodes_of(case, directory) as nodes:
+        run = ChaosRun(config, directory, nodes)
+        run.start()
+        run.wait_until(run.is_over, what="the end of the undisturbed run")
     return run.result()
+
+
+@contextmanager
+def nodes_of(case: Case, directory: Path) -> Iterator[Nodes | None]:
+    if not case.on_nodes:
+        yield None
+        return
+    with two_nodes(hooked_environment(directory)) as nodes:
+        yield nodes
 
 
 def disturbed(
@@ -135,7 +169,8 @@ def disturbed(
                     run.start()
                 run.wait_until(lambda target=target: run.step() >= target, what=f"step {target}")
             done.append(suffer(run, kind, draw))
-            print(f"  {kind}: {done[-1].seconds:.0f} s, {done[-1].repeated} steps repeated", flush=True)
+            detected = "" if done[-1].detected is None else f"noticed after {done[-1].detected:.1f} s, "
+            print(f"  {kind}: {detected}{done[-1].seconds:.1f} s, {done[-1].repeated} steps repeated", flush=True)
         run.wait_until(run.is_over, what="the end")
     except RunFailedError as error:
         return done, f"{kind}: the run {error}"
@@ -156,6 +191,8 @@ def check(run: ChaosRun, expected: dict[str, Any], done: Sequence[Done], *, save
         limit = SAVE_STEPS * (2 if "bit-flipped" in each.kind or saves_behind else 1)
         if each.repeated > limit:
             wrong.append(f"{each.repeated} steps were repeated after {each.kind}")
+        if each.kind == STUCK and not (each.detected and each.detected <= HEARTBEAT_TIMEOUT + SECONDS_TO_REPORT):
+            wrong.append(f"stuck workers were noticed after {each.detected} s")
     if left := run.left_behind():
         wrong.append(f"processes were left behind: {left}")
         end(run)
@@ -199,13 +236,16 @@ def draw_kinds(left: list[str], mode: str, most: int) -> list[str]:
     return chosen
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=52, help="total number of faults")
     parser.add_argument(
         "--kinds", nargs="+", choices=FAULTS, help="only these faults; ENOSPC needs permission to mount"
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="reference modes")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=("dp",), help="axes of the two workers")
+    parser.add_argument("--nodes", action="store_true", help="two Ray nodes, with one worker each")
+    parser.add_argument("--faults-per-run", type=int, default=5, help="maximum number of faults of a run")
     parser.add_argument("--steps", type=int, default=60, help="steps per run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=MODEL)
@@ -213,49 +253,93 @@ def main() -> int:
     given = parser.parse_args()
     if never := [kind for kind in given.kinds or () if not set(FAULTS[kind].modes) & set(given.modes)]:
         parser.error(f"{never[0]!r} is not possible with reference mode {' or '.join(given.modes)}")
-    draw = random.Random(given.seed)
-    kinds = given.kinds or [kind for kind in FAULTS if set(FAULTS[kind].modes) & set(given.modes)]
-    left = list(itertools.islice(itertools.cycle(kinds), given.faults))
-    draw.shuffle(left)
-    done: list[Done] = []
-    failed: list[str] = []
-    wrong: list[str] = []
-    started = time.monotonic()
+    return given
+
+
+def draw_faults(given: argparse.Namespace, cases: Sequence[Case], draw: random.Random) -> dict[Case, list[str]]:
+    """Distribute the faults over the cases, so that each kind meets as many of them as possible."""
+    default = ON_NODES if given.nodes else FAULTS
+    kinds = given.kinds or [kind for kind in default if set(FAULTS[kind].modes) & set(given.modes)]
+    left: dict[Case, list[str]] = {case: [] for case in cases}
+    numbers = dict.fromkeys(kinds, 0)
+    for kind in itertools.islice(itertools.cycle(kinds), given.faults):
+        possible = [case for case in cases if case.mode in FAULTS[kind].modes]
+        left[possible[numbers[kind] % len(possible)]].append(kind)
+        numbers[kind] += 1
+    for each in left.values():
+        draw.shuffle(each)
+    return left
+
+
+@dataclass
+class Results:
+    """The faults of all runs so far, and what was wrong."""
+
+    done: list[Done] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def run_once(
+    case: Case,
+    directory: Path,
+    config: Path,
+    left: list[str],
+    expected: dict[str, Any],
+    results: Results,
+    *,
+    given: argparse.Namespace,
+    draw: random.Random,
+) -> None:
+    """Make one run with the next faults of its case, and compare it with the undisturbed one."""
+    chosen = draw_kinds(left, case.mode, given.faults_per_run)
+    with nodes_of(case, directory) as nodes:
+        run = ChaosRun(config, directory, nodes)
+        own, failure = disturbed(run, chosen, given.steps, draw)
+        problems = [failure] if failure else check(run, expected, own, saves_behind=saves_behind(case.mode))
+        if failure:
+            results.failed.append(failure.partition(":")[0])
+            print((directory / "printed.txt").read_text()[-3000:])
+            end(run)
+    results.done += own
+    if not own and not failure:
+        problems.append("the run was over before its first fault; raise --steps")
+    elif not failure:  # the run may have finished before some of its faults
+        left += list((Counter(chosen) - Counter(each.kind for each in own)).elements())
+    results.wrong += [f"{directory.name}, {case}, {', '.join(chosen)}: {problem}" for problem in problems]
+
+
+def main() -> int:
+    given = parse_arguments()
+    draw, results, started = random.Random(given.seed), Results(), time.monotonic()
+    cases = [Case(mode, layout, given.nodes) for mode in given.modes for layout in given.layouts]
+    left = draw_faults(given, cases, draw)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         root = Path(name)
         files = given.pairs or write_pairs(root)
+
+        def configured(directory: Path, case: Case) -> Path:
+            return write_config(directory, case.mode, given.model, files, case.layout, max_steps=given.steps)
+
         expected = {}
-        for mode in given.modes:
-            with disk(root / mode, is_small=False):
-                expected[mode] = undisturbed(
-                    write_config(root / mode, mode, given.model, files, max_steps=given.steps), root / mode
-                )
-        for number, mode in enumerate(itertools.cycle(given.modes)):
-            if not left:
-                break
-            directory = root / f"run-{number}"
-            chosen = draw_kinds(left, mode, FAULTS_PER_RUN)
-            if not chosen:
-                continue
-            with disk(directory, is_small="ENOSPC" in chosen):
-                run = ChaosRun(write_config(directory, mode, given.model, files, max_steps=given.steps), directory)
-                print(f"run {number}, {mode}", flush=True)
-                own, failure = disturbed(run, chosen, given.steps, draw)
-                problems = [failure] if failure else check(run, expected[mode], own, saves_behind=saves_behind(mode))
-                if failure:
-                    failed.append(failure.partition(":")[0])
-                    print((directory / "printed.txt").read_text()[-3000:])
-                    end(run)
-            done += own
-            if not failure:
-                left += list(
-                    (Counter(chosen) - Counter(each.kind for each in own)).elements()
-                )  # the run finished first
-            wrong += [f"run {number}, {mode}, {', '.join(chosen)}: {problem}" for problem in problems]
-    minutes = (time.monotonic() - started) / 60
+        for number, case in enumerate(cases):
+            directory = root / f"undisturbed-{number}"
+            with disk(directory, is_small=False):
+                expected[case] = undisturbed(configured(directory, case), directory, case)
+        numbers = itertools.count()
+        while any(left.values()):
+            for case in (case for case in cases if left[case]):
+                directory = root / f"run-{next(numbers)}"
+                print(f"{directory.name}, {case}", flush=True)
+                with disk(directory, is_small="ENOSPC" in left[case]):
+                    config = configured(directory, case)
+                    run_once(case, directory, config, left[case], expected[case], results, given=given, draw=draw)
+    minutes, done, failed = (time.monotonic() - started) / 60, results.done, results.failed
     print(f"\n{len(done) + len(failed)} faults in {minutes:.0f} minutes\n\n{table(done, failed)}")
-    print("\n".join(["", *wrong]) if wrong else "\nevery run ended bitwise equal to the undisturbed one")
-    return int(bool(wrong))
+    print(
+        "\n".join(["", *results.wrong]) if results.wrong else "\nevery run ended bitwise equal to the undisturbed one"
+    )
+    return int(bool(results.wrong))
 
 
 if __name__ == "__main__":

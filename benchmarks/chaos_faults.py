@@ -14,18 +14,23 @@ from pathlib import Path
 
 from chaos_run import ChaosRun, RunOverError
 
-POLICY, REFERENCE = "ray::ActorWorker", "ray::ReferenceWorker"
+POLICY, REFERENCE = "actor_train", "reference"
+STUCK = "stuck in a collective"
 # faults hit at any point of a step, of an evaluation, or between them
 LONGEST_DELAY = 0.3
 
 
 @dataclass(frozen=True)
 class Done:
-    """An injected fault: seconds until the run passed its previous step, and the number of repeated steps."""
+    """An injected fault: seconds until the run passed its previous step, and the number of repeated steps.
+
+    detected: seconds until the run noticed a fatal fault.
+    """
 
     kind: str
     seconds: float
     repeated: int
+    detected: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,56 @@ def suffer(run: ChaosRun, kind: str, draw: random.Random) -> Done:
         return (run.step() > before and is_built_again) or run.is_over()
 
     run.wait_until(is_over_it, what=f"a step after {before}, where {kind} hit")
-    return Done(kind, time.monotonic() - run.struck, run.repeated)
+    seconds = time.monotonic() - run.struck
+    struck_at, noticed = time.time() - seconds, run.last_failure()
+    detected = noticed - struck_at if noticed is not None and noticed > struck_at else None
+    return Done(kind, seconds, run.repeated, detected)
 
 
-def _signal(title: str, number: int) -> Callable[[ChaosRun, random.Random], None]:
+def _signal(name: str, number: int) -> Callable[[ChaosRun, random.Random], None]:
+    """Send a signal to a worker of a role, or to a process with this title."""
+
     def act(run: ChaosRun, draw: random.Random) -> None:
-        victims = run.processes(title)
+        victims = run.workers(name) if name in (POLICY, REFERENCE) else run.processes(name)
         if not victims:
-            run.wait_until(run.is_over, what=f"a process {title} to send a signal to")
+            run.wait_until(run.is_over, what=f"a process of {name} to send a signal to")
             raise RunOverError
         run.struck = time.monotonic()
         os.kill(draw.choice(victims), number)
 
     return act
+
+
+def kill_raylet(run: ChaosRun, draw: random.Random) -> None:
+    if run.nodes is None:
+        _signal("raylet", signal.SIGKILL)(run, draw)
+        return
+    run.processes()
+    run.struck = time.monotonic()
+    run.nodes.lose_one(draw)
+
+
+def kill_spare(run: ChaosRun, draw: random.Random) -> None:
+    """Kill an idle process that waits to replace a worker."""
+
+    def spares() -> list[int]:
+        busy = {*run.workers(POLICY), *run.workers(REFERENCE)}
+        return [pid for pid in run.processes("ray::ActorWorker") if pid not in busy]
+
+    run.wait_until(spares, what="a spare")
+    run.struck = time.monotonic()
+    os.kill(draw.choice(spares()), signal.SIGKILL)
+
+
+def stall_in_collective(run: ChaosRun, draw: random.Random) -> None:  # noqa: ARG001
+    """Keep a rank from entering a collective of a step, while the others wait in it. All of them send heartbeats."""
+    order = _order(run, event="collective", path="training", when="before", act="stall")
+    run.wait_until(lambda: not order.exists(), what="a collective of a step")
+    (taken,) = run.orders.glob("taken-by-*")
+    run.struck = time.monotonic() - (time.time() - taken.stat().st_ctime)
+    run.wait_until(lambda: taken.read_text()[:1] not in ("", "{"), what="the name of the collective")
+    print(f"  stuck before {taken.read_text()}", flush=True)
+    taken.unlink()
 
 
 def kill_driver(run: ChaosRun, draw: random.Random) -> None:  # noqa: ARG001
@@ -159,13 +201,26 @@ def slow_disk(run: ChaosRun, draw: random.Random) -> None:
         order.unlink()
 
 
+ON_NODES = (
+    "SIGKILL a policy worker",
+    "SIGKILL the driver",
+    "SIGKILL a raylet",
+    "SIGKILL a spare worker",
+    "SIGSTOP a policy worker",
+    STUCK,
+    "SIGKILL during the write of a checkpoint",
+    "SIGKILL during the rename of a checkpoint",
+    "truncated or bit-flipped checkpoint (and SIGKILL the driver)",
+)
 FAULTS = {
     "SIGKILL a policy worker": Fault(_signal(POLICY, signal.SIGKILL)),
     "SIGKILL a reference worker": Fault(_signal(REFERENCE, signal.SIGKILL), modes=("concurrent",)),
     "SIGKILL the driver": Fault(kill_driver),
-    "SIGKILL the raylet": Fault(_signal("raylet", signal.SIGKILL)),
+    "SIGKILL a raylet": Fault(kill_raylet),
+    "SIGKILL a spare worker": Fault(kill_spare, is_fatal=False),
     "SIGSTOP a policy worker": Fault(_signal(POLICY, signal.SIGSTOP)),
     "SIGSTOP a reference worker": Fault(_signal(REFERENCE, signal.SIGSTOP), modes=("concurrent",)),
+    STUCK: Fault(stall_in_collective),
     "SIGKILL during the write of a checkpoint": Fault(_order_kill("fsync", "/checkpoints/.staging-")),
     "SIGKILL during the rename of a checkpoint": Fault(_order_kill("rename", "/checkpoints/step-")),
     "SIGKILL during precompute": Fault(_order_kill("rename", "/cache/"), modes=("precompute",), is_early=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chaos_nodes import Nodes
 from resident import has_title, titles
 
 DISK = "disk"
 HOOK = Path(__file__).resolve().parent / "chaos_hook"
 # metrics that depend on the clock or the process, and not on the numbers of a run
 NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
+WORKERS = ("ray::ActorWorker", "ray::ReferenceWorker")
 SECONDS_TO_RECOVER = 240.0
 SECONDS_TO_EXIT = 60.0
 
@@ -40,10 +43,14 @@ class Process(NamedTuple):
 
 @dataclass
 class ChaosRun:
-    """`thresher train` in separate processes; code that kills the driver restarts it with the same command."""
+    """`thresher train` in separate processes; code that kills the driver restarts it with the same command.
+
+    nodes: the nodes that its workers run on; without them, the driver starts Ray.
+    """
 
     config: Path
     directory: Path
+    nodes: Nodes | None = None
     driver: subprocess.Popen[bytes] | None = None
     highest: int = 0
     repeated: int = 0
@@ -61,15 +68,15 @@ class ChaosRun:
 
     @property
     def orders(self) -> Path:
-        return self.directory / "orders"
+        return orders_of(self.directory)
 
     def start(self) -> None:
         self.orders.mkdir(exist_ok=True)
-        paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"CHAOS_ORDERS": str(self.orders), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = os.environ | hooked_environment(self.directory)
+        address = [] if self.nodes is None else [f"ray_address={self.nodes.address}"]
         with (self.directory / "printed.txt").open("ab") as printed:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "thresher", "train", str(self.config), f"output_dir={self.output}"],
+                [sys.executable, "-m", "thresher", "train", str(self.config), f"output_dir={self.output}", *address],
                 env=environment,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -79,12 +86,20 @@ class ChaosRun:
         """Return the live processes of the run with this title."""
         assert self.driver is not None
         found = []
-        for pid, own in titles(self.driver.pid):
+        # nodes are children of this process
+        for pid, own in titles(self.driver.pid if self.nodes is None else os.getpid()):
             if (started := _start_time(pid)) is not None:
                 self.started[Process(pid, started)] = own
             if has_title(own, title):
                 found.append(pid)
         return found
+
+    def workers(self, role: str) -> list[int]:
+        """Return the live workers of a role as their logs name them; a spare has the same title, but no log."""
+        alive = set(self.processes("ray::"))
+        logs = sorted((self.output / "logs" / "workers").glob(f"{role}-[0-9]*.log"))
+        named = [re.findall(r"worker \d+ of \d+, process (\d+) on ", log.read_text()) for log in logs]
+        return [int(pids[-1]) for pids in named if pids and int(pids[-1]) in alive]
 
     def left_behind(self) -> dict[int, str]:
         """Return the processes that the run started and that outlived it, with their titles."""
@@ -92,6 +107,8 @@ class ChaosRun:
         while True:
             # a later process can get the same pid
             alive = {each.pid: title for each, title in self.started.items() if _start_time(each.pid) == each.started}
+            if self.nodes is not None:  # which outlive the run, with idle processes
+                alive = {pid: title for pid, title in titles(os.getpid()) if pid in alive and title.startswith(WORKERS)}
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.2)
@@ -119,7 +136,15 @@ class ChaosRun:
             return []
         return [json.loads(line) for line in lines]
 
-    def wait_until(self, reached: Callable[[], bool], *, what: str) -> None:
+    def last_failure(self) -> float | None:
+        """Return when the run last noticed a failure, in seconds since the epoch."""
+        try:
+            lines = (self.output / "logs" / "recoveries.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return None
+        return float(json.loads(lines[-1])["time"])
+
+    def wait_until(self, reached: Callable[[], object], *, what: str) -> None:
         """Wait; raise RunFailedError if the run fails or takes too long, RunOverError if it finishes."""
         deadline = time.monotonic() + SECONDS_TO_RECOVER
         while not reached():
@@ -156,6 +181,16 @@ class ChaosRun:
             if path.is_file() and path.name not in ("config.json", "manifest.json")  # both contain paths
         }
         return {"log": records, "checkpoint": newest.name, "files": files}
+
+
+def orders_of(directory: Path) -> Path:
+    return directory / "orders"
+
+
+def hooked_environment(directory: Path) -> dict[str, str]:
+    """Return the variables of processes that obey the orders of a run."""
+    paths = [str(HOOK), *(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each != str(HOOK))]
+    return {"CHAOS_ORDERS": str(orders_of(directory)), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _start_time(pid: int) -> int | None:

@@ -30,6 +30,7 @@ from thresher.losses import Objective, make_loss
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.logps import PairModel
+from thresher.models.optimizations.compile import Compilation
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
@@ -134,7 +135,7 @@ def thresher_trainer(
     packed = layout.needs_pair_attention
     policy = NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE))
     if compiled:
-        policy.compile()
+        policy.compile(Compilation("layers"))
     return RankTrainer(
         strategy=policy,
         objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),

@@ -119,12 +119,13 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     from thresher.builders.run import build_tracking, track
     from thresher.config import parse_config
     from thresher.data.prepare.prepare import prepare
-    from thresher.runtime import open_runtime
+    from thresher.observability.phase_clock import PhaseClock
+    from thresher.runtime import open_session
 
     config = parse_config({**values, "output_dir": str(output)})
     trackers = build_tracking(config, None)
     objective = build_objective(config)
-    with open_runtime(config, objective) as runtime:
+    with open_session(config, objective, PhaseClock()) as session, session.open_runtime() as runtime:
         inputs = open_inputs(config, objective, prepare)
         started = runtime.start(inputs, None, lambda what, done, total: None)
         started.begin()

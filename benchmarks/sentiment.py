@@ -1,11 +1,12 @@
 """A small model learns to answer with a positive sentiment, from pairs of its own answers.
 
-python benchmarks/sentiment.py MODEL PROMPTS DIR    # PROMPTS: JSON rows with an `instruction`
+python benchmarks/sentiment.py make MODEL PROMPTS DIR    # PROMPTS: JSON rows with an `instruction`
 thresher train DIR/sentiment.yaml
+python benchmarks/sentiment.py figures DIR
 
 The reward is the compound sentiment of VADER, from -1 to 1 (pip install vaderSentiment). The model answers 96 prompts
 four times, and every two answers with different rewards are a pair. At the end of the run policy and reference answer
-96 other prompts: `samples/reward`, `samples/win_rate` and `samples/kl` are what the run has gained and what it cost.
+these prompts and 96 others: reward, win rate and KL are what the run has gained and what it cost.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import json
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import yaml
 
 from thresher.models.loading.load import load_model, load_tokenizer
+from thresher.observability.log_files import SAMPLES
 from thresher.sampling.generation import GenerationSettings, generate
+from thresher.sampling.win_rate import wilson_interval
 
 PROMPTS, ANSWERS, ANSWER_TOKENS = 96, 4, 20
 
@@ -59,21 +63,15 @@ def make_pairs(model_path: str, prompts: list[str]) -> list[dict[str, str]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("prompts", type=Path)
-    parser.add_argument("directory", type=Path)
-    given = parser.parse_args()
-    instructions = dict.fromkeys(row["instruction"] for row in json.loads(given.prompts.read_text()))
-    prompts, directory = list(instructions)[: 2 * PROMPTS], given.directory.resolve()
-    rows = make_pairs(given.model, prompts[:PROMPTS])
+def make(model: str, prompts_file: Path, directory: Path) -> None:
+    instructions = dict.fromkeys(row["instruction"] for row in json.loads(prompts_file.read_text()))
+    prompts = list(instructions)[: 2 * PROMPTS]
+    rows = make_pairs(model, prompts[:PROMPTS])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[PROMPTS:]]
-    (directory / "held_out.jsonl").write_text("".join(held_out))
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     config = {
-        "pretrain": str(Path(given.model).resolve()),
+        "pretrain": str(Path(model).resolve()),
         "output_dir": str(directory / "run"),
         "max_steps": 40,
         "eval_steps": 40,
@@ -87,14 +85,43 @@ def main() -> None:
         },
         "validation": {"split": 0.05},
         "samples": {
-            "prompts_file": str(directory / "held_out.jsonl"),
-            "num_prompts": PROMPTS,
+            "prompts_file": str(directory / "prompts.jsonl"),
+            "num_prompts": 2 * PROMPTS,
             "max_new_tokens": ANSWER_TOKENS,
             "judge": f"{Path(__file__).resolve()}:score",
         },
     }
     (directory / "sentiment.yaml").write_text(yaml.safe_dump(config))
     print(f"{len(rows)} pairs of {PROMPTS} prompts in {directory}")
+
+
+def print_figures(directory: Path) -> None:
+    """Print the figures of the last evaluation, of the prompts of the pairs and of the others."""
+    rows = [json.loads(line) for line in (directory / "run" / "logs" / SAMPLES).read_text().splitlines()]
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    for name, part in (("prompts of the pairs", last[:PROMPTS]), ("other prompts", last[PROMPTS:])):
+        wins = [row["win"] for row in part]
+        low, high = wilson_interval(wins)
+        means = {key: mean(row[key] for row in part) for key in ("reference_reward", "policy_reward", "log_ratio")}
+        print(
+            f"{name}: reward {means['reference_reward']:.3f} -> {means['policy_reward']:.3f}, win rate "
+            f"{mean(wins):.3f} ({low:.3f} to {high:.3f}), KL {means['log_ratio']:.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, arguments in (("make", ["model", "prompts", "directory"]), ("figures", ["directory"])):
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+    given = parser.parse_args()
+    directory = Path(given.directory).resolve()
+    if given.command == "make":
+        make(given.model, Path(given.prompts), directory)
+    else:
+        print_figures(directory)
 
 
 if __name__ == "__main__":

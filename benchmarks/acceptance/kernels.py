@@ -61,22 +61,35 @@ def environment(place: Place) -> Facts:
 
 
 def attention(place: Place) -> Facts:
-    """Output and gradients of the attention that training uses, against dense attention in fp64."""
-    draw, errors = random.Random(0), []
+    """Output and gradients of both attentions of packed rows, against dense attention in fp64."""
+    draw, errors, flash_errors = random.Random(0), [], []
     sizes = [5, 40, 200] if place.device == "cpu" else [5, 300, 3000, 16_000]
     for size in sizes:
         for window, softcap, kv_heads in [(None, None, 2), (None, None, 4), (7, None, 2), (None, 1.5, 2), (7, 1.5, 4)]:
             segments = _random_pack(size, draw)
-            found, expected = (
-                _attend(segments, kv_heads, window, softcap, device=device, dtype=dtype)
-                for device, dtype in ((place.device, torch.float32), ("cpu", torch.float64))
-            )
-            for one, other in zip(found, expected, strict=True):
-                scale = other.abs().max().clamp(min=1.0)
-                errors.append(float((one.cpu().double() - other).abs().max() / scale))
+            kind = (segments, kv_heads, window, softcap)
+            expected = _attend(*kind, device="cpu", dtype=torch.float64)
+            errors.append(_largest_error(_attend(*kind, device=place.device, dtype=torch.float32), expected))
+            if window is None and softcap is None:
+                found = _attend(*kind, device=place.device, dtype=torch.bfloat16, uses_varlen=True)
+                flash_errors.append(_largest_error(found, expected))
     check(max(errors) < 1e-4, f"attention differs from dense attention in fp64 by {max(errors):.2e}")
+    check(max(flash_errors) < 3e-2, f"flash kernels in bf16 differ from dense attention by {max(flash_errors):.2e}")
     counters = torch._dynamo.utils.counters["stats"]  # type: ignore[attr-defined]
-    return {"num_cases": len(sizes) * 5, "largest_error": max(errors), "compiled_graphs": counters["unique_graphs"]}
+    return {
+        "num_cases": len(errors),
+        "largest_error": max(errors),
+        "largest_error_of_flash_in_bf16": max(flash_errors),
+        "compiled_graphs": counters["unique_graphs"],
+    }
+
+
+def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative to the largest value, or absolute if that is below 1."""
+    return max(
+        float((one.cpu().double() - other).abs().max() / other.abs().max().clamp(min=1.0))
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 def _random_pack(size: int, draw: random.Random) -> tuple[Segment, ...]:
@@ -99,6 +112,7 @@ def _attend(
     *,
     device: str,
     dtype: torch.dtype,
+    uses_varlen: bool = False,
 ) -> list[Tensor]:
     """Return the output and the gradients of queries, keys and values; the same numbers for any device and dtype."""
     generator, rows = torch.Generator().manual_seed(0), segments[-1].stop
@@ -108,7 +122,7 @@ def _attend(
     if dtype == torch.float64:
         out = dense_attention(*heads, segments, 0.3, softcap=softcap, window=window).transpose(1, 2)
     else:
-        packed = PackedAttention(segments)
+        packed = PackedAttention(segments, uses_varlen=uses_varlen)
         settings: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sliding_window": window}
         out, _ = pair_attention(nn.Identity(), *heads, None, pair_visibility=packed, **settings)
     (out * weights).sum().backward()

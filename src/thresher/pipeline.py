@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
@@ -29,15 +29,18 @@ from thresher.builders.run import (
 )
 from thresher.builders.run_description import describe_run
 from thresher.builders.samples import build_judge
+from thresher.checkpoint.manifest import failed_verification
+from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL, PHASE
+from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.run_log import run_log
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.runtime import RunHandle, launch_session, open_runtime
+from thresher.runtime import RunHandle, RunSession, Runtime, launch_session, open_session
 from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.sampling.log import SampleLog, judge_answers
 from thresher.training.evaluated_pairs import EvaluatedPairsLog
@@ -47,6 +50,14 @@ from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+
+class _StartedRun(NamedTuple):
+    """A run whose models are loaded, and the checkpoint that they are from."""
+
+    run: RunHandle
+    inputs: RunInputs
+    checkpoint: Path | None
 
 
 class DPOPipeline:
@@ -76,6 +87,7 @@ class DPOPipeline:
         self._build_store = build_store
         self._callbacks = callbacks
         self._run: RunHandle | None = None
+        self._damaged = DamagedCheckpoints()
         self._summary: set[str] = set()
 
     @property
@@ -113,11 +125,13 @@ class DPOPipeline:
             return work()
 
     def _train(self) -> dict[str, float]:
-        callbacks = build_callbacks(self.config, self._callbacks)
+        callbacks, clock = build_callbacks(self.config, self._callbacks), PhaseClock()
         with self._reserve_directory() as objective:
-            checkpoint = find_checkpoint(self.config)
-            attempt = partial(self._attempt, objective, callbacks)
-            return build_supervisor(self.config).run(attempt, checkpoint)
+            checkpoint = self._find_checkpoint()
+            with open_session(self.config, objective, clock) as session:
+                attempt = partial(self._attempt, objective, callbacks, session)
+                supervisor = build_supervisor(self.config, self._damaged, clock)
+                return supervisor.run(attempt, checkpoint, self._find_checkpoint)
 
     def _evaluate(self) -> dict[str, float]:
         judge = build_judge(self.config)
@@ -131,9 +145,13 @@ class DPOPipeline:
 
     @contextmanager
     def _open(self) -> Iterator[RunHandle]:
-        with self._reserve_directory() as objective, self._start(objective, find_checkpoint(self.config)) as (run, _):
-            run.begin(to_evaluate=True)
-            yield run
+        with (
+            self._reserve_directory() as objective,
+            open_session(self.config, objective, PhaseClock()) as session,
+            self._start(objective, session, self._find_checkpoint(), self._find_checkpoint) as started,
+        ):
+            started.run.begin(to_evaluate=True)
+            yield started.run
 
     @contextmanager
     def _reserve_directory(self) -> Iterator[Objective]:
@@ -149,36 +167,70 @@ class DPOPipeline:
             stop_file(config).unlink(missing_ok=True)  # left by an earlier run
             yield objective
 
+    def _find_checkpoint(self) -> Path | None:
+        return find_checkpoint(self.config, self._damaged)
+
     @contextmanager
-    def _start(self, objective: Objective, checkpoint: Path | None) -> Iterator[tuple[RunHandle, RunInputs]]:
+    def _start(
+        self,
+        objective: Objective,
+        session: RunSession,
+        checkpoint: Path | None,
+        find_other: Callable[[], Path | None],
+    ) -> Iterator[_StartedRun]:
+        """Load the models. find_other: called if the ranks find that the checkpoint is damaged."""
         # the runtime is opened first: missing devices are reported before pairs are prepared
         if self.config.uses_ray:
             logger.info("connecting to Ray", extra=PHASE)
-        with open_runtime(self.config, objective) as runtime:
+        with session.open_runtime() as runtime:
             logger.info("opening the data", extra=PHASE)
             inputs = open_inputs(self.config, objective, self._build_store)
+            checkpoint = self._verified(runtime, checkpoint, find_other)
             logger.info("loading the models", extra=PHASE)
             run = self._run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.notes:
                 logger.warning("%s", note)
             try:
-                yield run, inputs
+                yield _StartedRun(run, inputs, checkpoint)
             finally:
                 self._run = None
+
+    def _verified(
+        self, runtime: Runtime, checkpoint: Path | None, find_other: Callable[[], Path | None]
+    ) -> Path | None:
+        """Let the ranks verify the files of a checkpoint, and of others until one is intact."""
+        while checkpoint is not None:
+            logger.info("verifying %s", checkpoint.name, extra=PHASE)
+            if not (problems := runtime.find_damage(checkpoint)):
+                break
+            error = failed_verification(checkpoint, problems)
+            self._damaged.add(checkpoint, error)
+            found = find_other()
+            logger.warning("skipped an invalid checkpoint: %s", error)
+            checkpoint = found
+        return checkpoint
 
     def _attempt(
         self,
         objective: Objective,
         callbacks: CallbackTracker | None,
+        session: RunSession,
         supervisor: Supervisor,
         checkpoint: Path | None,
     ) -> dict[str, float]:
-        """Run from a checkpoint to the end on fresh workers; the supervisor handles failures."""
+        """Run from a checkpoint to the end; the supervisor handles failures."""
         config = self.config
         check_not_stopped(config, checkpoint)
+
+        def fall_back() -> Path | None:
+            found = supervisor.fall_back()
+            check_not_stopped(config, found)
+            return found
+
         trackers, judge = build_tracking(config, self._console, callbacks), build_judge(config)
 
-        with self._start(objective, checkpoint) as (run, inputs):
+        with self._start(objective, session, checkpoint, fall_back) as started:
+            run, inputs, checkpoint = started
             plan = inputs.plan
             facts = run_facts(config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts)
             for line in summarize_run(facts, plan, checkpoint):
@@ -186,6 +238,7 @@ class DPOPipeline:
                 self._summary.add(line)
             logger.info("preparing the first step", extra=PHASE)
             run.begin()
+            supervisor.clock.end("preparation")
 
             with (
                 stop_on_signals(stop_file(config), config.graceful_stop_timeout),

@@ -97,6 +97,11 @@ def test_pairs_per_step_scale_with_data_ranks_not_workers(config):
             "sequence_parallel",
         ),
         (
+            {"num_workers": 4, "pp_size": 2, "pp_schedule": "zero_bubble"},
+            "actor_train.strategy_args.strategy_config.pp_schedule zero_bubble does not support workers that shard the "
+            "model: set cp_size to 1, and dp_replicate to the number of workers divided by pp_size x tp_size",
+        ),
+        (
             {"num_workers": 8, "pp_size": 8},
             "actor_train: pp_size 8 with virtual_pp_size 1 makes 8 stages, but the model has 4 layers; use at most 4 "
             "stages",
@@ -116,6 +121,15 @@ def test_pairs_per_step_scale_with_data_ranks_not_workers(config):
 )
 def test_invalid_sizes_are_rejected_with_the_valid_ones(config, settings, message):
     assert error_message(config(**settings)) == message
+
+
+@pytest.mark.parametrize("axes", [{"reduce_dtype": "bf16"}, {"pp_size": 2, "pp_dtype": "bf16"}], ids=str)
+def test_bf16_messages_of_a_run_in_fp32_are_rejected(config, axes):
+    role = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_config": axes}, "num_workers": 2}
+    name = next(reversed(axes))
+    assert error_message(parse_config({"pretrain": config().pretrain, "actor_train": role})) == (
+        f"actor_train: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are fp32 and fp32; remove {name}"
+    )
 
 
 def test_an_architecture_without_a_tp_plan_is_rejected(config):

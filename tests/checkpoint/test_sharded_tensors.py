@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import FlatShard, HostBuffers, ShardFile, TensorShard, flat_blocks
+from thresher.checkpoint.sharded import FlatShard, ShardFile, TensorShard, flat_blocks
 from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
 from thresher.errors import CheckpointError
 
@@ -121,10 +122,10 @@ def test_shards_of_two_dtypes_are_rejected(tmp_path):
 
 def test_a_host_copy_is_independent_of_the_tensor_and_its_buffer_is_reused(tmp_path):
     copies, weight = HostBuffers(), torch.arange(4.0)
-    first = copies.take("w", weight)
+    first = copies.copy({"w": weight})["w"]
     weight += 1
     assert first.tolist() == [0, 1, 2, 3]
-    second = copies.take("w", weight)
+    second = copies.copy({"w": weight})["w"]
     assert second.tolist() == [1, 2, 3, 4]
     assert second.data_ptr() == first.data_ptr()
-    assert copies.take("w", torch.ones(2, dtype=torch.float64)).tolist() == [1, 1]
+    assert copies.copy({"w": torch.ones(2, dtype=torch.float64)})["w"].tolist() == [1, 1]

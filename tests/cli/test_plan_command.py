@@ -234,13 +234,16 @@ def test_the_smollm2_example_has_a_plan(command_line, tmp_path):
 
 @pytest.mark.slow
 def test_real_steps_in_another_process_predict_the_time_of_a_step(command_line, config, tmp_path):
-    """Steps of 1, 3 and 3 pairs; the last have a micro-batch per pair. Nothing is left in the run's directory."""
+    """Steps of 1 and 3 pairs with a micro-batch each, and of the run's micro-batches. No file is left behind."""
     result = command_line("plan", config("small"), "--calibrate", "--json")
 
     assert result.code == 0, result.err
     calibration = json.loads(result.out)["calibration"]
     sizes = [(step["pairs"], step["work"]["micro_batches"]) for step in calibration["steps"]]
-    assert sizes == [*[(1, 1)] * 5, *[(3, 1)] * 5, *[(3, 3)] * 5]
+    assert sizes[:10] == [*[(1, 1)] * 5, *[(3, 3)] * 5]
+    assert len(set(sizes[10:])) == 1
+    assert sizes[10][0] >= 3
+    assert sizes[10][1] < sizes[10][0]
     assert all(step["seconds"] > 0 for step in calibration["steps"])
     assert calibration["step_seconds"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "run.yaml"]

@@ -10,7 +10,15 @@ import pytest
 import yaml
 
 from thresher.builders.checkpoints import config_changes
-from thresher.config import DataArgs, DPOConfig, ReferenceConfig, StrategyArgs, load_config, parse_config
+from thresher.config import (
+    DataArgs,
+    DPOConfig,
+    ReferenceConfig,
+    StrategyArgs,
+    TrainingArgs,
+    load_config,
+    parse_config,
+)
 from thresher.config.aliases import ALIASES, Aliases
 from thresher.config.section import known_keys
 from thresher.config.stored import from_stored, to_stored
@@ -36,6 +44,7 @@ EARLIER = {
         "data_args": {"file_name": "pairs.jsonl", "special_tokens_in_text": "refuse"},
         "num_workers": 4,
         "strategy_args": {"strategy_config": {"pp_size": 2, "pp_chunks": 2, "tp_size": 2}},
+        "training_args": {"torch_compile": False},  # the default of that version
     },
 }
 CURRENT = {
@@ -55,6 +64,7 @@ CURRENT = {
         "data_args": {"file_name": "pairs.jsonl", "special_tokens_in_text": "reject"},
         "num_workers": 4,
         "strategy_args": {"strategy_config": {"pp_size": 2, "virtual_pp_size": 2, "tp_size": 2}},
+        "training_args": {"torch_compile": False},  # the default of that version
     },
 }
 KEYS = [
@@ -92,7 +102,7 @@ def test_every_alias_is_in_the_compared_configs():
     examples = yaml.safe_dump(EARLIER)
     for aliases in ALIASES.values():
         assert all(f"{old}:" in examples for old in aliases.keys)
-    assert set(ALIASES) == {"DPOConfig", "ReferenceConfig", "DataArgs", "FSDP2Settings"}
+    assert set(ALIASES) == {"DPOConfig", "ReferenceConfig", "TrainingArgs", "DataArgs", "FSDP2Settings"}
 
 
 def test_an_alias_leads_to_a_key_and_hides_none():
@@ -127,6 +137,15 @@ def test_sections_built_in_python_take_earlier_spellings():
     assert DataArgs(special_tokens_in_text="text") == DataArgs()
     assert DataArgs(special_tokens_in_text="refuse").special_tokens_in_text == "reject"
     assert StrategyArgs(strategy_config={"pp_size": 2, "pp_chunks": 2}).settings.virtual_pp_size == 2
+    for given, recompute in ((True, "full"), (False, "off"), ("selective", "selective")):
+        assert TrainingArgs(gradient_checkpointing=given).gradient_checkpointing == recompute
+
+
+def test_gradient_checkpointing_is_off_in_yaml_too(tmp_path):
+    path = write(tmp_path / "run.yaml", {})
+    key = "actor_train.training_args.gradient_checkpointing"
+    for given, recompute in (("true", "full"), ("off", "off"), ("full", "full")):
+        assert load_config(path, [f"{key}={given}"]).actor_train.training_args.gradient_checkpointing == recompute
 
 
 def test_an_earlier_name_belongs_to_its_own_engine():

@@ -42,7 +42,7 @@ def test_a_published_config_loads_unchanged_and_every_foreign_key_is_named(path,
     assert config.num_train_epochs == 10
     assert config.max_steps == 500
     assert config.system_envs == {"USE_MODELSCOPE": "1"}
-    assert config.actor_train.training_args.gradient_checkpointing
+    assert config.actor_train.training_args.gradient_checkpointing == "full"
     assert config.actor_train.training_args.lr_scheduler_type == "constant_with_warmup"
     assert config.actor_train.training_args.per_device_eval_batch_size == given["actor_train"]["infer_batch_size"]
     assert config.actor_train.data_args.dataset_dir == "data"

@@ -13,9 +13,11 @@ import pytest
 from tests.config.test_config_keys import nested, refusal
 from tests.support.compared_runs import merge
 from thresher.builders.engines import check_engine
+from thresher.builders.preflight.files import check_unused_settings
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import known_keys
 from thresher.errors import UserError
+from thresher.runtime.launch import Launch, fit_to_launch
 
 
 class Needs(NamedTuple):
@@ -46,7 +48,13 @@ JUDGED = {**VALIDATION, "samples": {"judge_url": "http://a/v1", "judge_model": "
 
 NEEDS = {
     "max_restarts": Needs(2, f"max_restarts {ONE_PROCESS}", having=ON_RAY),
-    "heartbeat_timeout": Needs(16, f"heartbeat_timeout {ONE_PROCESS}", having=ON_RAY),
+    "spare_workers": Needs(2, f"spare_workers {ONE_PROCESS}", having=ON_RAY),
+    "heartbeat_timeout": Needs(
+        16,
+        "heartbeat_timeout has no effect in one process; set runtime: ray or runtime: torchrun, or remove it",
+        without={"runtime": "local"},
+        having={"runtime": "auto"},  # which a launcher may turn into torchrun
+    ),
     "elastic": Needs(True, f"elastic {ONE_PROCESS}", having=SHARDED),
     "num_gpus_per_node": Needs(
         8,
@@ -130,6 +138,11 @@ NEEDS = {
         0.3,
         "min_lr_ratio has no effect without lr_scheduler_type=cosine_with_min_lr",
         having={"actor_train": {"training_args": {"lr_scheduler_type": "cosine_with_min_lr"}}},
+    ),
+    "actor_train.training_args.activation_offload": Needs(
+        True,
+        "activation_offload has no effect without gradient_checkpointing; set it to full",
+        having={"actor_train": {"training_args": {"gradient_checkpointing": "full"}}},
     ),
     "actor_train.training_args.lr_power": Needs(
         2.0,
@@ -274,6 +287,14 @@ def test_settings_of_ray_and_of_reference_workers_are_rejected_with_torchrun(key
     assert reason in refusal(merge({"runtime": "torchrun"}, nested(key, value)))
 
 
+def test_a_timeout_of_workers_is_rejected_in_one_process_and_accepted_under_a_launcher():
+    config = parse_config({"heartbeat_timeout": 16})
+    launched = fit_to_launch(config, Launch("torchrun", 0, 2, 0, ("127.0.0.1", 1)))
+    assert list(check_unused_settings(launched)) == []
+    (finding,) = check_unused_settings(fit_to_launch(config, None))
+    assert "heartbeat_timeout has no effect in one process" in finding.text
+
+
 @pytest.mark.parametrize("key", NEEDS)
 def test_a_default_that_is_written_out_is_accepted(key):
     default = dict(known_keys(DPOConfig))[key].get_default()
@@ -305,8 +326,10 @@ def test_all_settings_without_effect_are_reported_at_once():
     ],
     ids=["one process", "replicas", "tensor parallel only"],
 )
-@pytest.mark.parametrize(("key", "value"), [("cpu_offload", True), ("zero_stage", 2)])
+@pytest.mark.parametrize(("key", "value"), [("cpu_offload", True), ("zero_stage", 2), ("reduce_dtype", "bf16")])
 def test_settings_of_shards_need_workers_that_shard_the_model(role, key, value):
+    if key == "reduce_dtype":  # which replicas refuse for another reason
+        role = {**role, "num_workers": 1, "strategy_args": {}}
     config = parse_config({"actor_train": merge(role, {"strategy_args": {"strategy_config": {key: value}}})})
     with pytest.raises(UserError) as caught:
         check_engine(config, "actor_train")
@@ -316,7 +339,9 @@ def test_settings_of_shards_need_workers_that_shard_the_model(role, key, value):
     )
 
 
-@pytest.mark.parametrize(("key", "value", "default"), [("cpu_offload", True, False), ("zero_stage", 2, 3)])
+@pytest.mark.parametrize(
+    ("key", "value", "default"), [("cpu_offload", True, False), ("zero_stage", 2, 3), ("reduce_dtype", "bf16", "fp32")]
+)
 def test_settings_of_shards_are_accepted_where_workers_shard_the_model(key, value, default):
     strategy = {"strategy_config": {key: value}}
     check_engine(parse_config({"actor_train": {"num_workers": 2, "strategy_args": strategy}}), "actor_train")
@@ -335,6 +360,10 @@ def test_a_stage_that_fsdp2_does_not_have_is_rejected(stage):
     [
         ({"sequence_parallel": True}, "sequence_parallel has no effect without tp_size; set tp_size"),
         ({"zero_stage": 1, "pp_size": 2, "virtual_pp_size": 2}, "zero_stage 1 does not support virtual_pp_size"),
+        ({"reduce_dtype": "bf16", "zero_stage": 1}, "reduce_dtype bf16 with zero_stage 1 would add up micro-batches"),
+        ({"reduce_dtype": "bf16", "dp_replicate": 2}, "reduce_dtype bf16 with dp_replicate would add up micro-batches"),
+        ({"pp_schedule": "zero_bubble"}, "pp_schedule has no effect without pp_size; set pp_size"),
+        ({"pp_dtype": "bf16"}, "pp_dtype has no effect without pp_size; set pp_size"),
     ],
     ids=str,
 )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from transformers import BloomConfig, GptOssConfig, JambaConfig, LlamaConfig, MambaConfig, PhimoeConfig, Qwen2MoeConfig
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+)
 
 from tests.support.tiny_models import FAMILIES, batch_of, pair_of
 from thresher.errors import UserError
@@ -53,6 +63,32 @@ def test_a_window_that_may_be_applied_only_in_the_mask_is_not_packed(family):
     layout, note = choose_layout("auto", [family], None, 0)
     assert layout.name == "padded"
     assert "sliding window" in note
+
+
+@pytest.mark.parametrize("requested", ["auto", "shared", "packed"])
+def test_varlen_is_an_attention_of_packed_rows(requested):
+    layout, note = choose_layout(requested, [LlamaConfig()], "varlen", 0)
+    assert layout.needs_pair_attention
+    assert layout.uses_varlen
+    assert note is None
+    inputs = layout.collate(batch_of(pair_of(3, 4, 5)))
+    assert inputs.uses_varlen
+    assert inputs.kept.visibility.uses_varlen
+
+
+@pytest.mark.parametrize(
+    ("requested", "family", "reason"),
+    [
+        ("padded", LlamaConfig(), "the layout is padded"),
+        ("auto", BloomConfig(), "the model family bloom does not use transformers' attention interface"),
+        ("auto", MistralConfig(sliding_window=64), "the model family mistral has a sliding window"),
+        ("auto", Gemma2Config(sliding_window=None), "the model family gemma2 caps its attention scores"),
+    ],
+    ids=["padded", "bloom", "window", "soft cap"],
+)
+def test_varlen_is_refused_where_its_kernels_cannot_run(requested, family, reason):
+    with pytest.raises(UserError, match=f"attn_implementation is set to varlen, but {reason}; remove"):
+        choose_layout(requested, [family], "varlen", 0)
 
 
 def test_a_configured_attention_implementation_selects_padded():

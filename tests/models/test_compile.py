@@ -11,7 +11,7 @@ from thresher.errors import UserError
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import PackedLayout
 from thresher.models.logps import PairModel
-from thresher.models.optimizations.compile import compile_layers
+from thresher.models.optimizations.compile import compile_elementwise, compile_layers
 
 LAYOUT = PackedLayout(shares_prompt=True)
 BATCHES = [
@@ -30,13 +30,14 @@ def _gradients(model: PairModel, batch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_compiled_layers_give_the_same_gradients_and_compile_once(checkpointing):
+@pytest.mark.parametrize("compiles", [compile_layers, compile_elementwise])
+def test_compiled_layers_give_the_same_gradients_and_compile_once(compiles, checkpointing):
     eager, compiled = (PairModel.for_layout(tiny_model("llama").train(), torch.float32, LAYOUT) for _ in range(2))
     if checkpointing:
         compiled.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.compiler.reset()
     counters.clear()
-    compile_layers(compiled.backbone)
+    compiles(compiled.backbone)
     check_logps(compiled, LAYOUT, BATCHES[0])
     assert counters["stats"]["unique_graphs"] == 0  # the check runs the layers uncompiled
     graphs = []

@@ -14,7 +14,7 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.attention.dense import dense_attention
-from thresher.models.attention.flash_cpu import SegmentedFlash
+from thresher.models.attention.flash import flash_attention, segment_calls
 from thresher.models.attention.flex import block_mask, flex_segment_attention
 from thresher.models.attention.segments import Segment
 from thresher.models.forward_check import check_logps
@@ -147,16 +147,20 @@ def random_heads(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return torch.randn(1, 4, rows, 8), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
 
 
+def flash(query, key, value, segments, scale):
+    return flash_attention(query, key, value, segment_calls(segments, key.shape[2], query.device), scale)
+
+
 def test_flash_over_segments_equals_dense_attention_forward_and_backward():
     weights = torch.randn(1, 4, 17, 8)
     results = []
-    for attend in (dense_attention, SegmentedFlash.apply):
+    for attend in (dense_attention, flash):
         heads = [part.requires_grad_() for part in random_heads(17)]
         out = attend(*heads, SEGMENTS, 0.3)
         (out * weights).sum().backward()
         results.append([out.detach(), *(part.grad for part in heads)])
-    for dense, flash in zip(*results, strict=True):
-        torch.testing.assert_close(flash, dense, atol=1e-5, rtol=1e-5)
+    for dense, joined in zip(*results, strict=True):
+        torch.testing.assert_close(joined, dense, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -182,7 +186,7 @@ def test_kept_rows_attend_to_the_same_rows_as_before():
     expected = dense_attention(query, key, value, SEGMENTS, 0.3)[:, :, KEPT_ROWS]
     query = query[:, :, KEPT_ROWS]
     torch.testing.assert_close(dense_attention(query, key, value, KEPT, 0.3), expected)
-    found = SegmentedFlash.apply(query, key, value, KEPT, 0.3)
+    found = flash(query, key, value, KEPT, 0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -288,8 +292,8 @@ def test_attention_may_leave_out_the_first_and_last_rows():
     segments = (Segment(4, 9),)
     expected = dense_attention(query[:, :, 4:9], key[:, :, 4:9], value[:, :, 4:9], (Segment(0, 5),), 0.3)
     torch.testing.assert_close(dense_attention(query[:, :, 4:9], key, value, segments, 0.3), expected)
-    flash = SegmentedFlash.apply(query[:, :, 4:9], key, value, segments, 0.3)
-    torch.testing.assert_close(flash, expected, atol=1e-5, rtol=1e-5)
+    found = flash(query[:, :, 4:9], key, value, segments, 0.3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_dense_attention_keeps_double_precision():

@@ -13,10 +13,17 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.plan.compute import Cluster, step_flops
+from thresher.plan.activations import MemorySettings
+from thresher.plan.compute import (
+    Cluster,
+    Flops,
+    StepCosts,
+    roofline,
+    step_flops,
+)
 from thresher.plan.estimate import Estimate
 from thresher.plan.hardware import GPUS, find_gpu
-from thresher.plan.memory import MemorySettings, persistent_memory
+from thresher.plan.memory import persistent_memory
 from thresher.plan.model import ModelShape, Stage
 from thresher.plan.traffic import Message, Precision, TrafficSettings, step_messages
 from thresher.plan.workload import Rows, dummy_rows, rows_of
@@ -82,9 +89,12 @@ def test_wire_bytes_of_a_ring_of_four(kind, expected):
 
 
 def test_an_8b_model_sends_what_the_weights_and_precisions_give(llama_8b):
-    """32 layers of 218,103,808 matrix elements in bf16; embedding, head and 65 norms in fp32; gradients in fp32."""
+    """32 layers of 218,103,808 matrix elements in bf16; embedding, head and 65 norms in fp32; gradients in fp32.
+
+    The embedding is not gathered for the backward, and the head stays gathered until then.
+    """
     assert llama_8b.num_parameters == 8_030_261_248
-    matrices, others = 32 * 218_103_808, 2 * 128256 * 4096 + 65 * 4096
+    matrices, outer, norms = 32 * 218_103_808, 128256 * 4096, 65 * 4096
     stage = Stage.of(llama_8b, ParallelDims(dp_shard=8))
     rows = Rows(total=4096, scored=2000, kept=2000, attended=4096 * 1000, useful=5000, pairs=4)
 
@@ -93,7 +103,7 @@ def test_an_8b_model_sends_what_the_weights_and_precisions_give(llama_8b):
     payload = {
         kind: sum(m.payload_bytes for m in messages if m.kind == kind) for kind in ("all_gather", "reduce_scatter")
     }
-    assert payload["all_gather"] == 2 * 2 * (2 * matrices + 4 * others)
+    assert payload["all_gather"] == 2 * (2 * (2 * matrices + 4 * norms) + 2 * 4 * outer)
     assert payload["reduce_scatter"] == 2 * 4 * 8_030_261_248
 
 
@@ -118,7 +128,7 @@ def test_flops_are_six_per_parameter_and_row_for_short_rows(llama_8b):
     rows = Rows(total=1000, scored=1000, kept=1000, attended=0, useful=1000, pairs=1)
     stage = Stage.of(llama_8b, ParallelDims())
 
-    flops = step_flops(stage, [rows], packs_rows=False, recomputes=False, scores_reference=False)
+    flops = step_flops(stage, [rows], packs_rows=False, recompute="off", scores_reference=False)
 
     in_products = 8_030_261_248 - 65 * 4096 - 128256 * 4096
     assert flops.model == pytest.approx(6 * in_products * 1000)
@@ -133,7 +143,7 @@ def test_only_the_chosen_experts_compute():
     rows = Rows(total=10, scored=0, kept=10, attended=0, useful=10, pairs=1)
 
     flops = step_flops(
-        Stage.of(shape, ParallelDims()), [rows], packs_rows=True, recomputes=False, scores_reference=False
+        Stage.of(shape, ParallelDims()), [rows], packs_rows=True, recompute="off", scores_reference=False
     )
 
     experts = sum(p.numel for p in shape.parameters if len(p.shape) == 3)
@@ -159,3 +169,41 @@ def test_other_strategies_are_rejected():
     config = DPOConfig(pretrain="model").model_copy(update={"actor_train": other})
     with pytest.raises(UserError, match="the formulas are those of fsdp2_train, and actor_train uses other"):
         Estimate(config, Cluster(GPUS["h100"], gpus_per_node=8, num_gpus=8))
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "gathered", "reduced", "exposed"),
+    [
+        # of 3 s of computation, 1 s is in the forward; half of the gathers of ZeRO-3 are in the forward
+        (3, 2.0, 1.0, 0.0),
+        (3, 3.0, 0.0, 0.5),
+        (3, 1.0, 2.0, 0.5),
+        (2, 1.5, 2.0, 0.5),
+        # ZeRO-1 gathers in the first of ten forwards, and reduces in the last of ten backwards
+        (1, 0.1, 0.2, 0.0),
+        (1, 0.2, 0.5, 0.4),
+    ],
+)
+def test_sharding_hides_behind_the_computation_of_the_same_pass(llama_8b, zero_stage, gathered, reduced, exposed):
+    gpu = find_gpu("h100")
+    cluster, dims = Cluster(gpu, 8, 8), ParallelDims(dp_shard=8)
+    per_second = round(cluster.bandwidth("dp_shard", dims) * 8 / 7)
+    flops = 3 * 0.7 * gpu.peak_flops
+    step = StepCosts(
+        Flops(model=flops, forward=flops / 3),
+        [
+            Message("dp_shard", "all_gather", round(gathered * per_second), 8),
+            Message("dp_shard", "reduce_scatter", round(reduced * per_second), 8),
+        ],
+        micro_batches=10,
+        elementwise_bytes=0.0,
+        trained_bytes=0.0,
+        zero_stage=zero_stage,
+    )
+    found = roofline(Stage.of(llama_8b, dims), cluster, step)
+
+    # copies around collectives take time too, and cover some of them
+    copies = 3 * (gathered + reduced) * per_second / (0.8 * gpu.memory_bandwidth)
+    assert found.copies == pytest.approx(copies)
+    assert exposed - copies <= found.exposed <= exposed + 1e-6
+    assert found.best == pytest.approx(3 + found.copies + found.exposed)

@@ -16,9 +16,10 @@ from tests.support.strategies.parity import LAYOUTS
 from thresher.builders.engines import trained_parts
 from thresher.models.loading.load import DTYPES
 from thresher.models.loading.load_sharded import build_without_weights
-from thresher.plan.memory import Memory, MemorySettings, peak_memory, persistent_memory
+from thresher.plan.activations import MemorySettings
+from thresher.plan.estimate import precision_of
+from thresher.plan.memory import Memory, peak_memory, persistent_memory
 from thresher.plan.model import ModelShape, Stage
-from thresher.plan.traffic import Precision
 from thresher.plan.workload import rows_of
 from thresher.strategies.native.build import axis_sizes
 
@@ -49,17 +50,21 @@ class Run:
 
 
 RUNS = [
-    *(Run({}, num_ranks=1, settings=settings) for settings in ({}, LORA, {"dtype": "bf16"}, {"recomputes": True})),
+    *(Run({}, num_ranks=1, settings=settings) for settings in ({}, LORA, {"dtype": "bf16"}, {"recompute": "full"})),
     *(Run(axes) for axes in ({}, {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
     *(Run(axes, "padded") for axes in ({}, {"tp_size": 2}, {"pp_size": 2})),
     *(Run(axes, settings=LORA) for axes in ({}, {"tp_size": 2}, {"pp_size": 2})),
     *(Run(axes, settings={"dtype": "bf16"}) for axes in ({}, {"zero_stage": 2}, {"zero_stage": 1})),
     *(
-        Run({"tp_size": 2, "sequence_parallel": True}, settings={"dtype": "bf16", "recomputes": recomputes})
-        for recomputes in (False, True)
+        Run({"tp_size": 2, "sequence_parallel": True}, settings={"dtype": "bf16", "recompute": recompute})
+        for recompute in ("off", "selective", "full")
     ),
     Run({}, settings={"dtype": "bf16", **LORA}),
-    Run({}, settings={"recomputes": True}),
+    Run({}, settings={"recompute": "full"}),
+    Run({}, num_ranks=1, settings={"recompute": "selective"}),
+    *(Run(axes, settings={"recompute": "selective"}) for axes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
+    *(Run({}, settings={"dtype": "bf16", "recompute": "selective", **lora}) for lora in ({}, LORA)),
+    Run({}, "padded", settings={"recompute": "selective"}),
     *(Run(axes, shape="wide") for axes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
     Run({}, "packed", shape="wide", settings={"dtype": "bf16"}),
     Run({}, "padded", shape="wide", settings=LORA),
@@ -68,7 +73,7 @@ RUNS = [
     *(Run({"pp_size": 2, "virtual_pp_size": 3}, num_batches=number) for number in (4, 8)),
     Run({"pp_size": 4}, num_ranks=4, num_batches=6),
     Run({"pp_size": 2}, num_ranks=4, num_batches=5, settings={"dtype": "bf16"}),
-    *(Run(axes, num_ranks=4, settings={"dtype": "bf16", "recomputes": True}) for axes in ({}, {"tp_size": 2})),
+    *(Run(axes, num_ranks=4, settings={"dtype": "bf16", "recompute": "full"}) for axes in ({}, {"tp_size": 2})),
 ]
 
 
@@ -88,17 +93,18 @@ def predicted(run: Run, model_dir, rank: int) -> tuple[Memory, Memory]:
     role, args = config.actor_train, config.actor_train.model_args
     dims = axis_sizes(role.strategy_args.settings, run.num_ranks)
     model = build_without_weights(str(model_dir), dtype=DTYPES[args.master_dtype])
-    shape = ModelShape.of(trained_parts(args).apply(model))
+    shape = ModelShape.of(trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype]))
     stage = Stage.of(shape, dims, rank * dims.pp // run.num_ranks, role.strategy_args.settings.virtual_pp_size)
     layout = LAYOUTS[run.layout]
     settings = MemorySettings(
-        Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize),
+        precision_of(args, role.strategy_args.settings),
         layout.needs_pair_attention,
         zero_stage=role.strategy_args.settings.zero_stage,
         splits_rows=role.strategy_args.settings.sequence_parallel,
-        recomputes=role.training_args.gradient_checkpointing,
+        recompute=role.training_args.gradient_checkpointing,
         micro_batches=run.num_batches,
         on_gpu=False,
+        has_zero_bubble=role.strategy_args.settings.pp_schedule == "zero_bubble",
     )
     return persistent_memory(stage, settings), peak_memory(stage, rows_of(LENGTHS, layout), settings)
 

@@ -15,8 +15,9 @@ from thresher.builders.engines import trained_parts
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.load import DTYPES
 from thresher.models.loading.load_sharded import build_without_weights
+from thresher.plan.estimate import precision_of
 from thresher.plan.model import ModelShape, Stage
-from thresher.plan.traffic import Message, Precision, TrafficSettings, step_messages
+from thresher.plan.traffic import Message, TrafficSettings, step_messages
 from thresher.plan.workload import dummy_rows, step_of_rank
 from thresher.strategies.accumulate import empty_metrics
 from thresher.strategies.native.build import axis_sizes
@@ -28,7 +29,7 @@ MLP_LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["gate_proj", "down_p
 
 @dataclass(frozen=True)
 class Run:
-    axes: dict[str, int]
+    axes: dict[str, Any]
     layout: str = "shared"
     settings: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
@@ -47,9 +48,13 @@ RUNS = [
     *(Run(CP, layout, settings) for layout in ("shared", "packed") for settings in ({}, LORA)),
     *(Run(axes, "shared", ATTENTION_LORA) for axes in (TP, CP)),
     Run(TP, "shared", MLP_LORA),
-    *(Run(axes, "shared", {"recomputes": True}) for axes in (SHARD, TP, CP)),
-    *(Run(TP, "shared", {"recomputes": True, **lora}) for lora in (LORA, ATTENTION_LORA)),
-    Run(CP, "shared", {"recomputes": True, **ATTENTION_LORA}),
+    *(Run(axes, "shared", {"recompute": "full"}) for axes in (SHARD, TP, CP)),
+    *(Run(TP, "shared", {"recompute": "full", **lora}) for lora in (LORA, ATTENTION_LORA)),
+    Run(CP, "shared", {"recompute": "full", **ATTENTION_LORA}),
+    *(Run(axes, "shared", {"recompute": "selective"}) for axes in (SHARD, TP, CP, PP)),
+    *(Run(axes, "shared", {"recompute": "selective", **LORA}) for axes in (TP, CP)),
+    Run(TP, "padded", {"recompute": "selective", "dtype": "bf16"}),
+    Run(TP, "shared", {"recompute": "selective"}, "gemma2"),
     *(Run(axes, "shared", {"dtype": "bf16"}) for axes in (SHARD, REPLICATE, TP, CP, PP)),
     *(Run(axes, "padded", {"dtype": "bf16"}) for axes in (SHARD, TP)),
     Run(TP, "shared", {"dtype": "bf16", **LORA}),
@@ -59,8 +64,17 @@ RUNS = [
     Run({"pp_size": 2, "virtual_pp_size": 2}),
     *(
         Run({"tp_size": 2, "sequence_parallel": True}, settings=settings, family=family)
-        for settings, family in (({}, "llama"), ({"recomputes": True}, "llama"), ({"dtype": "bf16"}, "qwen3"))
+        for settings, family in (
+            ({}, "llama"),
+            ({"recompute": "full"}, "llama"),
+            ({"recompute": "selective"}, "llama"),
+            ({"dtype": "bf16"}, "qwen3"),
+        )
     ),
+    Run({"reduce_dtype": "bf16"}, settings={"dtype": "bf16"}),
+    Run({"pp_size": 2, "pp_dtype": "bf16"}, settings={"dtype": "bf16"}),
+    *(Run({"pp_size": 2, "pp_schedule": "zero_bubble", "virtual_pp_size": size}) for size in (1, 2)),
+    Run(SHARD, family="qwen2", settings={"dtype": "bf16"}),
     Run(REPLICATE, family="qwen3_moe"),
     *(Run(axes, family="gemma2") for axes in (SHARD, TP)),
 ]
@@ -75,7 +89,9 @@ COMBINED = [
     Run({"pp_size": 2, "tp_size": 2}, num_ranks=4),
     Run({"pp_size": 4}, num_ranks=4),
     Run({"pp_size": 2}, settings={"dtype": "bf16"}, num_ranks=4),
-    Run({"tp_size": 2}, settings={"dtype": "bf16", "recomputes": True}, num_ranks=4),
+    Run({"tp_size": 2}, settings={"dtype": "bf16", "recompute": "full"}, num_ranks=4),
+    Run({"tp_size": 2, "sequence_parallel": True, "zero_stage": 1}, settings={"dtype": "bf16"}, num_ranks=4),
+    Run({"pp_size": 2}, settings={"dtype": "bf16"}, family="qwen2", num_ranks=4),
 ]
 
 
@@ -85,7 +101,7 @@ def predicted(run: Run, model_dir, rank: int) -> list[Message]:
     model = build_without_weights(str(model_dir), dtype=DTYPES[args.master_dtype])
     strategy = config.actor_train.strategy_args.settings
     dims = axis_sizes(strategy, run.num_ranks)
-    shape = ModelShape.of(trained_parts(args).apply(model))
+    shape = ModelShape.of(trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype]))
     stage = Stage.of(shape, dims, rank * dims.pp // run.num_ranks, strategy.virtual_pp_size)
     layout, case = LAYOUTS[run.layout], Case(ParallelDims(dp_replicate=dims.num_data_ranks), run.layout)
     data_rank = rank // (dims.cp * dims.tp) % dims.num_data_ranks
@@ -97,11 +113,12 @@ def predicted(run: Run, model_dir, rank: int) -> list[Message]:
     if dims.fsdp_size > 1:
         own += (dummy_rows(layout),) * (max(len(step.micro_batches) for step in steps) - len(own))
     settings = TrafficSettings(
-        Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize),
+        precision_of(args, strategy),
         packs_rows=layout.needs_pair_attention,
         zero_stage=strategy.zero_stage,
         splits_rows=strategy.sequence_parallel,
-        recomputes=run.settings.get("recomputes", False),
+        has_zero_bubble=strategy.pp_schedule == "zero_bubble",
+        recompute=run.settings.get("recompute", "off"),
         scores_reference="lora_rank" in run.settings,
         num_metrics=len(empty_metrics(objective_of("sigmoid"))),
         measures_entropy=True,

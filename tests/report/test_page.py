@@ -126,11 +126,24 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
             }
             for step in (2, 4)
         ],
-        recoveries=[{"cause": "worker lost", "step": 3, "from_step": 2, "steps_repeated": 1, "seconds": 2.5}],
+        recoveries=[
+            {"cause": "worker lost", "step": 3, "from_step": 2, "steps_repeated": 1, "seconds": 2.5}
+            | {"phases": {"stop": 0.25, "import": 1.5, "model": 0.5, "wait": 0.01, "first step": 0.24}}
+        ],
         skipped_steps=[{"step": 1, "reason": "loss", "grad_norm": "nan", "pairs": [{"pair": 17, "fault": "loss"}]}],
     )
     page = page_of(run)
-    for text in ("kl limit", "KL is 31", "kl 31.25", "raise beta", "worker lost", "17 (loss)", "good day", "tokens 2"):
+    for text in (
+        "kl limit",
+        "KL is 31",
+        "kl 31.25",
+        "raise beta",
+        "worker lost",
+        "import 1.5, model 0.5, stop 0.2",
+        "17 (loss)",
+        "good day",
+        "tokens 2",
+    ):
         assert text in page.text
     for text in ("ended yes", "repetition 0.2500", "win 0.5000"):
         assert text in page.text
@@ -144,7 +157,7 @@ def test_hostile_text_stays_text(copy_run: Callable[..., Path]) -> None:
         "a run <b>named<b> badly",
         health=[{"step": 1, "rule": HOSTILE, "level": HOSTILE, "message": HOSTILE, "evidence": {HOSTILE: HOSTILE}}],
         samples=[{"step": 1, "prompt": HOSTILE, "policy": HOSTILE, "reference": HOSTILE, HOSTILE: HOSTILE}],
-        recoveries=[{"step": 1, "cause": HOSTILE}],
+        recoveries=[{"step": 1, "cause": HOSTILE, "phases": {HOSTILE: 1.0, "stop": HOSTILE}}],
         skipped_steps=[{"step": 1, "reason": HOSTILE, "pairs": [{"pair": HOSTILE}]}],
     )
     description = run / "logs" / "run.json"

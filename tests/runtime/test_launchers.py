@@ -220,7 +220,6 @@ def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashb
         seen = ""
         while "submitted job" not in seen and (line := following.stderr.readline()):
             seen += line
-        time.sleep(1)  # the log is being followed
         following.send_signal(signal.SIGINT)
         _, rest = following.communicate(timeout=120)
     assert following.returncode == 130, seen + rest

@@ -83,9 +83,10 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
     """Two roles share devices 0 and 3; device 1 belongs to the policy alone."""
     import ray
 
-    from thresher.runtime.ray.cluster import Cluster, WorkerConfig
+    from thresher.runtime.ray.cluster import Cluster
     from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.resources import ResourceManager, alive_nodes
+    from thresher.runtime.ray.starter import WorkerConfig
 
     class LocationWorker:
         """A worker that returns its node and its visible devices."""

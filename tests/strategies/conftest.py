@@ -72,21 +72,29 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
         name: getattr(plain, name)
         for name in (
             *("sizes", "layout", "also", "tokens_at_once", "dtype"),
-            *("virtual_pp_size", "zero_stage", "sequence_parallel", "engine"),
+            *("virtual_pp_size", "zero_stage", "sequence_parallel", "recompute", "offloads_activations"),
+            *("reduce_dtype", "pipeline", "compiles", "engine"),
         )
     }
-    return lambda case: train(replace(case, recomputes_activations=False, **ignored_by_oracle))
+    return lambda case: train(replace(case, **ignored_by_oracle))
 
 
 @pytest.fixture(scope="session")
 def one_process(model_dirs) -> Callable[[Case], Outcome]:
     """The outcome of the native engine in one process."""
     train = cache(lambda case: train_single_process(case, *model_dirs(case.family)))
-    return lambda case: train(
-        replace(
-            case, sizes=ParallelDims(), also="", virtual_pp_size=1, zero_stage=3, sequence_parallel=False, engine=None
-        )
+    plain = Case(ParallelDims())
+    of_the_mesh = (
+        "virtual_pp_size",
+        "zero_stage",
+        "sequence_parallel",
+        "reduce_dtype",
+        "pipeline",
+        "compiles",
+        "engine",
     )
+    ignored = {name: getattr(plain, name) for name in ("sizes", "also", *of_the_mesh)}
+    return lambda case: train(replace(case, **ignored))
 
 
 @pytest.fixture

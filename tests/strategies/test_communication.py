@@ -82,8 +82,8 @@ def formula(sizes: ParallelDims, shape: Shape, work: Work, zero_stage: int = 3) 
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
     if sizes.fsdp_size > 1:
-        kept = shape.matrices / sizes.tp if zero_stage == 2 else 0
-        numbers["all_gather"] += weights if zero_stage == 1 else (2 * weights - kept) * work.micro_batches
+        again = shape.matrices / sizes.tp if zero_stage == 3 else 0
+        numbers["all_gather"] += weights if zero_stage == 1 else (weights + again) * work.micro_batches
         numbers["reduce_scatter"] += weights * (1 if zero_stage == 1 else work.micro_batches)
     if sizes.dp_replicate > 1:
         numbers["all_reduce"] += weights / sizes.fsdp_size
@@ -132,12 +132,12 @@ def test_zero_stage_2_gathers_each_layer_once_per_micro_batch_and_zero_stage_1_o
     stage_2 = two_ranks.run(count_calls_of_step, replace(plain, zero_stage=2), model_dir)
     stage_1 = two_ranks.run(count_calls_of_step, replace(plain, zero_stage=1), model_dir)
 
-    others = 2 * 2  # the embedding, and the root with the head and all norms: in the forward and in the backward
+    others = 1 + 1 + 2  # embedding and head once; the root with all norms in the forward and in the backward
     for before, after, once in zip(stage_3, stage_2, stage_1, strict=True):
         assert before["all_gather"] == (2 * num_layers + others) * num_micro_batches
         assert after["all_gather"] == (num_layers + others) * num_micro_batches
-        assert after["reduce_scatter"] == before["reduce_scatter"] == (num_layers + 2) * num_micro_batches
-        assert once["all_gather"] == once["reduce_scatter"] == num_layers + 2
+        assert after["reduce_scatter"] == before["reduce_scatter"] == (num_layers + 3) * num_micro_batches
+        assert once["all_gather"] == once["reduce_scatter"] == num_layers + 3
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches():

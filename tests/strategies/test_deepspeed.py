@@ -45,7 +45,7 @@ MATRIX = [
     Case(TWO_RANKS, "packed", engine=Zero(3, persists=100), also="some parameters stay gathered"),
     Case(TWO_RANKS, family="qwen2", engine=Zero(3), also="tied embeddings"),
     Case(TWO_RANKS, family="qwen2", engine=Zero(1), also="tied embeddings"),
-    Case(TWO_RANKS, recomputes_activations=True, engine=Zero(3), also="gradient checkpointing"),
+    Case(TWO_RANKS, recompute="full", engine=Zero(3), also="gradient checkpointing"),
     Case(TWO_RANKS, max_grad_norm=0.01, engine=Zero(2), also="hard clipping"),
     Case(TWO_RANKS, max_grad_norm=0.01, engine=Zero(3), also="hard clipping"),
     Case(TWO_RANKS, pairs_per_step=1, engine=Zero(0), also="fewer pairs than ranks"),

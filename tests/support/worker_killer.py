@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -37,4 +38,9 @@ class Killer:
 def workers_named(name: str) -> list[int]:
     """Descendant processes that are Ray actors of a class; Ray sets the class as the process title."""
     title = f"ray::{name}".encode()
-    return [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
+    found: list[int] = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+                found.append(pid)
+    return found

@@ -83,7 +83,8 @@ TRAINING_CASES = {
     "warmup_ratio": Case({"warmup_ratio": 0.5}, "rates"),
     "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
     "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
-    "gradient_checkpointing": Case({"gradient_checkpointing": True}, "nothing"),
+    "gradient_checkpointing": Case({"gradient_checkpointing": "selective"}, "nothing"),
+    "activation_offload": Case({"activation_offload": True}, "nothing", {"gradient_checkpointing": "full"}),
     "torch_compile": Case({"torch_compile": True}, "nothing"),
 }
 MODEL_CASES = {
@@ -153,7 +154,7 @@ NO_NUMBERS = {
             "greater_is_better",
             "max_consecutive_skipped_steps",
         ),
-        *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
+        *("max_restarts", "spare_workers", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
         *(
             "actor_train",

@@ -16,6 +16,7 @@ from tests.support.real_pairs import (
     reference_on,
     token_pairs,
 )
+from thresher.models.optimizations.recompute import recompute_activations
 
 pytestmark = pytest.mark.real
 
@@ -137,11 +138,12 @@ def test_accumulation_moves_the_fp32_gradient_by_rounding_only(stories_dir, pair
         torch.testing.assert_close(split[name], grad, atol=1e-6 * norm, rtol=0, msg=name)
 
 
-def test_gradient_checkpointing_does_not_change_the_gradient(stories_dir, pairs):
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_gradient_checkpointing_does_not_change_the_gradient(stories_dir, pairs, recompute):
     objective = objective_of("sigmoid")
     plain, _ = gradients(stories_dir, pairs, (16,), objective)
     policy, reference = policy_on(stories_dir, torch.float64), reference_on(stories_dir, torch.float64)
-    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(policy.model, recompute)
     policy.accumulate(micro_batches(pairs, reference, 16), objective, 16)
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name], atol=1e-12, rtol=0, msg=name)

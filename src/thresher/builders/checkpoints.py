@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager
+from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
 from thresher.config.section import known_keys
 from thresher.config.stored import from_stored
@@ -27,12 +28,15 @@ _FREE_TO_CHANGE = {
     "reference.infer_batch_size",
     "resume_from_checkpoint",
     "runtime",
+    "spare_workers",
 }
 _FREE_IF_ELASTIC = {
     f"{role}.{key}"
     for role in ("actor_train", "reference")
     for key in ("num_workers", "device_mapping", "strategy_args.strategy_config.dp_replicate")
 }
+# values that an earlier version had chosen by default; a run that leaves the setting out has not changed it
+_EARLIER_DEFAULTS = {"actor_train.training_args.torch_compile": False}
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in known_keys(DPOConfig)}
 
 
@@ -45,14 +49,17 @@ def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
     )
 
 
-def find_checkpoint(config: DPOConfig) -> Path | None:
-    """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
-    return _find(config, build_checkpoint_manager(config).find_to_resume)
+def find_checkpoint(config: DPOConfig, damaged: DamagedCheckpoints) -> Path | None:
+    """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes.
+
+    damaged: checkpoints that the ranks have rejected.
+    """
+    return _find(config, partial(build_checkpoint_manager(config).find_to_resume, damaged=damaged))
 
 
 def check_resume(config: DPOConfig) -> None:
     """Raise like `find_checkpoint`, but read no weights and leave the files of interrupted saves."""
-    _find(config, partial(build_checkpoint_manager(config).look_up, digests=False))
+    _find(config, partial(build_checkpoint_manager(config).look_up, digests=READ_BY_DRIVER))
 
 
 def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]) -> Path | None:
@@ -82,7 +89,12 @@ def changed_settings(stored: Mapping[str, Any], config: DPOConfig) -> list[tuple
     old = _DEFAULTS | _flatten(from_stored(stored))
     new = _flatten(redact(config.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | (_FREE_IF_ELASTIC if config.elastic else set())
-    return [(name, old.get(name), new[name]) for name in new if name not in free and old.get(name) != new[name]]
+    changed = [name for name in new if name not in free and old.get(name) != new[name]]
+    return [(name, old.get(name), new[name]) for name in changed if not _was_left_out(name, old.get(name), new[name])]
+
+
+def _was_left_out(name: str, old: Any, new: Any) -> bool:
+    return name in _EARLIER_DEFAULTS and (old, new) == (_EARLIER_DEFAULTS[name], _DEFAULTS[name])
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

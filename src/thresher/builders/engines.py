@@ -17,6 +17,7 @@ from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec, StrategyCheck
 from thresher.strategies.strategy import InferStrategy, TrainStrategy
@@ -44,7 +45,7 @@ def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: 
         device=device,
         world=world,
         settings=role.strategy_args.settings,
-        compiles=training.torch_compile,
+        compilation=compilation(config, device, role),
         optimizer=OptimizerSettings(
             learning_rate=training.learning_rate,
             weight_decay=training.weight_decay,
@@ -58,9 +59,26 @@ def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: 
         ),
         trained=trained_parts(args),
         gradient_checkpointing=training.gradient_checkpointing,
+        offloads_activations=training.activation_offload,
         seed=config.seed,
         router_loss_coef=args.moe_aux_loss_coef or 0.0,
     )
+
+
+def compilation(config: DPOConfig, device: torch.device, role: RoleConfig) -> Compilation | None:
+    """What is compiled of the model of a role, whose section sets its strategy: the same of policy and reference, since
+    compiled operations round differently.
+    """
+    policy, setting = config.actor_train, config.actor_train.training_args.torch_compile
+    is_optional = setting == "auto"
+    if not setting or (is_optional and (device.type != "cuda" or policy.model_args.moe_aux_loss_coef)):
+        return None
+    parts = {each.strategy_args.settings.compiled_parts for each in (policy, role)}
+    if None in parts:
+        return None
+    if policy.training_args.gradient_checkpointing == "selective":
+        parts.add("functions")  # the results of a compiled layer cannot be kept one by one
+    return Compilation("functions" if "functions" in parts else "layers", is_optional)
 
 
 def trained_parts(args: ModelArgs) -> TrainedParts:
@@ -110,7 +128,7 @@ def reference_spec(
         world=world,
         settings=role.strategy_args.settings,
         adapter=None if path is None else AdapterFiles.find(path),
-        compiles=config.actor_train.training_args.torch_compile,
+        compilation=compilation(config, device, role),
     )
 
 
@@ -175,7 +193,7 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         master_dtype=args.master_dtype if is_policy else config.reference_master_dtype,
         trained=trained_parts(args) if is_policy else None,
         router_loss_coef=(args.moe_aux_loss_coef or 0.0) if is_policy else 0.0,
-        compiles=training.torch_compile,
+        compiles=training.torch_compile is True,
         is_synced=config.reference.sync_steps is not None,
         training=training.model_dump() | {"pairs_per_step": config.pairs_per_step},
     )

@@ -17,7 +17,7 @@ from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import LayoutName, choose_layout
+from thresher.models.layouts.choose import VARLEN, LayoutName, choose_layout
 from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.location import named_model
 
@@ -63,7 +63,13 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
     path, args = named_model(config.tokenizer_path), config.actor_train.model_args
     tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     pad_id = set_pad_token(tokenizer, args.pad_token, path)
-    attention = args.attn_implementation or config.reference.model_args.attn_implementation
+    of_reference = config.reference.model_args.attn_implementation
+    if VARLEN in (args.attn_implementation, of_reference) and of_reference not in (None, args.attn_implementation):
+        raise UserError(
+            f"reference.model_args.attn_implementation is {of_reference}, and actor_train's is "
+            f"{args.attn_implementation}; {VARLEN} is for both models: set it in actor_train.model_args alone"
+        )
+    attention = args.attn_implementation or of_reference
     requested, reason = _supported_layout(config)
     layout, note = choose_layout(
         requested, _model_configs(config), attention, pad_id, scores_prompt=not config.apply_loss_mask

@@ -9,7 +9,7 @@ import torch
 
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.data import StoreBuilder, check_pairs
-from thresher.builders.engines import device_of
+from thresher.builders.engines import compilation, device_of
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
 from thresher.builders.precompute import PrecomputeJob, ProgressCallback
@@ -141,7 +141,7 @@ def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     if config.actor_train.model_args.starts_from_weights:
         return "other axes"  # the sum of two products rounds differently
     # bitwise reproducible where this is tested: on CPUs, in layers that are not compiled
-    is_tested = device.type == "cpu" and not config.actor_train.training_args.torch_compile
+    is_tested = device.type == "cpu" and compilation(config, device, config.actor_train) is None
     return "same" if is_tested else "other batches"
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.inputs import RunInputs
 from thresher.checkpoint.manifest import read_manifest
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.retention import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.dialects.hints import flat_names
@@ -20,6 +20,7 @@ from thresher.errors import RescaleRequested, RunStopped, UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import parameter_defaults
 from thresher.observability.log_files import RECOVERIES
+from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.factory import TrackerSettings, make_trackers
@@ -52,12 +53,14 @@ def loop_settings(config: DPOConfig, plan: Plan) -> LoopSettings:
     )
 
 
-def build_supervisor(config: DPOConfig) -> Supervisor:
+def build_supervisor(config: DPOConfig, damaged: DamagedCheckpoints, clock: PhaseClock) -> Supervisor:
     checkpoints = build_checkpoint_manager(config)
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
-        latest_checkpoint=lambda: checkpoints.find_to_resume("auto"),
+        latest_checkpoint=lambda: checkpoints.find_to_resume("auto", damaged),
         recovery_log=logging_dir(config) / RECOVERIES,
+        damaged=damaged,
+        clock=clock,
     )
 
 
@@ -89,6 +92,7 @@ def _training_arguments(config: DPOConfig) -> SimpleNamespace:
         | renamed
         | {
             "max_steps": config.max_steps or -1,
+            "gradient_checkpointing": config.actor_train.training_args.gradient_checkpointing != "off",
             "metric_for_best_model": config.metric_for_best_model.replace("eval/", "eval_", 1),
             "eval_strategy": "no"
             if (config.eval_strategy, config.eval_steps) == ("steps", 0)

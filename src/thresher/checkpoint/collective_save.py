@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from thresher.checkpoint.manifest import FileRecord, record_files
-from thresher.checkpoint.sharded import Communicator
 from thresher.checkpoint.staging import Staging, create_staging, discard, publish, translate_save_errors
-from thresher.errors import CheckpointError, UserError, WorkerLostError
+from thresher.distributed.run_on_all import Communicator, run_on_all
+from thresher.errors import CheckpointError
 
 T = TypeVar("T")
 # Writes this process's files into a directory and returns their names.
@@ -33,10 +33,10 @@ def save_collectively(
         return None if staging is None else staging.path
 
     try:
-        path = _run_on_all(communicator, create)[0]
+        path = _on_all(communicator, create)[0]
         if path is None:
             raise TypeError("rank 0 returned no staging directory")
-        records = _run_on_all(communicator, lambda: _write_and_record(write, path, root, step))
+        records = _on_all(communicator, lambda: _write_and_record(write, path, root, step))
     except BaseException:
         if staging is not None:
             discard(staging)
@@ -49,7 +49,7 @@ def save_collectively(
             with translate_save_errors(root, step):
                 clean_up()
 
-    _run_on_all(communicator, finish)
+    _on_all(communicator, finish)
 
 
 def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
@@ -61,25 +61,5 @@ def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[s
         return record_files(path, write(path))
 
 
-def _run_on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
-    """Call a function on every rank and return all results; an error on one rank is raised on all."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    gathered = communicator.all_gather_object((result, error and _error_for_peers(error)))
-    if error is not None:
-        raise error
-    for _, peer_error in gathered:
-        if peer_error is not None:
-            raise peer_error
-    return [each for each, _ in gathered]  # type: ignore[misc]
-
-
-def _error_for_peers(error: Exception) -> UserError:
-    """Return a checkpoint error as it is; any other counts as a lost worker, so that the run may restart."""
-    if isinstance(error, CheckpointError):
-        return error
-    return WorkerLostError(f"a worker failed to save the checkpoint: {error!r}")
+def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
+    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)

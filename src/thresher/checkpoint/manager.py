@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from thresher.checkpoint.collective_save import Write, save_collectively
-from thresher.checkpoint.retention import best, list_checkpoints, prune, resolve_resume
-from thresher.checkpoint.sharded import Communicator, HostBuffers
+from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.retention import DamagedCheckpoints, best, list_checkpoints, prune, resolve_resume
 from thresher.checkpoint.staging import recover, step_name
+from thresher.distributed.run_on_all import Communicator
 from thresher.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+# the ranks verify the other files, of which this process reads none
+READ_BY_DRIVER = ("config.json", "trainer.json")
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,25 @@ class CheckpointManager:
     def best(self) -> Path | None:
         return best(self.root, self.metric_for_best, higher_is_better=self.higher_is_better)
 
-    def find_to_resume(self, setting: Literal[False] | str) -> Path | None:
-        """Remove the files of interrupted saves and find the checkpoint to resume from."""
+    def find_to_resume(self, setting: Literal[False] | str, damaged: DamagedCheckpoints | None = None) -> Path | None:
+        """Remove the files of interrupted saves and find the checkpoint to resume from.
+
+        Only names, sizes and the files that the driver reads are checked; `find_damage` checks the others. damaged:
+        checkpoints in which it has found something.
+        """
         for line in recover(self.root):
             logger.info("%s", line)
-        return self.look_up(setting)
+        return self.look_up(setting, digests=READ_BY_DRIVER, damaged=damaged)
 
-    def look_up(self, setting: Literal[False] | str, *, digests: bool = True) -> Path | None:
-        """Find the checkpoint to resume from; without digests, its files are not read."""
-        found = resolve_resume(setting, self.root, digests=digests)
+    def look_up(
+        self,
+        setting: Literal[False] | str,
+        *,
+        digests: bool | Collection[str],
+        damaged: DamagedCheckpoints | None = None,
+    ) -> Path | None:
+        """Find the checkpoint to resume from; digests: see `verify`."""
+        found = resolve_resume(setting, self.root, digests=digests, damaged=damaged)
         if setting != "auto":
             self._reject_newer(found)
         return found

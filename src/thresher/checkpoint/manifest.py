@@ -4,7 +4,7 @@ Decides the format on disk. It contains no time stamp: saving the same state twi
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,8 +118,11 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def verify(directory: Path, *, digests: bool = True) -> Manifest:
-    """Check names, sizes and digests of all files; raise a `CheckpointError` that lists every problem."""
+def verify(directory: Path, *, digests: bool | Collection[str] = True) -> Manifest:
+    """Check names and sizes of all files; raise a `CheckpointError` that lists every problem.
+
+    digests: compare those of all files, of none, or of the named ones.
+    """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
     manifest = read_manifest(directory)
@@ -133,11 +136,13 @@ def verify(directory: Path, *, digests: bool = True) -> Manifest:
             right_size.append(name)
         else:
             problems.append(f"{name} has {size} bytes instead of {manifest.files[name].size}")
-    if digests:
-        records = record_files(directory, right_size)
-        problems += [
-            f"{name} does not match its digest" for name in right_size if records[name] != manifest.files[name]
-        ]
+    hashed = [name for name in right_size if digests is True or (digests is not False and name in digests)]
+    records = record_files(directory, hashed)
+    problems += [f"{name} does not match its digest" for name in hashed if records[name] != manifest.files[name]]
     if problems:
-        raise CheckpointError(f"{directory} failed verification: {'; '.join(problems)}; {_HINT}")
+        raise failed_verification(directory, problems)
     return manifest
+
+
+def failed_verification(directory: Path, problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"{directory} failed verification: {'; '.join(problems)}; {_HINT}")

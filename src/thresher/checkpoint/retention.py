@@ -5,14 +5,35 @@ All decisions are made from the files on disk, so a restarted run decides like a
 
 import logging
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from thresher.checkpoint.manifest import verify
+from thresher.checkpoint.manifest import MANIFEST_NAME, verify
 from thresher.checkpoint.staging import delete, step_of
 from thresher.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpoints:
+    """Checkpoints whose files do not match their digests, as this run has found; a later save of a step is not."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[Path, int, int], CheckpointError] = {}
+
+    def add(self, path: Path, reason: CheckpointError) -> None:
+        self._reasons[_identity(path)] = reason
+
+    def check(self, path: Path) -> None:
+        """Raise the reason if the checkpoint is known to be damaged."""
+        if (path / MANIFEST_NAME).is_file() and (reason := self._reasons.get(_identity(path))) is not None:
+            raise reason
+
+
+def _identity(path: Path) -> tuple[Path, int, int]:
+    manifest = (path / MANIFEST_NAME).stat()
+    return path.resolve(), manifest.st_ino, manifest.st_mtime_ns
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -23,9 +44,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(root: Path, *, digests: bool = True) -> Path | None:
-    """Find the newest valid checkpoint; warn about each newer one that is not."""
+def latest(
+    root: Path, *, digests: bool | Collection[str] = True, damaged: DamagedCheckpoints | None = None
+) -> Path | None:
+    """Find the newest valid checkpoint; warn about each newer one that is not, unless it is known to be damaged."""
     for path in reversed(list_checkpoints(root)):
+        if damaged is not None and _is_damaged(path, damaged):
+            continue
         reason = _invalid_reason(path, digests=digests)
         if reason is None:
             return path
@@ -33,20 +58,29 @@ def latest(root: Path, *, digests: bool = True) -> Path | None:
     return None
 
 
-def resolve_resume(value: Literal[False] | str, root: Path, *, digests: bool = True) -> Path | None:
+def resolve_resume(
+    value: Literal[False] | str,
+    root: Path,
+    *,
+    digests: bool | Collection[str] = True,
+    damaged: DamagedCheckpoints | None = None,
+) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
-    False: none. `auto`: the newest valid one, or none. A path: that one. Without digests, only names and sizes count.
+    False: none. `auto`: the newest valid one, or none. A path: that one. digests: see `verify`. damaged: not to be
+    chosen again.
     """
     if value is False:
         return None
     if value == "auto":
-        return latest(root, digests=digests)
+        return latest(root, digests=digests, damaged=damaged)
     path = Path(value)
     inner = list_checkpoints(path)
     if inner:
         raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
     verify(path, digests=digests)
+    if damaged is not None:
+        damaged.check(path)
     return path
 
 
@@ -89,7 +123,15 @@ def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path
     return to_delete
 
 
-def _invalid_reason(path: Path, *, digests: bool = True) -> str | None:
+def _is_damaged(path: Path, damaged: DamagedCheckpoints) -> bool:
+    try:
+        damaged.check(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> str | None:
     try:
         step = verify(path, digests=digests).step
     except CheckpointError as error:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from torch import Tensor
 
 from thresher.distributed.sharded_tensor import local_slices, to_local
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,32 +79,6 @@ class ShardFile:
         if self.count == 1:
             return f"{stem}.safetensors"
         return f"{stem}-{self.index + 1:05d}-of-{self.count:05d}.safetensors"
-
-
-class Communicator(Protocol):
-    """The processes that save a checkpoint together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order."""
-        ...
-
-
-class HostBuffers:
-    """Copies of tensors in host memory; buffers are reused, because allocating pages costs as much as the copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the buffer of this name and return the buffer."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor)
 
 
 def shards_to_write(

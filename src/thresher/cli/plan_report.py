@@ -41,6 +41,7 @@ _COLORS = {
     "lm_head": "red",
 }
 _LETTERS = {name: name[0].upper() for name in _COLORS} | {"gather_buffers": "B"}
+_COMPILED = {"nothing": "nothing", "functions": "norms and activations", "layers": "layers"}
 _MOST_CHANGES = 6
 _SAVED_WIDTH = 120
 
@@ -198,6 +199,8 @@ def _time_table(estimate: Estimate) -> Table:
     table.add_row("optimizer", *(f"{r.optimizer:.3g}" for r in lines))
     for axis in sorted({axis for r in lines for axis in r.communication} - {"step"}):
         table.add_row(f"sending, {axis}", *(f"{r.communication.get(axis, 0.0):.3g}" for r in lines))
+    if any(r.communication for r in lines):
+        table.add_row("sending that is not hidden at best", *(f"{r.exposed:.3g}" for r in lines))
     if estimate.dims.pp > 1:
         table.add_row("pipeline bubble", *(f"{r.bubble:.3g}" for r in lines))
     table.add_section()
@@ -211,7 +214,8 @@ def _conclusion(estimate: Estimate) -> list[str]:
     num_gpus = estimate.cluster.num_gpus
     lines = [
         f"MFU {low:.0%} to {high:.0%}; assumed: matrix products at {PRODUCT_RATES[0]:.0%} to {PRODUCT_RATES[1]:.0%} of "
-        f"the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 hidden or not",
+        f"the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 hidden or not, "
+        f"{_COMPILED[estimate.compiled]} compiled",
         f"training: {best:,.2f} to {worst:,.2f} hours, {best * num_gpus:,.1f} to {worst * num_gpus:,.1f} GPU-hours; "
         "evaluation, saving and scoring of the reference before training come on top",
         f"checkpoint: {filesize.decimal(max(stage.checkpoint for stage in estimate.stages))} per writing process; at "

@@ -14,6 +14,7 @@ from thresher.cli.arguments import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
+    from thresher.runtime.ray.jobs import JobClient
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +78,17 @@ def submit(
     if working_dir is not None:
         logger.info("uploading the files of %s, except those that .gitignore and .rayignore exclude", working_dir)
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that runs the job
-    logger.info("submitted job %s", job)
-    if not wait:
-        typer.echo(job)
-        logger.info("follow it with: %s", server.command("logs --follow", job))
-        logger.info("stop it with: %s", server.command("stop", job))
+    if wait:
+        _follow(server, job)
         return
+    logger.info("submitted job %s", job)
+    typer.echo(job)
+    logger.info("follow it with: %s", server.command("logs --follow", job))
+    logger.info("stop it with: %s", server.command("stop", job))
+
+
+def _follow(server: JobClient, job: str) -> None:
+    """Show the log of a job until it ends, and exit with its exit code; an interrupt leaves the job running."""
     end_of_log = ""
 
     def show(text: str) -> None:
@@ -91,6 +97,7 @@ def submit(
         typer.echo(text, nl=False)
 
     try:
+        logger.info("submitted job %s", job)
         outcome = server.follow(job, show)
     except KeyboardInterrupt:
         logger.warning("job %s keeps running; stop it with: %s", job, server.command("stop", job))

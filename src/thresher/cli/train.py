@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,9 @@ def _train(path: Path, overrides: list[str]) -> None:
 def run(config: DPOConfig) -> list[Path]:
     """Run a config in the display of a run; return its checkpoints."""
     from thresher.builders.preflight import check_files
+    from thresher.runtime.launch import find_launch, fit_to_launch
 
+    config = fit_to_launch(config, find_launch(os.environ))
     check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
 
     from thresher.cli.run_display import run_display

@@ -21,7 +21,7 @@ class Aliases(NamedTuple):
     """
 
     keys: Mapping[str, str] = {}
-    values: Mapping[str, Mapping[str, str]] = {}
+    values: Mapping[str, Mapping[Any, str]] = {}
     shorthands: Mapping[str, Mapping[Any, Any]] = {}
 
     def current(self, key: str, value: Any) -> tuple[str, Any]:
@@ -51,6 +51,8 @@ ALIASES = {
         },
     ),
     "ReferenceConfig": Aliases(keys={"steps_ahead": "prefetch_steps"}),
+    # YAML also reads `off` as false
+    "TrainingArgs": Aliases(values={"gradient_checkpointing": {True: "full", False: "off"}}),
     "DataArgs": Aliases(values={"special_tokens_in_text": {"text": "keep_as_text", "refuse": "reject"}}),
     "FSDP2Settings": Aliases(keys={"pp_chunks": "virtual_pp_size"}),
 }

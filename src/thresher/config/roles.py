@@ -74,7 +74,8 @@ class ModelArgs(Section):
     master_dtype: DType = "fp32"
     """Precision of the master weights and the optimizer state; fp32 or bf16."""
     attn_implementation: str | None = None
-    """sdpa, eager or flash_attention_2; sdpa when absent, if the architecture supports it."""
+    """sdpa, eager or flash_attention_2, in the padded layout; sdpa when absent, if the architecture supports it.
+    varlen: packed rows with torch's flash kernels for bf16 and fp16, where a GPU otherwise uses FlexAttention."""
     pad_token: str | None = None
     """Existing token to pad with in the padded layout; when absent, the tokenizer's pad token, else EOS. Padding is
     never scored, and the other layouts have none."""
@@ -151,7 +152,7 @@ class ReferenceModelArgs(Section):
     master_dtype: DType | None = None
     """Precision of the loaded weights, fp32 or bf16; the policy's when absent."""
     attn_implementation: str | None = None
-    """sdpa, eager or flash_attention_2; the policy's when absent."""
+    """sdpa, eager or flash_attention_2; the policy's when absent, as it must be with varlen."""
     trust_remote_code: bool | None = None
     """Allow Python code from the model repository to run; when absent, the policy's setting if both are the same model,
     otherwise false."""
@@ -214,15 +215,22 @@ class TrainingArgs(Section):
     """Minimum of `cosine_with_min_lr`, as a fraction of learning_rate."""
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    torch_compile: bool = False
-    """Compile the layers with torch.compile: faster steps in bf16, about a minute of compilation before the first."""
+    gradient_checkpointing: Literal["off", "selective", "full"] = "off"
+    """Recompute activations in the backward pass to save memory. `full` (or true) keeps the input of each layer alone.
+    `selective` also keeps the results of matrix products, attention and tensor-parallel sums, and recomputes norms,
+    rotary embeddings and activation functions. `off` (or false) keeps everything."""
+    activation_offload: bool = False
+    """With gradient_checkpointing: keep the inputs of the layers in host memory from the forward to the backward."""
+    torch_compile: Literal["auto"] | bool = "auto"
+    """Compile the layers with torch.compile: faster steps in bf16, about a minute of compilation before the first.
+    `auto`: on GPUs, where the strategy and its axes support it."""
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> TrainingArgs:
         if self.global_batch_size is not None and self.non_default("gradient_accumulation_steps"):
             raise ValueError("gradient_accumulation_steps has no effect with global_batch_size; keep one")
+        if self.activation_offload and self.gradient_checkpointing == "off":
+            raise ValueError("activation_offload has no effect without gradient_checkpointing; set it to full")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both set; keep one")
         if self.non_default("min_lr_ratio") and self.lr_scheduler_type != "cosine_with_min_lr":

@@ -26,6 +26,10 @@ GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"
 
 
+# of a model: its layers, or their elementwise functions one by one
+CompiledParts = Literal["layers", "functions"]
+
+
 class StrategySettings(Section):
     """Base of a strategy's section `strategy_config`. The default is one model per worker, without settings.
 
@@ -59,6 +63,11 @@ class StrategySettings(Section):
     def splits_rows(self) -> bool:
         """Whether workers compute parts of a row (context parallelism), which needs packed rows."""
         return False
+
+    @property
+    def compiled_parts(self) -> CompiledParts | None:
+        """What `torch_compile` compiles; None: nothing."""
+        return None
 
     def is_replicated(self, num_workers: int) -> bool:  # noqa: ARG002
         """Whether every worker has the whole model and runs without the others."""

@@ -77,9 +77,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shards: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        received = torch.empty_like(shards)
-        dist.all_to_all_single(received, shards, group=group)
-        return received
+        # functional: selective recomputation keeps results, not buffers that are written to
+        splits = [1] * len(shards)
+        received = torch.ops._c10d_functional.all_to_all_single(shards, splits, splits, group.group_name)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(received)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

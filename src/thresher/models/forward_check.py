@@ -7,7 +7,7 @@ layout, the attention and the positions. On a mismatch it names the first layer 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from thresher.data.pair import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.loading.narrow import widened_matrices
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 
@@ -32,10 +33,11 @@ class LayoutError(UserError):
 @torch.no_grad()
 def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
     """Raise if the logps of a layout differ from those of the model's original forward."""
-    exact = in_storage_precision(model)
     inputs = layout.collate(batch)
+    # flash kernels of GPUs have no fp32
+    exact = model if inputs.uses_varlen and model.device.type == "cuda" else in_storage_precision(model)
     # hooks on compiled layers would cause a recompilation
-    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm):
+    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(exact):
         logps, layers = _pair_forward(exact, layout, inputs)
         expected, expected_layers = _original_forward(exact, batch, scores_prompt=layout.scores_prompt)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0
@@ -98,6 +100,13 @@ def in_storage_precision(model: PairModel) -> PairModel:
     A sharded model is unchanged: FSDP gathers its layers in compute_dtype.
     """
     return model if isinstance(model.base_model, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
+
+
+def computing_in_storage_precision(model: PairModel) -> AbstractContextManager[None]:
+    """Let the layers of a model that `in_storage_precision` returns compute within a `with` block."""
+    if model.compute_dtype != model.stored_dtype:
+        return nullcontext()
+    return widened_matrices(model.backbone, model.stored_dtype)
 
 
 @contextmanager

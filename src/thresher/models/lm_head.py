@@ -79,12 +79,16 @@ class LMHead:
     def sum_dtype(self) -> torch.dtype:
         return torch.promote_types(self.compute_dtype, torch.float32)
 
-    def logits(self, rows: Tensor, vocab: slice) -> Tensor:
-        """Transformed logits of a vocabulary slice: [num_rows, slice]."""
-        logits = self.product(rows, self.weight[vocab].T)
+    def logits(self, rows: Tensor, vocab: slice, weight: Tensor | None = None) -> Tensor:
+        """Transformed logits of a vocabulary slice: [num_rows, slice]. weight: of the slice, if it is rounded."""
+        logits = self.product(rows, (self.weight[vocab] if weight is None else weight).T)
         if self.bias is not None:
             logits += self.bias[vocab].to(logits.dtype)
         return self.transform(logits)
+
+    def factor(self, tensor: Tensor) -> Tensor:
+        """Round a tensor that is a factor of several products, where `product` does not need it in fp32."""
+        return tensor if tensor.device.type == "cpu" else tensor.to(self.compute_dtype)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """left @ right with factors in compute_dtype and fp32 sums.
@@ -168,8 +172,9 @@ class _TargetLogps(torch.autograd.Function):
         log_sum = rows.new_full((len(rows),), -torch.inf, dtype=head.sum_dtype)
         found = torch.zeros_like(log_sum)
         mean_logit = torch.zeros_like(log_sum)
+        factors = head.factor(rows)
         for vocab in head.vocab_slices(len(rows)):
-            logits = head.logits(rows, vocab)
+            logits = head.logits(factors, vocab)
             is_target, columns = _targets_in(vocab, targets)
             found = torch.where(is_target, logits.gather(1, columns).squeeze(1), found)
             if with_entropy:
@@ -199,20 +204,23 @@ class _TargetLogps(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         # scale rows by their incoming gradient, not the logits: they are smaller
-        weighted_rows = rows.to(head.sum_dtype) * grad[:, None]
+        weighted_rows = head.factor(rows.to(head.sum_dtype) * grad[:, None])
+        factors = head.factor(rows)
         for vocab in head.vocab_slices(len(rows)):
-            logits = head.logits(rows, vocab)
+            part = head.factor(weight[vocab])
+            logits = head.logits(factors, vocab, part)
             errors = (logits.clone() if head.transform.softcap is not None else logits).sub_(log_sum[:, None])
             errors = errors.exp_().neg_()
             is_target, columns = _targets_in(vocab, targets)
             errors.scatter_add_(1, columns, is_target[:, None].to(errors.dtype))
             errors = head.transform.backward(errors, logits)
-            if grad_rows is not None:
-                grad_rows += head.product(errors, weight[vocab])
-            if grad_weight is not None:
-                grad_weight[vocab] = head.product(errors.T, weighted_rows)
             if grad_bias is not None:
                 grad_bias[vocab] = errors.T @ grad
+            errors = head.factor(errors)
+            if grad_rows is not None:
+                grad_rows += head.product(errors, part)
+            if grad_weight is not None:
+                grad_weight[vocab] = head.product(errors.T, weighted_rows)
         if grad_rows is not None:
             grad_rows = grad_rows if ctx.shards is None else ctx.shards.sum(grad_rows)
             grad_rows = grad_rows.mul_(grad[:, None]).to(rows.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -27,6 +27,7 @@ from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.layouts.packed import pad_to_multiple
 from thresher.models.lm_head import LMHead, VocabParallel
 from thresher.models.loading.load import soft_caps_scores
+from thresher.models.loading.narrow import widest_dtype
 from thresher.models.optimizations.last_layer import skip_unscored_rows
 from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
 from thresher.models.pipeline_chunk import Chunk
@@ -41,9 +42,11 @@ class PairModel:
     skips_unscored_rows: the last layer computes only the rows that `ModelInputs.kept` lists.
     context_parallel: the sequence shard of every packed row that this process computes; None: full rows.
     engine: called in place of the transformers model that it wraps, with the same arguments.
-    calls_head: logps are computed inside the head's `__call__`, because its weight is gathered only there (ZeRO-3).
+    calls_head: logps are computed inside the head's `__call__`, because its weight is gathered only there (FSDP2, and
+    DeepSpeed's ZeRO-3).
     compute_device: None is that of the weights.
     num_row_shards: processes that split the rows between layers (sequence parallelism).
+    stored_dtype: precision of the weights between steps, and of the residual stream; frozen matrices may be narrower.
     """
 
     causal_lm: nn.Module
@@ -54,6 +57,11 @@ class PairModel:
     calls_head: bool = False
     compute_device: torch.device | None = None
     num_row_shards: int = 1
+    stored_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        # read once: FSDP2 gathers matrices in the compute precision, and may keep them so between forwards
+        object.__setattr__(self, "stored_dtype", widest_dtype(self.base_model))
 
     @classmethod
     def for_layout(
@@ -95,11 +103,6 @@ class PairModel:
     @property
     def device(self) -> torch.device:
         return self.compute_device or next(self.causal_lm.parameters()).device
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Precision of the weights and of the residual stream."""
-        return next(self.base_model.parameters()).dtype
 
     @property
     def hidden_size(self) -> int:
@@ -197,7 +200,7 @@ class PairModel:
         context: dict[str, object] = {}
         if batch.segments is not None:
             # transformers passes unknown keyword arguments down to the attention function
-            context["pair_visibility"] = PackedAttention(batch.segments, self.context_parallel)
+            context["pair_visibility"] = PackedAttention(batch.segments, self.context_parallel, batch.uses_varlen)
         if (kept := self._kept_rows(batch)) is not None:
             context["pair_kept"] = KeptRows(copy_to_device(kept.rows, device), kept.visibility)
         if self.context_parallel is not None:

@@ -25,14 +25,18 @@ class IdentityModule(nn.Module):
         return hidden_states
 
 
+def has_layers(decoder: nn.Module) -> bool:
+    return bool(getattr(decoder, "layers", None))
+
+
 def local_layers(decoder: nn.Module, setting: str, hint: str) -> list[nn.Module]:
     """Return the layers that this process computes; `setting` and `hint` go into the error if there are no layers."""
-    layers = getattr(decoder, "layers", None)
-    if not layers:
+    if not has_layers(decoder):
         raise UserError(
             f"{setting} needs a decoder with a list of layers, and {type(decoder).__name__} has no attribute `layers`; "
             f"{hint}"
         )
+    layers: Any = decoder.layers
     return [layer for layer in layers if not isinstance(layer, IdentityModule)]
 
 

@@ -1,7 +1,8 @@
 """Search the layouts of axes: every way to divide the GPUs among them that fits, with its predicted step time.
 
 A layout keeps the pairs per step. Each is evaluated with its fastest choice of gradient checkpointing, ZeRO stage and
-token budget. Layouts are compared by the mean of the best and the worst case of the roofline.
+token budget, and with sequence parallelism where tp and the model allow it. Layouts are compared by the mean of the
+best and the worst case of the roofline.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
+from thresher.models.optimizations.recompute import Recompute
 from thresher.plan.estimate import Estimate
 from thresher.plan.search import with_settings
 
@@ -83,7 +85,7 @@ def fastest_of_layout(estimate: Estimate, dims: ParallelDims) -> Estimate | None
     """The fastest settings of a layout that fit; None if the run does not allow it, or it does not fit."""
     variants, budgets = _Variants(estimate, dims), _budgets(estimate)
     try:
-        least = variants.build(budgets[0], recomputes=True, zero_stage=3)
+        least = variants.build(budgets[0], recompute="full", zero_stage=3)
     except UserError:  # sizes that the model, the layout of rows or the workers do not allow
         return None
     if any(memory.persistent > least.usable_memory for _, memory in least.memories.values()):
@@ -113,23 +115,38 @@ class _Variants:
     def __init__(self, estimate: Estimate, dims: ParallelDims):
         self._estimate, self._dims = estimate, dims
         self._by_zero_stage: dict[int, Estimate] = {}
+        training = estimate.config.actor_train.training_args
+        # from the least; without one there are no inputs to offload
+        least: tuple[Recompute, ...] = () if training.activation_offload else ("off",)
+        self._recomputations: tuple[Recompute, ...] = (*least, "selective", "full")
 
     def fitting(self, budget: int | None) -> list[Estimate]:
         """Those that fit, without the ones that are slower than another for certain."""
         found: list[Estimate] = []
-        for recomputes in (False, True):
-            for zero_stage in (2, 3) if self._dims.fsdp_size > 1 else (3,):
-                # without recomputation, and with gathered weights, a step is never slower
-                if any(each.recomputes <= recomputes and each.settings.zero_stage <= zero_stage for each in found):
+        for recompute in self._recomputations:
+            for zero_stage in self._zero_stages:
+                # with less recomputation, and with gathered weights, a step is never slower, unless less is compiled
+                faster = [each for each in found if each.settings.zero_stage <= zero_stage]
+                if any(each.recompute == "off" or recompute == "selective" for each in faster):
                     continue
-                candidate = self.build(budget, recomputes=recomputes, zero_stage=zero_stage)
+                candidate = self.build(budget, recompute=recompute, zero_stage=zero_stage)
                 if candidate.fits:
                     found.append(candidate)
         return found
 
-    def build(self, budget: int | None, *, recomputes: bool, zero_stage: int) -> Estimate:
+    @property
+    def _zero_stages(self) -> Sequence[int]:
+        if self._dims.fsdp_size == 1:
+            return (3,)
+        return (1, 2, 3) if self._virtual_pp_size == 1 else (2, 3)
+
+    @property
+    def _virtual_pp_size(self) -> int:
+        return self._estimate.settings.virtual_pp_size if self._dims.pp > 1 else 1
+
+    def build(self, budget: int | None, *, recompute: Recompute, zero_stage: int) -> Estimate:
         training = {
-            "gradient_checkpointing": recomputes,
+            "gradient_checkpointing": recompute,
             "max_tokens_per_micro_batch": budget,
             **_same_pairs_per_step(self._estimate, self._dims.num_data_ranks),
         }
@@ -142,8 +159,10 @@ class _Variants:
             "cp_size": dims.cp,
             "pp_size": dims.pp,
             "dp_replicate": dims.dp_replicate,
-            "virtual_pp_size": self._estimate.settings.virtual_pp_size if dims.pp > 1 else 1,
+            "virtual_pp_size": self._virtual_pp_size,
             "zero_stage": zero_stage,
+            # it sends and holds less than tp alone
+            "sequence_parallel": dims.tp > 1 and self._estimate.allows_sequence_parallel,
         }
         others = [*self._by_zero_stage.values(), self._estimate]
         built = with_settings(others[0], strategy=strategy, training=training, is_condensed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import ceil
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -20,8 +21,6 @@ from thresher.plan.estimate import Estimate
 from thresher.plan.pairs import find_lengths
 from thresher.plan.workload import Step
 
-# pairs per data-parallel rank, and of each micro-batch: a step of one pair, of one larger micro-batch, and of several
-_SIZES = ((1, 1), (3, 3), (3, 1))
 _NUM_STEPS = 6
 _NUM_WARM_UP_STEPS = 1  # allocates optimizer states and buffers
 _MAX_ROWS_TO_PREPARE = 256
@@ -84,7 +83,7 @@ class Calibration:
 def calibrate(estimate: Estimate, time_steps: TimeSteps) -> Calibration:
     """Time a few small steps of a config and predict its own. time_steps: returns the seconds of each step."""
     with TemporaryDirectory(prefix="thresher-plan-") as directory:
-        configs = [_small_steps(estimate, Path(directory), *size) for size in _SIZES]
+        configs = [_short_steps(estimate, Path(directory), size) for size in _sizes(estimate)]
         seconds = time_steps(configs, _NUM_STEPS)
         timed = [_timed(estimate, config, each) for config, each in zip(configs, seconds, strict=True)]
     fit = StepTime.fit([_typical(steps) for steps in timed])
@@ -125,16 +124,38 @@ def _work(estimate: Estimate, step: Step) -> StepWork:
     return StepWork(in_sequence, slowest * in_sequence / max(1, count))
 
 
-def _small_steps(estimate: Estimate, directory: Path, pairs: int, pairs_per_micro_batch: int) -> DPOConfig:
+@dataclass(frozen=True)
+class _Size:
+    """Pairs per data-parallel rank in a step; are_single: each in a micro-batch of its own, not in those of the run."""
+
+    pairs: int
+    are_single: bool
+
+
+def _sizes(estimate: Estimate) -> list[_Size]:
+    """Steps of one pair, of several micro-batches, and of two micro-batches of the run, whose FLOPs are faster.
+
+    The last has fewer pairs if the data is too small for enough of them.
+    """
+    ranks = estimate.dims.num_data_ranks
+    pairs_in_step = estimate.pairs_per_step / ranks
+    micro_batches = mean(len(step.micro_batches) for step in estimate.workload.steps)
+    wanted = min(pairs_in_step, 2 * pairs_in_step / max(1, micro_batches))
+    in_data = min(estimate.workload.plan.num_pairs, _MAX_ROWS_TO_PREPARE) // (_NUM_STEPS * ranks)
+    return [_Size(1, True), _Size(3, True), _Size(max(3, min(ceil(wanted), in_data)), False)]
+
+
+def _short_steps(estimate: Estimate, directory: Path, size: _Size) -> DPOConfig:
     """The config with steps of a few pairs per data-parallel rank and no evaluation; its files are in a directory."""
     config, role = estimate.config, estimate.config.actor_train
     training: dict[str, Any] = {
-        "global_batch_size": pairs * estimate.dims.num_data_ranks,
+        "global_batch_size": size.pairs * estimate.dims.num_data_ranks,
         "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": pairs_per_micro_batch,
     }
-    if estimate.parts.layout.needs_pair_attention and pairs_per_micro_batch == 1:
-        training["max_tokens_per_micro_batch"] = 1  # a pair above the budget gets a micro-batch to itself
+    if size.are_single:
+        training["per_device_train_batch_size"] = 1
+        if estimate.parts.layout.needs_pair_attention:
+            training["max_tokens_per_micro_batch"] = 1  # a pair above the budget gets a micro-batch to itself
     store = find_store(config, role.data_args, estimate.parts.tokenizer)
     samples = min(role.data_args.max_samples or _MAX_ROWS_TO_PREPARE, _MAX_ROWS_TO_PREPARE)
     data = (
@@ -149,7 +170,7 @@ def _small_steps(estimate: Estimate, directory: Path, pairs: int, pairs_per_micr
         update={
             "actor_train": role,
             "reference": config.reference.model_copy(update={"cache_dir": str(directory / "reference")}),
-            "output_dir": str(directory / f"{pairs}-{pairs_per_micro_batch}"),
+            "output_dir": str(directory / f"{size.pairs}-{'single' if size.are_single else 'own'}"),
             "cache_dir": str(directory / "cache"),
             "logging_dir": None,
             "validation": None,

@@ -6,27 +6,40 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
 from transformers.initialization import no_init_weights
 
+from thresher.builders.engines import compilation
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.reference_mode import reference_has_workers
 from thresher.config import DPOConfig
+from thresher.config.roles import ModelArgs
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.loading.load import DTYPES
-from thresher.plan.compute import Cluster, Flops, Roofline, roofline, step_flops
-from thresher.plan.memory import RESERVED, Memory, MemorySettings, peak_memory, saved_activations
+from thresher.models.optimizations.recompute import Recompute
+from thresher.plan.activations import MemorySettings
+from thresher.plan.compute import (
+    Cluster,
+    Flops,
+    Roofline,
+    StepCosts,
+    roofline,
+    step_flops,
+)
+from thresher.plan.elementwise import Compiled, elementwise_bytes
+from thresher.plan.memory import RESERVED, Memory, peak_memory
 from thresher.plan.model import ModelShape, Stage
 from thresher.plan.pairs import PairLengths, find_lengths
 from thresher.plan.traffic import AXES_OF_MESSAGES, Axis, Precision, TrafficSettings, step_messages, wire_bytes
 from thresher.plan.workload import Rows, Step, Workload, dummy_rows, sample_workload
 from thresher.strategies.accumulate import empty_metrics
 from thresher.strategies.native.build import axis_sizes
-from thresher.strategies.native.check import check_axes
+from thresher.strategies.native.check import check_axes, why_not_sequence_parallel
 from thresher.strategies.native.declaration import FSDP2Settings
 
 _BUDGET_STEP, _LARGEST_BUDGET = 256, 1 << 20
@@ -98,6 +111,11 @@ class Estimate:
         model = self.parts.model_configs[self.parts.policy_path]
         check_axes(self.settings, self.cluster.num_gpus, "actor_train", model, self.parts.layout)
 
+    @property
+    def allows_sequence_parallel(self) -> bool:
+        model = self.parts.model_configs[self.parts.policy_path]
+        return why_not_sequence_parallel(model, self.parts.layout, has_lora=self.config.uses_lora) is None
+
     @cached_property
     def settings(self) -> FSDP2Settings:
         like, args = self._same_model, self.config.actor_train.strategy_args
@@ -119,8 +137,7 @@ class Estimate:
 
     @property
     def precision(self) -> Precision:
-        args = self.config.actor_train.model_args
-        return Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize)
+        return precision_of(self.config.actor_train.model_args, self.settings)
 
     @property
     def pairs_per_step(self) -> int:
@@ -179,8 +196,12 @@ class Estimate:
         return self.parts.layout.needs_pair_attention
 
     @property
-    def recomputes(self) -> bool:
+    def recompute(self) -> Recompute:
         return self.config.actor_train.training_args.gradient_checkpointing
+
+    @property
+    def has_zero_bubble(self) -> bool:
+        return self.settings.pp_schedule == "zero_bubble"
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
@@ -189,10 +210,12 @@ class Estimate:
             self._packs_rows,
             zero_stage=self.settings.zero_stage,
             splits_rows=self.settings.sequence_parallel,
-            recomputes=self.recomputes,
+            recompute=self.recompute,
             offloads=self.settings.cpu_offload,
+            offloads_inputs=self.config.actor_train.training_args.activation_offload,
             holds_reference=self.reference_in_step == "copy",
             micro_batches=self.workload.most_micro_batches,
+            has_zero_bubble=self.has_zero_bubble,
         )
 
     @cached_property
@@ -202,8 +225,9 @@ class Estimate:
             self._packs_rows,
             zero_stage=self.settings.zero_stage,
             splits_rows=self.settings.sequence_parallel,
-            recomputes=self.recomputes,
+            recompute=self.recompute,
             scores_reference=self.reference_in_step is not None,
+            has_zero_bubble=self.has_zero_bubble,
             num_metrics=self._num_metrics,
             measures_entropy=self.parts.objective.measures_entropy,
         )
@@ -243,28 +267,29 @@ class Estimate:
         steps, dummy = self.workload.steps, dummy_rows(self.parts.layout)
         flops, wire = Flops(), dict.fromkeys(AXES_OF_MESSAGES, 0.0)
         seconds: list[Roofline] = []
-        largest = self.workload.largest
-        saved = saved_activations(stage, largest, replace(self.memory_settings, recomputes=False)) / largest.total
         for step in steps:
             own = self.flops_of_step(stage, step)
             messages = step_messages(stage, step.micro_batches, dummy, self.traffic_settings)
             for axis, sent in wire_bytes(messages).items():
                 wire[axis] += sent / len(steps)
-            rows = sum(each.total for each in step.micro_batches)
-            seconds.append(
-                roofline(
+            costs = StepCosts(
+                own,
+                messages,
+                len(step.micro_batches),
+                elementwise_bytes=elementwise_bytes(
                     stage,
-                    self.cluster,
-                    own,
-                    messages,
-                    activation_bytes=saved * rows,
-                    trained_bytes=memory.optimizer + 2 * memory.gradients,
-                    micro_batches=len(step.micro_batches),
-                )
+                    step.micro_batches,
+                    self.memory_settings,
+                    compiled=self.compiled,
+                    scores_reference=self.reference_in_step is not None,
+                ),
+                trained_bytes=memory.optimizer + 2 * memory.gradients,
+                zero_stage=self.settings.zero_stage,
+                has_zero_bubble=self.has_zero_bubble,
             )
+            seconds.append(roofline(stage, self.cluster, costs))
             flops += own
-        share = 1 / len(steps)
-        mean = Flops(flops.model * share, flops.recomputed * share, flops.reference * share)
+        mean = flops * (1 / len(steps))
         typical = sorted(seconds, key=lambda each: each.best)[len(seconds) // 2]
         wire = {axis: size for axis, size in wire.items() if size}
         return StageEstimate(name, memory, wire, mean, typical, self._checkpoint_bytes(stage))
@@ -275,7 +300,7 @@ class Estimate:
             stage,
             step.micro_batches,
             packs_rows=self._packs_rows,
-            recomputes=self.recomputes,
+            recompute=self.recompute,
             scores_reference=self.reference_in_step is not None,
         )
 
@@ -284,9 +309,19 @@ class Estimate:
         return 3 * self.precision.stored * stage.held.trained
 
     @property
+    def compiled(self) -> Compiled:
+        """What is compiled on GPUs, where `torch_compile: auto` compiles if it can."""
+        found = compilation(self.config, torch.device("cuda"), self.config.actor_train)
+        return "nothing" if found is None else found.parts
+
+    @property
     def loaded_bytes_per_node(self) -> int:
-        """Bytes that the processes of a node read when a run starts, in the precision of most model files."""
-        return 2 * self.stage(0).held.base * min(self.cluster.gpus_per_node, self.cluster.num_gpus)
+        """Bytes that the processes of a node read when a run starts, in the precision of most model files.
+
+        Replicas of a shard read a part of it each.
+        """
+        num_gpus = min(self.cluster.gpus_per_node, self.cluster.num_gpus)
+        return 2 * self.stage(0).held.base * num_gpus // self.dims.dp_replicate
 
     @property
     def usable_memory(self) -> float:
@@ -346,6 +381,11 @@ class Estimate:
     @property
     def hours(self) -> tuple[float, float]:
         return tuple(self.workload.plan.num_steps * seconds / 3600 for seconds in self.step_seconds)  # type: ignore[return-value]
+
+
+def precision_of(args: ModelArgs, settings: FSDP2Settings) -> Precision:
+    reduced, sent = (2 if dtype == "bf16" else None for dtype in (settings.reduce_dtype, settings.pp_dtype))
+    return Precision(DTYPES[args.master_dtype].itemsize, DTYPES[args.dtype].itemsize, reduced, sent)
 
 
 def _scaled(rows: Rows, total: int) -> Rows:

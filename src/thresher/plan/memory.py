@@ -6,17 +6,24 @@ and an approximation for others. `RESERVED` is for what is not a tensor: fragmen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from thresher.models.lm_head import slice_width
+from thresher.plan.activations import (
+    FP32,
+    MemorySettings,
+    local_rows,
+    recomputed_in_layer,
+    row_shards,
+    saved_activations,
+    saved_in_layer,
+    saved_in_mlp,
+    trains_matrices,
+    uses_lean_layers,
+)
 from thresher.plan.model import Stage
-from thresher.plan.traffic import Precision
 from thresher.plan.workload import Rows
 
-# bytes per element of sums in products and of the LM head
-_FP32 = 4
-_READERS_OF_NORMS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # share of a device for its context, fragmentation and the workspaces of kernels
 RESERVED = 0.08
 
@@ -47,25 +54,6 @@ class Memory:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-@dataclass(frozen=True)
-class MemorySettings:
-    """What the memory of a process depends on, beside the mesh.
-
-    packs_rows: the memory-efficient layers apply. splits_rows: sequence parallelism. holds_reference: a frozen copy of
-    the model is in the same process. micro_batches: of a step; gradients exist during the forward of the second.
-    """
-
-    precision: Precision
-    packs_rows: bool
-    zero_stage: int = 3
-    recomputes: bool = False
-    offloads: bool = False
-    holds_reference: bool = False
-    micro_batches: int = 2
-    on_gpu: bool = True
-    splits_rows: bool = False
-
-
 def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
     """The peak of a step whose largest micro-batch has these rows."""
     steady = _peak_with_gradients(stage, rows, settings)
@@ -81,7 +69,7 @@ def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
 
 def _peak_with_gradients(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
     moments = [
-        _moment_of_head(stage, rows, settings),
+        *_moments_of_head(stage, rows, settings),
         *_moments_of_layers(stage, rows, settings),
         *_moments_of_embedding(stage, rows, settings),
     ]
@@ -113,57 +101,57 @@ def _partial_embedding_gradient(stage: Stage, settings: MemorySettings) -> int:
     return settings.precision.stored * (whole - whole // stage.dims.tp)
 
 
-def saved_activations(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
-    """Bytes that autograd saves in all layers of a stage for one micro-batch."""
-    return sum(count * _saved_in_layer(stage, layer, rows, settings) for layer, count in stage.layer_counts)
-
-
 def persistent_memory(stage: Stage, settings: MemorySettings) -> Memory:
     """Shards of weights, gradients and moments. Offloaded shards are in host memory."""
     stored, held = settings.precision.stored, stage.held
     # two moments like the shard, and the step count of AdamW, one fp32 scalar per parameter
-    moments = 2 * stored * held.trained + _FP32 * held.trained_tensors
+    moments = 2 * stored * held.trained + FP32 * held.trained_tensors
     reference = stored * held.base if settings.holds_reference else 0
     if settings.offloads:
         return Memory()
-    return Memory(stored * held.weights, stored * held.trained, moments, reference)
+    weights = stored * held.weights - (stored - settings.precision.compute) * held.narrow
+    return Memory(weights, stored * held.trained, moments, reference)
 
 
-def _moment_of_head(stage: Stage, rows: Rows, settings: MemorySettings) -> tuple[int, int, int]:
-    """(gather buffers, activations, LM head) in the backward of the LM head."""
+def _moments_of_head(stage: Stage, rows: Rows, settings: MemorySettings) -> list[tuple[int, int, int]]:
+    """(gather buffers, activations, LM head) in the backward of the LM head, and when FSDP2 reduces its gradient."""
     if not stage.is_last:
-        return 0, 0, 0
-    gathered = _outer_gathered(stage, settings) + _kept_layers(stage, settings)
+        return []
+    outer = _outer_gathered(stage, settings) + _kept_layers(stage, settings)
     in_flight = _micro_batches_in_flight(stage, settings)
     saved = saved_activations(stage, rows, settings)
     activations = round(in_flight * saved) + _tables(stage, rows, settings) + _final_norm(stage, rows, settings)
     activations += _pipeline_buffers(stage, rows, settings)
-    return gathered, activations, _lm_head(stage, rows, settings)
+    gathered = outer + (settings.precision.stored * stage.outer_numel("head") if settings.zero_stage > 1 else 0)
+    moments = [(gathered, activations, _lm_head(stage, rows, settings))]
+    if reducing := _reduced_head(stage, settings):
+        moments.append((outer, activations, _head_gradient(stage, settings) + reducing))
+    return moments
 
 
 def _moments_of_layers(stage: Stage, rows: Rows, settings: MemorySettings) -> list[tuple[int, int, int]]:
     """The same in the backward of the MLP and of the attention of the last two layers, and of the first.
 
-    The last layer of a model may compute fewer rows. What the MLP and the final norm saved is free by then. In the
-    first, FSDP2 prefetches the embedding.
+    The last layer of a model may compute fewer rows. What the MLP and the final norm saved is free by then.
     """
     moments = []
     in_flight = _micro_batches_in_flight(stage, settings)
     everything = round(in_flight * saved_activations(stage, rows, settings))
-    head = _head_gradient(stage, settings) if stage.dims.fsdp_size > 1 else 0
+    head = _reduced_head(stage, settings)
     around = _tables(stage, rows, settings) + _pipeline_buffers(stage, rows, settings)
     freed = 0
     for layer in dict.fromkeys((*stage.layers[:-3:-1], stage.layers[0])):
         if layer == stage.layers[0]:
-            freed = saved_activations(stage, rows, settings) - _saved_in_layer(stage, layer, rows, settings)
-        recomputed = _saved_in_layer(stage, layer, rows, settings, is_recomputed=True) if settings.recomputes else 0
+            freed = saved_activations(stage, rows, settings) - saved_in_layer(stage, layer, rows, settings)
+        recomputed = recomputed_in_layer(stage, layer, rows, settings)
         of_mlp, of_attention = _temporaries(stage, layer, rows, settings)
-        kept = _local_rows(stage, layer, rows, settings)[1]
-        saved_by_mlp = _saved_in_mlp(stage, layer, kept, settings, is_lean=_is_lean(stage, settings))
+        kept = local_rows(stage, layer, rows, settings)[1]
+        saved_by_mlp = saved_in_mlp(stage, layer, kept, settings, is_lean=uses_lean_layers(stage, settings))
         gathered = _gathered_in_backward(stage, layer, settings)
         held = everything - freed + recomputed + around
         moments += [(gathered, held + working, head) for working in (of_mlp, of_attention - saved_by_mlp)]
-        freed += _saved_in_layer(stage, layer, rows, settings)
+        freed += saved_in_layer(stage, layer, rows, settings)
+        head = 0  # the gradients of the layer are reduced next
     return moments
 
 
@@ -171,26 +159,27 @@ def _moments_of_embedding(stage: Stage, rows: Rows, settings: MemorySettings) ->
     """The same in the forward and in the backward of the embedding, where FSDP2 holds gathered bytes twice.
 
     An all-gather writes into a buffer that is copied into the parameters, and stays until the next all-gather. The
-    gradient is copied into the input of a reduce-scatter, while the one of the first layer may still be sent. Under tp
-    the gradient is that of the whole embedding.
+    gradient is copied into the input of a reduce-scatter. Under tp it is that of the whole embedding.
     """
     if not stage.is_first:
         return []
-    stored, shape = settings.precision.stored, stage.shape
+    precision, shape = settings.precision, stage.shape
     is_sharded = stage.dims.fsdp_size > 1
-    root, embedding = _outer_gathered(stage, settings), stored * stage.embedding_numel
+    root, numel = _outer_gathered(stage, settings), stage.outer_numel("embedding", "tied")
     in_flight = round((_micro_batches_in_flight(stage, settings) - 1) * saved_activations(stage, rows, settings))
     around = in_flight + _tables(stage, rows, settings) + _pipeline_buffers(stage, rows, settings)
     kept = 0 if is_sharded else _kept_layers(stage, settings)
-    moments = [(2 * (root + embedding) + kept, around, 0)]
+    moments = [(2 * (root + precision.stored * numel) + kept, around, 0)]
     if stage.trains_embedding:
-        hidden = stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * shape.hidden
-        gradient = stored * shape.vocab * shape.hidden if stage.dims.tp > 1 else embedding
+        itemsize = precision.stored
+        hidden = precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * shape.hidden
+        own = next(p.numel for p in stage.outer if p.name == shape.embedding)
+        gradient = itemsize * (shape.vocab * shape.hidden if stage.dims.tp > 1 else own if is_sharded else 0)
         if stage.dims.tp > 1 and stage.dims.pp > 1:
-            gradient += embedding  # as counted in simulations: its own part, copied while the whole still exists
-        first_layer = stored * stage.layer(stage.layers[0]).trained_numel if is_sharded else 0
-        head = _head_gradient(stage, settings) if is_sharded else 0
-        moments.append((root + embedding + kept + gradient + first_layer, around + 2 * hidden, head))
+            gradient += itemsize * own  # as counted in simulations: its own part, copied while the whole still exists
+        reducing = (precision.reduced or precision.stored) * numel
+        first_layer = precision.stored * stage.layer(stage.layers[0]).trained_numel if is_sharded else 0
+        moments.append((root + kept + gradient + max(reducing, first_layer), around + 2 * hidden, 0))
     return moments
 
 
@@ -201,7 +190,8 @@ def _micro_batches_in_flight(stage: Stage, settings: MemorySettings) -> float:
         return 1
     scheduled = max(settings.micro_batches, pp)
     if num_chunks == 1:
-        return min(pp - stage.index, settings.micro_batches)  # the rows of dummy batches take next to nothing
+        # the rows of dummy batches take next to nothing; gradients of weights are computed later with zero bubble
+        return min(pp if settings.has_zero_bubble else pp - stage.index, settings.micro_batches)
     per_round = scheduled // max(1, scheduled // pp)
     warm_up = (num_chunks - 1) * per_round + 2 * (pp - 1 - stage.index)
     return min(warm_up + 1, scheduled * num_chunks) / num_chunks
@@ -211,8 +201,9 @@ def _pipeline_buffers(stage: Stage, rows: Rows, settings: MemorySettings) -> int
     """Hidden states that a stage holds beside those that autograd saves."""
     if stage.dims.pp == 1:
         return 0
-    hidden = settings.precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * stage.shape.hidden
-    hidden //= _row_shards(stage, settings)
+    itemsize = settings.precision.sent or settings.precision.stored
+    hidden = itemsize * rows.padded_to(stage.dims.cp) // stage.dims.cp * stage.shape.hidden
+    hidden //= row_shards(stage, settings)
     scheduled = max(settings.micro_batches, stage.dims.pp)
     # as counted in real steps: the peak of the last stage grows by about one input per micro-batch
     inputs = settings.micro_batches if stage.is_last else 0
@@ -227,116 +218,30 @@ def _pipeline_buffers(stage: Stage, rows: Rows, settings: MemorySettings) -> int
     return round((_micro_batches_in_flight(stage, settings) + 1 + (not stage.is_first)) * hidden)
 
 
-def _local_rows(stage: Stage, layer: int, rows: Rows, settings: MemorySettings) -> tuple[int, int]:
-    """Rows of keys and values, and of everything else, in a layer."""
-    total = rows.padded_to(stage.dims.cp) // stage.dims.cp
-    is_last = layer == stage.shape.num_layers - 1
-    skips = settings.packs_rows and stage.shape.is_llama_like and stage.dims.cp == 1 and is_last
-    return total, rows.kept if skips and not settings.splits_rows else total
-
-
-def _row_shards(stage: Stage, settings: MemorySettings) -> int:
-    """Processes that split the rows between layers."""
-    return stage.dims.tp if settings.splits_rows else 1
-
-
-def _saved_in_layer(
-    stage: Stage, layer: int, rows: Rows, settings: MemorySettings, *, is_recomputed: bool = False
-) -> int:
-    """Bytes that autograd saves in a layer, its input included."""
-    shape, tp = stage.shape, stage.dims.tp
-    stored, compute = settings.precision.stored, settings.precision.compute
-    total, kept = _local_rows(stage, layer, rows, settings)
-    hidden = stored * total * shape.hidden // _row_shards(stage, settings)
-    if settings.recomputes and not is_recomputed:
-        return hidden
-    is_lean = _is_lean(stage, settings)
-    queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
-    if not settings.packs_rows:
-        keys = queries  # keys and values are repeated for each query head
-    # queries, keys, values, output and log-sum-exp of attention; o_proj reads the output, or the exchanged one
-    attention = compute * (2 * kept * queries + 2 * total * keys) + _FP32 * kept * shape.heads // tp
-    if stage.dims.cp > 1 and _trains_matrices(stage, layer)("self_attn.o_proj"):
-        attention += compute * kept * queries
-    norms = hidden if not is_recomputed else 0  # the input of the layer
-    norms += (stored * kept * shape.hidden + _FP32 * (total + kept)) // _row_shards(stage, settings)
-    norms += _norm_outputs(stage, layer, total, kept, settings, is_lean=is_lean)
-    return attention + norms + _saved_in_mlp(stage, layer, kept, settings, is_lean=is_lean)
-
-
-def _is_lean(stage: Stage, settings: MemorySettings) -> bool:
-    """Whether the memory-efficient layers apply."""
-    return settings.packs_rows and stage.shape.is_llama_like
-
-
-def _norm_outputs(stage: Stage, layer: int, total: int, kept: int, settings: MemorySettings, *, is_lean: bool) -> int:
-    """Outputs of the two norms, saved by the matrices that read them."""
-    stored, compute, width = settings.precision.stored, settings.precision.compute, stage.shape.hidden
-    reads_inputs = _trains_matrices(stage, layer)
-    attention_reads, mlp_reads = reads_inputs("self_attn."), reads_inputs("mlp.")
-    adapted = stage.layer(layer).adapted_modules
-    if stored == compute:
-        saved = compute * width * (total * attention_reads + kept * mlp_reads)
-    elif adapted and stage.dims.fsdp_size == 1:
-        # PEFT casts the input of each adapter to its precision, and autocast casts it back; FSDP2 gathers adapters in
-        # the compute precision
-        readers = sum(name.endswith(_READERS_OF_NORMS) for name in adapted)
-        queries = stage.shape.heads * stage.shape.head_dim // stage.dims.tp
-        saved = compute * kept * (readers * width + queries * reads_inputs("self_attn.o_proj"))
-    elif is_lean:
-        saved = compute * width * (total * attention_reads + kept * mlp_reads)
-    else:
-        saved = compute * width * (3 * total * attention_reads + 2 * kept * mlp_reads)  # one copy per matrix
-    if is_lean:
-        # the last layer also gathers the kept rows for its queries
-        return saved + (compute * width * kept if kept < total and attention_reads else 0)
-    # the original norm saves its normalized input as well
-    trains_norms = any(p.is_trained and len(p.shape) == 1 for p in stage.in_layer(layer))
-    return saved + stored * width * (total + kept) * trains_norms
-
-
-def _saved_in_mlp(stage: Stage, layer: int, kept: int, settings: MemorySettings, *, is_lean: bool) -> int:
-    shape, compute = stage.shape, settings.precision.compute
-    width = shape.intermediate // stage.dims.tp
-    if shape.experts > 1:
-        # rows are copied per chosen expert; gate and up, activation, product and output of each
-        per_expert = 4 * width + 2 * shape.hidden
-        return compute * kept * shape.experts_per_token * per_expert + _FP32 * kept * shape.experts
-    reads_inputs = _trains_matrices(stage, layer)
-    # gate and up, their product as the input of down_proj, and the activation unless it is recomputed
-    return compute * kept * width * (2 + reads_inputs("mlp.down_proj") + (not is_lean))
-
-
-def _trains_matrices(stage: Stage, layer: int) -> Callable[[str], bool]:
-    """Whether matrices of a layer whose path starts with a prefix are trained, or have trained adapters."""
-    trained = stage.layer(layer).trained_modules
-    return lambda prefix: any(module.startswith(prefix) for module in trained)
-
-
 def _tables(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     """Rotary embeddings."""
-    return 2 * settings.precision.stored * _local_rows(stage, 0, rows, settings)[0] * stage.shape.head_dim
+    return 2 * settings.precision.stored * local_rows(stage, 0, rows, settings)[0] * stage.shape.head_dim
 
 
 def _final_norm(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
-    last = _local_rows(stage, stage.shape.num_layers - 1, rows, settings)[1]
-    held = 3 * settings.precision.stored * last * stage.shape.hidden // _row_shards(stage, settings)
+    last = local_rows(stage, stage.shape.num_layers - 1, rows, settings)[1]
+    held = 3 * settings.precision.stored * last * stage.shape.hidden // row_shards(stage, settings)
     return held if stage.is_last else 0
 
 
 def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings) -> tuple[int, int]:
     """Gradients that live in the backward of the MLP and of the attention of a layer, with the residual stream's."""
     shape, tp, compute = stage.shape, stage.dims.tp, settings.precision.compute
-    total, kept = _local_rows(stage, layer, rows, settings)
+    total, kept = local_rows(stage, layer, rows, settings)
     width = shape.intermediate // tp * (shape.experts_per_token if shape.experts > 1 else 1)
     # of the product, gate and up; the product itself is freed first
-    saves_product = _trains_matrices(stage, layer)("mlp.down_proj")
+    saves_product = trains_matrices(stage, layer)("mlp.down_proj")
     mlp = compute * (2 if saves_product else 3) * kept * width
-    itemsize = compute if settings.on_gpu else _FP32  # the kernel of the CPU computes in fp32
+    itemsize = compute if settings.on_gpu else FP32  # the kernel of the CPU computes in fp32
     queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     copies = 2 if itemsize != compute else 1
     attention = itemsize * copies * (2 * kept * queries + 2 * total * keys)
-    residual = 2 * settings.precision.stored * total * shape.hidden // _row_shards(stage, settings)
+    residual = 2 * settings.precision.stored * total * shape.hidden // row_shards(stage, settings)
     if settings.splits_rows:
         residual += 2 * compute * total * shape.hidden  # what is gathered for a matrix, and the gradient to be reduced
     return mlp + residual, attention + residual
@@ -348,20 +253,30 @@ def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     vocab = next(p.shape[0] for p in stage.outer if p.name == stage.shape.head)
     columns = slice_width(vocab, scored, on_gpu=settings.on_gpu)
     # one slice is computed while the one before it still exists
-    slices = _FP32 * scored * min(2 * columns, vocab)
-    return (settings.precision.stored + 3 * _FP32) * scored * width + slices + _head_gradient(stage, settings)
+    slices = FP32 * scored * min(2 * columns, vocab)
+    return (settings.precision.stored + 3 * FP32) * scored * width + slices + _head_gradient(stage, settings)
 
 
 def _head_gradient(stage: Stage, settings: MemorySettings) -> int:
     """The gradient of this process's part of the head before it is added to earlier ones, or reduced."""
-    heads = [p for p in stage.outer if p.name == stage.shape.head and p.is_trained and stage.is_last]
-    return sum(settings.precision.stored * p.numel for p in heads)
+    return settings.precision.stored * _trained_head(stage)
+
+
+def _reduced_head(stage: Stage, settings: MemorySettings) -> int:
+    """The input of the reduce-scatter of the head's gradient, which stays until the next one; 0 without FSDP2."""
+    is_sharded = stage.dims.fsdp_size > 1 and stage.outer_numel("head") > 0
+    precision = settings.precision
+    return (precision.reduced or precision.stored) * _trained_head(stage) if is_sharded else 0
+
+
+def _trained_head(stage: Stage) -> int:
+    return sum(p.numel for p in stage.outer if p.name == stage.shape.head and p.is_trained and stage.is_last)
 
 
 def _outer_gathered(stage: Stage, settings: MemorySettings) -> int:
-    """Gathered parameters outside of layers: those of the root group, through the forward and the backward."""
-    kept = stage.embedding_numel if settings.zero_stage == 1 else 0
-    return settings.precision.stored * (stage.root_numel + kept)
+    """Parameters outside of layers that are gathered through the forward and the backward."""
+    kept = ("embedding", "head") if settings.zero_stage == 1 else ()
+    return settings.precision.stored * stage.outer_numel("root", "tied", *kept)
 
 
 def _kept_layers(stage: Stage, settings: MemorySettings) -> int:
@@ -372,22 +287,25 @@ def _kept_layers(stage: Stage, settings: MemorySettings) -> int:
         return 0
     if not is_sharded and precision.compute == precision.stored:
         return 0  # the weights themselves
-    if not is_sharded and settings.recomputes:
-        return precision.compute * max(stage.layer(layer).numel for layer, _ in stage.layer_counts)
+    if not is_sharded and settings.recompute != "off":
+        copied = (stage.layer(layer).numel - stage.layer(layer).narrow_numel for layer, _ in stage.layer_counts)
+        return precision.compute * max(copied)
     numel = sum(count * stage.layer(layer).numel for layer, count in stage.layer_counts)
     if not is_sharded:
-        # autocast keeps one copy of a trained matrix for a step, and makes one of a frozen matrix in every forward
+        numel -= sum(count * stage.layer(layer).narrow_numel for layer, count in stage.layer_counts)
+        # autocast keeps one copy of a trained matrix for a step, and makes one of a frozen matrix in every forward,
+        # unless it is stored in the compute precision
         trained = sum(count * stage.layer(layer).trained_numel for layer, count in stage.layer_counts)
         numel = trained + round(_micro_batches_in_flight(stage, settings) * (numel - trained))
     return precision.compute * numel
 
 
 def _gathered_in_backward(stage: Stage, layer: int, settings: MemorySettings) -> int:
-    """The root, this layer, the next group, which FSDP2 prefetches, and the gradients of this layer and their sum."""
+    """The root, this layer, the next one, which FSDP2 prefetches, and the gradients of this layer and their sum."""
     kept, precision = _kept_layers(stage, settings), settings.precision
     if stage.dims.fsdp_size == 1:
         return kept
     gradients = (precision.stored + precision.compute) * stage.layer(layer).trained_numel
     own = precision.compute * stage.layer(layer).numel
-    prefetched = precision.stored * stage.embedding_numel if layer == stage.layers[0] else own
+    prefetched = 0 if layer == stage.layers[0] else own
     return _outer_gathered(stage, settings) + (kept or own + prefetched) + gradients

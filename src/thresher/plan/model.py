@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,6 +18,7 @@ from transformers.distributed.tensor_parallel import replace_layer_number_by_wil
 
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
+from thresher.models.loading.narrow import widest_dtype
 from thresher.models.logps import base_model
 from thresher.models.optimizations.last_layer import is_llama_like
 from thresher.strategies.native.pipeline_parallel import partition_layers
@@ -28,7 +29,8 @@ from thresher.strategies.native.tensor_parallel import module_styles, partial_gr
 class Parameter:
     """A parameter, or this process's tensor-parallel shard of it.
 
-    layer: index of its decoder layer, None outside of them. style: of the tensor-parallel plan.
+    layer: index of its decoder layer, None outside of them. style: of the tensor-parallel plan. is_narrow: stored in
+    the compute precision.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Parameter:
     layer: int | None
     style: str | None = None
     has_partial_gradient: bool = False
+    is_narrow: bool = False
 
     @property
     def numel(self) -> int:
@@ -92,6 +95,10 @@ class Layer:
     @cached_property
     def trained_numel(self) -> int:
         return sum(p.numel for p in self.parameters if p.is_trained and len(p.shape) > 1)
+
+    @cached_property
+    def narrow_numel(self) -> int:
+        return sum(p.numel for p in self.parameters if p.is_narrow)
 
     @cached_property
     def trained_modules(self) -> tuple[str, ...]:
@@ -187,10 +194,8 @@ class ModelShape:
     def kinds(self) -> list[int]:
         """A number per layer, equal for layers with the same modules, sizes and trained parameters."""
         known: dict[tuple[object, ...], int] = {}
-        signatures = (
-            tuple((p.path, p.shape, p.is_trained, p.style, p.has_partial_gradient) for p in self.by_layer[layer])
-            for layer in range(self.num_layers)
-        )
+        layers = (self.by_layer[layer] for layer in range(self.num_layers))
+        signatures = (tuple(replace(p, name=p.path, layer=None) for p in layer) for layer in layers)
         return [known.setdefault(signature, len(known)) for signature in signatures]
 
 
@@ -218,6 +223,7 @@ def _parameters(model: PreTrainedModel) -> Iterable[Parameter]:
         for index, layer in enumerate(model.get_decoder().layers)
         for parameter in layer.parameters()
     }
+    stored = widest_dtype(model)
     for name, parameter in model.named_parameters():
         generic, module = (replace_layer_number_by_wildcard(each) for each in (name, name.rpartition(".")[0]))
         yield Parameter(
@@ -227,18 +233,22 @@ def _parameters(model: PreTrainedModel) -> Iterable[Parameter]:
             layer_of.get(id(parameter)),
             styles.get(generic) or styles.get(module),
             has_partial_gradient=module in partial,
+            is_narrow=parameter.dtype != stored,
         )
+
+
+GroupKind = Literal["root", "embedding", "head", "tied", "layer"]
 
 
 @dataclass(frozen=True)
 class FsdpGroup:
-    """Parameters that FSDP2 all-gathers together; is_layer: in the compute precision, and kept gathered by ZeRO-2.
+    """Parameters that FSDP2 all-gathers together: those of layers in the compute precision.
 
     size: processes that share it. count: groups like this one, of layers of the same kind.
     """
 
     parameters: tuple[Parameter, ...]
-    is_layer: bool
+    kind: GroupKind
     size: int
     count: int = 1
 
@@ -252,12 +262,13 @@ class FsdpGroup:
 
 
 class HeldElements(NamedTuple):
-    """Elements of the shards that a process holds. base: without adapters."""
+    """Elements of the shards that a process holds. base: without adapters. narrow: stored in the compute precision."""
 
     weights: int
     trained: int
     trained_tensors: int
     base: int
+    narrow: int
 
 
 @dataclass(frozen=True)
@@ -337,6 +348,7 @@ class Stage:
             sum(numel for p, _, numel in counts if p.is_trained),
             sum(count for p, count, _ in counts if p.is_trained),
             sum(numel for p, _, numel in counts if ".lora_" not in p.name),
+            sum(numel for p, _, numel in counts if p.is_narrow),
         )
 
     def trains_before(self, layer: int) -> bool:
@@ -361,28 +373,26 @@ class Stage:
         size = self.dims.fsdp_size
         if size == 1:
             return []
-        layers = [
-            FsdpGroup(tuple(p for p in self.in_layer(layer) if len(p.shape) > 1), is_layer=True, size=size, count=count)
-            for layer, count in self.layer_counts
-        ]
-        embedding_module = self.shape.embedding.rpartition(".")[0]
-        alone = () if self.shape.tied else tuple(p for p in self.outer if p.name.startswith(f"{embedding_module}."))
-        alone_names = {p.name for p in alone}
-        others = (p for layer in self.layers for p in self.in_layer(layer) if len(p.shape) <= 1)
-        root = (*(p for p in self.outer if p.name not in alone_names), *others)
-        outer = [FsdpGroup(group, is_layer=False, size=size) for group in (root, alone)]
-        return [group for group in (*outer, *layers) if group.parameters]
+        matrices = {layer: tuple(p for p in self.in_layer(layer) if len(p.shape) > 1) for layer, _ in self.layer_counts}
+        layers = [FsdpGroup(matrices[layer], "layer", size, count) for layer, count in self.layer_counts]
+        outer = [FsdpGroup((p,), kind, size) for p in self.outer if (kind := self._outer_kind(p)) is not None]
+        alone = {p.name for group in outer for p in group.parameters}
+        vectors = (p for layer in self.layers for p in self.in_layer(layer) if len(p.shape) <= 1)
+        root = FsdpGroup((*(p for p in self.outer if p.name not in alone), *vectors), "root", size)
+        return [group for group in (root, *outer, *layers) if group.parameters]
 
-    @cached_property
-    def root_numel(self) -> int:
-        """Elements of the group that is gathered through the forward and the backward; 0 without FSDP2."""
-        return sum(p.numel for group in self.fsdp_groups[:1] if not group.is_layer for p in group.parameters)
+    def _outer_kind(self, parameter: Parameter) -> GroupKind | None:
+        """The group of the embedding or the head; None: the root has the parameter."""
+        shape = self.shape
+        if shape.tied and parameter.name == shape.embedding and self.is_last:
+            return "tied"
+        # an adapter makes another module of an embedding or a head
+        kinds: dict[str, GroupKind] = {shape.head: "head", shape.embedding: "embedding"}  # tied ones have one name
+        return None if "base_layer" in parameter.name else kinds.get(parameter.name)
 
-    @cached_property
-    def embedding_numel(self) -> int:
-        """Elements of an embedding that FSDP2 gathers by itself; 0 if it is tied, or on another stage."""
-        outer = [group for group in self.fsdp_groups if not group.is_layer]
-        return sum(p.numel for group in outer[1:] for p in group.parameters)
+    def outer_numel(self, *kinds: GroupKind) -> int:
+        """Elements outside of layers that FSDP2 gathers in groups of these kinds; 0 without FSDP2."""
+        return sum(p.numel for group in self.fsdp_groups if group.kind in kinds for p in group.parameters)
 
     @property
     def trains_embedding(self) -> bool:

@@ -62,9 +62,12 @@ def _of_megatron(config: DPOConfig, settings: MegatronSettings, num_gpus: int) -
     replicas = num_gpus // settings.workers_per_data_rank
     if replicas > 1:
         strategy["dp_replicate"] = replicas
-    training = {"gradient_checkpointing": True} if settings.recompute_granularity == "full" else {}
+    granularity = settings.recompute_granularity or config.actor_train.training_args.gradient_checkpointing
+    training = {"gradient_checkpointing": "full" if granularity == "full" else "off"}
     words = f"estimated as fsdp2_train with {_words(strategy)}" if strategy else "estimated as fsdp2_train"
     words += "; the distributed optimizer and sequence parallelism are not counted, so that memory is an upper bound"
+    if granularity == "selective":
+        words += ", and neither is selective recomputation"
     return Translated(_with(config, strategy, training), words)
 
 
@@ -78,7 +81,8 @@ def _with(config: DPOConfig, strategy: dict[str, Any], training: dict[str, Any] 
     changed = role.model_copy(
         update={
             "strategy_args": type(role.strategy_args).model_validate(given),
-            "training_args": role.training_args.model_copy(update=training or {}),
+            # neither of them compiles layers
+            "training_args": role.training_args.model_copy(update={"torch_compile": False, **(training or {})}),
         }
     )
     return config.model_copy(update={"actor_train": changed})

@@ -55,33 +55,42 @@ def _candidates(estimate: Estimate) -> Iterator[tuple[str, Callable[[], Estimate
     """From the least intrusive to the most expensive change; growing numbers of GPUs come last."""
     config, cluster, dims = estimate.config, estimate.cluster, estimate.dims
     training, budget = config.actor_train.training_args, estimate.largest_budget
-    recompute = {} if training.gradient_checkpointing else {"gradient_checkpointing": True}
+    recompute = {} if training.gradient_checkpointing == "full" else {"gradient_checkpointing": "full"}
     if not estimate.parts.layout.needs_pair_attention:
         budget = 2048
     if budget is not None and budget < (training.max_tokens_per_micro_batch or estimate.workload.largest.total):
         name = f"max_tokens_per_micro_batch={budget}"
         yield name, partial(with_settings, estimate, training={"max_tokens_per_micro_batch": budget})
     has_axes = estimate.note is None  # the settings of another strategy have other names
-    if has_axes and estimate.settings.zero_stage == 2:
-        yield "zero_stage=3", partial(with_settings, estimate, strategy={"zero_stage": 3})
+    splits_rows = has_axes and estimate.allows_sequence_parallel
+    if splits_rows and dims.tp > 1 and not estimate.settings.sequence_parallel:
+        yield "sequence_parallel=true", partial(with_settings, estimate, strategy={"sequence_parallel": True})
+    for zero_stage in range(estimate.settings.zero_stage + 1, 4) if has_axes else ():
+        yield f"zero_stage={zero_stage}", partial(with_settings, estimate, strategy={"zero_stage": zero_stage})
+    # other strategies have a selective recomputation of their own
+    if has_axes and training.gradient_checkpointing == "off":
+        selective = {"gradient_checkpointing": "selective"}
+        yield "gradient_checkpointing=selective", partial(with_settings, estimate, training=selective)
     if recompute:
-        yield "gradient_checkpointing=true", partial(with_settings, estimate, training=recompute)
+        yield "gradient_checkpointing=full", partial(with_settings, estimate, training=recompute)
     if has_axes and dims.dp_replicate > 1:
         yield "dp_replicate=1", partial(with_settings, estimate, strategy={"dp_replicate": 1})
     for tp in (2, 4, 8):
         if has_axes and dims.tp < tp <= min(cluster.gpus_per_node, cluster.num_gpus):
-            yield f"tp_size={tp}", partial(with_settings, estimate, strategy={"tp_size": tp})
+            axes = {"tp_size": tp, **({"sequence_parallel": True} if splits_rows else {})}
+            name = " and ".join(f"{key}={str(value).lower()}" for key, value in axes.items())
+            yield name, partial(with_settings, estimate, strategy=axes)
     if not config.uses_lora:
         yield "lora_rank=16", partial(with_settings, estimate, model={"lora_rank": 16})
         if recompute:
             both = partial(with_settings, estimate, training=recompute, model={"lora_rank": 16})
-            yield "lora_rank=16 and gradient_checkpointing=true", both
+            yield "lora_rank=16 and gradient_checkpointing=full", both
     for factor in (2, 4, 8, 16):
         more = replace(cluster, num_gpus=factor * cluster.num_gpus)
         yield f"{more.num_gpus} GPUs", partial(Estimate, config, more, estimate)
         if recompute:
             both = partial(with_settings, estimate, training=recompute, cluster=more)
-            yield f"{more.num_gpus} GPUs and gradient_checkpointing=true", both
+            yield f"{more.num_gpus} GPUs and gradient_checkpointing=full", both
 
 
 def with_settings(

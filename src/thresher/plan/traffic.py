@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from thresher.plan.model import Parameter, Stage
+from thresher.models.optimizations.recompute import Recompute
+from thresher.plan.model import FsdpGroup, Parameter, Stage
 from thresher.plan.workload import Rows
 
 Axis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
 AXES_OF_MESSAGES: tuple[Axis, ...] = get_args(Axis)
-_FP64, _FP32, _INT32 = 8, 4, 4
+_FP64, _FP32 = 8, 4
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,28 @@ def wire_bytes(messages: Iterable[Message]) -> dict[Axis, float]:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element: of stored weights and the residual stream, and of products."""
+    """Bytes of an element: of stored weights and the residual stream, and of products.
+
+    reduced: of FSDP2's sums of gradients. sent: of hidden states between stages. None: those of stored weights.
+    """
 
     stored: int
     compute: int
+    reduced: int | None = None
+    sent: int | None = None
+
+    def gathered(self, group: FsdpGroup) -> int:
+        return self.compute if group.kind == "layer" else self.stored
+
+    def summed(self, group: FsdpGroup) -> int:
+        return self.stored if group.kind == "root" or self.reduced is None else self.reduced
 
 
 @dataclass(frozen=True)
 class TrafficSettings:
     """What the messages of a step depend on, beside the mesh.
 
-    packs_rows: the memory-efficient layers and the shorter last layer apply. zero_stage: of FSDP2. recomputes:
+    packs_rows: the memory-efficient layers and the shorter last layer apply. zero_stage: of FSDP2. recompute:
     gradient checkpointing. scores_reference: the same processes score every micro-batch for the reference, without
     adapters. num_metrics: of the objective. measures_entropy: of the policy. splits_rows: sequence parallelism.
     """
@@ -73,16 +85,17 @@ class TrafficSettings:
     precision: Precision
     packs_rows: bool
     zero_stage: int = 3
-    recomputes: bool = False
+    recompute: Recompute = "off"
     scores_reference: bool = False
     num_metrics: int = 0
     measures_entropy: bool = False
     splits_rows: bool = False
+    has_zero_bubble: bool = False
 
 
 def step_messages(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows, settings: TrafficSettings) -> list[Message]:
     """All messages of a step of one data-parallel rank, whose dummy batches are in micro_batches already."""
-    scheduled = _scheduled(stage, micro_batches, dummy)
+    scheduled = _scheduled(stage, micro_batches, dummy, has_zero_bubble=settings.has_zero_bubble)
     messages = list(_for_weights(stage, settings, len(scheduled)))
     for rows, count in Counter(scheduled).items():
         messages += [message.times(count) for message in _for_rows(stage, rows, settings, has_backward=True)]
@@ -93,12 +106,12 @@ def step_messages(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows, sett
     return [*messages, *_after_backward(stage, settings), *_bookkeeping(stage, settings)]
 
 
-def _scheduled(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows) -> list[Rows]:
+def _scheduled(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows, *, has_zero_bubble: bool) -> list[Rows]:
     """Add the dummy batches that a pipeline schedule needs, as pipeline_executor.py does."""
     count, pp = len(micro_batches), stage.dims.pp
     if count and pp > 1 and len(stage.chunks) == 1:
         count = max(count, pp)
-    elif count and pp > 1:
+    if count and pp > 1 and (len(stage.chunks) > 1 or has_zero_bubble):
         while count % max(1, count // pp):
             count += 1
     return [*micro_batches, *[dummy] * (count - len(micro_batches))]
@@ -106,7 +119,7 @@ def _scheduled(stage: Stage, micro_batches: Sequence[Rows], dummy: Rows) -> list
 
 def _scoring(stage: Stage, rows: Rows, dummy: Rows, settings: TrafficSettings) -> Iterator[Message]:
     """The forward of the reference, one micro-batch at a time."""
-    scheduled = _scheduled(stage, [rows], dummy)
+    scheduled = _scheduled(stage, [rows], dummy, has_zero_bubble=settings.has_zero_bubble)
     yield from _gathers(stage, settings, len(scheduled), has_backward=False)
     for each, count in Counter(scheduled).items():
         yield from (message.times(count) for message in _for_rows(stage, each, settings, has_backward=False))
@@ -133,37 +146,40 @@ def _local_rows(stage: Stage, rows: Rows, settings: TrafficSettings) -> int:
 
 
 def _gathers(stage: Stage, settings: TrafficSettings, micro_batches: int, *, has_backward: bool) -> Iterator[Message]:
-    """FSDP2 gathers every group in the forward, and again in the backward unless ZeRO-2 keeps it; ZeRO-1 once."""
+    """FSDP2 gathers every group in the forward, and those of `_gathered_again` in the backward; ZeRO-1 once."""
     size = stage.dims.fsdp_size
     if has_backward and settings.zero_stage == 1:
         micro_batches = min(1, micro_batches)
     for group in stage.fsdp_groups:
-        itemsize = settings.precision.compute if group.is_layer else settings.precision.stored
-        numel = size * group.shard_numel
-        is_kept = settings.zero_stage < 3 if group.is_layer else settings.zero_stage == 1
-        calls = 2 if has_backward and not is_kept else 1
-        yield Message("dp_shard", "all_gather", itemsize * numel, size, calls * group.count * micro_batches)
+        payload = settings.precision.gathered(group) * size * group.shard_numel
+        calls = 2 if has_backward and _gathered_again(group, settings.zero_stage) else 1
+        yield Message("dp_shard", "all_gather", payload, size, calls * group.count * micro_batches)
+
+
+def _gathered_again(group: FsdpGroup, zero_stage: int) -> bool:
+    """Whether the backward gathers a group: not the embedding, which it does not read, nor what stays gathered."""
+    return zero_stage == 3 if group.kind == "layer" else group.kind == "root" and zero_stage > 1
 
 
 def _reductions(stage: Stage, settings: TrafficSettings, micro_batches: int) -> Iterator[Message]:
-    """FSDP2 reduces the gradients in the stored precision: shards in every backward or, with ZeRO-1, in the last.
+    """FSDP2 reduces the gradients: shards in every backward or, with ZeRO-1, in the last.
 
     Replicas in the last backward, which each chunk of a stage has; the root belongs to all chunks.
     """
-    dims, stored = stage.dims, settings.precision.stored
+    dims = stage.dims
     calls = min(1, micro_batches) if settings.zero_stage == 1 else micro_batches
     for group in stage.fsdp_groups:
-        shard, size = group.trained_shard_numel, dims.fsdp_size
+        shard, size = settings.precision.summed(group) * group.trained_shard_numel, dims.fsdp_size
         if shard:
-            yield Message("dp_shard", "reduce_scatter", stored * shard * size, size, calls * group.count)
+            yield Message("dp_shard", "reduce_scatter", shard * size, size, calls * group.count)
         if shard and dims.dp_replicate > 1 and micro_batches:
-            last = len(stage.chunks) if group is stage.fsdp_groups[0] and not group.is_layer else 1
-            yield Message("dp_replicate", "all_reduce", stored * shard, dims.dp_replicate, last * group.count)
+            last = len(stage.chunks) if group.kind == "root" else 1
+            yield Message("dp_replicate", "all_reduce", shard, dims.dp_replicate, last * group.count)
 
 
 def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has_backward: bool) -> Iterator[Message]:
     """Row-wise matrices sum their outputs in the forward, column-wise ones the gradient of their input."""
-    dims, shape, stored = stage.dims, stage.shape, settings.precision.stored
+    dims, shape = stage.dims, stage.shape
     if dims.tp == 1:
         return
     total, scored = _local_rows(stage, rows, settings), rows.scored // dims.cp
@@ -174,7 +190,7 @@ def _tensor_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, has
     if settings.splits_rows:
         yield from _row_exchanges(stage, total, settings, has_backward=has_backward)
     if stage.is_first and any(p.name == shape.embedding and p.style for p in stage.outer):
-        yield all_reduce(total * shape.hidden, stored)
+        yield all_reduce(total * shape.hidden, settings.precision.stored)
     for layer, count in () if settings.splits_rows else stage.layer_counts:
         skips = settings.packs_rows and shape.is_llama_like and dims.cp == 1 and layer == shape.num_layers - 1
         for numel, itemsize in _layer_reductions(
@@ -196,11 +212,12 @@ def _row_exchanges(stage: Stage, total: int, settings: TrafficSettings, *, has_b
         return Message("tp", kind, total * stage.shape.hidden * itemsize, stage.dims.tp, calls)
 
     layers = sum(count for _, count in stage.layer_counts)
-    recomputed = layers if has_backward and settings.recomputes else 0
+    is_repeated = has_backward and settings.recompute != "off"
     backward = 2 * layers if has_backward else 0
-    yield exchange("all_gather", compute, 2 * (layers + recomputed) + backward)
-    # recomputation stops at the last tensor that is needed
-    yield exchange("reduce_scatter", compute, 2 * layers + recomputed + backward)
+    yield exchange("all_gather", compute, 2 * layers * (1 + is_repeated) + backward)
+    # selective recomputation keeps sums, and full recomputation stops at the last tensor that is needed
+    again = layers if has_backward and settings.recompute == "full" else 0
+    yield exchange("reduce_scatter", compute, 2 * layers + again + backward)
     if stage.is_first and has_backward:
         yield exchange("all_gather", stored, 1)  # gradient of the embedding
     if stage.is_last:
@@ -224,7 +241,7 @@ def _layer_reductions(
     yield from outputs
     if not has_backward:
         return
-    if settings.recomputes:
+    if settings.recompute == "full":
         # recomputation stops at the last tensor that is needed: not the sum after the last matrix of a layer
         yield from outputs if forward and "lora_" in forward[-1].name else outputs[:-1]
     for p in matrices:
@@ -235,7 +252,7 @@ def _layer_reductions(
         if "lora_B" in p.name:
             yield rows * p.shape[1], compute
         # gradient checkpointing makes the output of a frozen embedding require a gradient
-        elif settings.recomputes or _input_has_gradient(stage, layer, p):
+        elif settings.recompute != "off" or _input_has_gradient(stage, layer, p):
             yield rows * p.shape[1], normed
     if experts:
         # gradients of the experts' input, and of the weights of the chosen experts
@@ -264,10 +281,10 @@ def _context_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, ha
     inputs = Message("cp", "all_to_all", width * (heads + 2 * kv_heads), dims.cp)
     output = Message("cp", "all_to_all", width * heads, dims.cp)
     for layer, count in stage.layer_counts:
-        in_layer = [inputs, output] * (2 if has_backward and settings.recomputes else 1)
+        in_layer = [inputs, output] * (2 if has_backward and settings.recompute == "full" else 1)
         if has_backward:
             in_layer.append(output)
-            if settings.recomputes or any(_has_gradient(stage, layer, f"{name}_proj") for name in "qkv"):
+            if settings.recompute != "off" or any(_has_gradient(stage, layer, f"{name}_proj") for name in "qkv"):
                 in_layer.append(inputs)
         yield from (message.times(count) for message in in_layer)
     if stage.is_last:
@@ -286,18 +303,15 @@ def _has_gradient(stage: Stage, layer: int, name: str) -> bool:
 def _pipeline(
     stage: Stage, micro_batches: Sequence[Rows], settings: TrafficSettings, *, has_backward: bool
 ) -> Iterator[Message]:
-    """Hidden states to the next chunk, their gradients to the previous one, and torch's vote before each schedule."""
+    """Hidden states to the next chunk, and their gradients to the previous one."""
     dims, shape = stage.dims, stage.shape
     if dims.pp == 1 or not micro_batches:
         return
     num_chunks = dims.pp * len(stage.chunks)
     for number in range(stage.index, num_chunks, dims.pp):
-        neighbours = (number > 0) + (number < num_chunks - 1)
-        yield Message("pp", "send", _INT32, dims.pp, neighbours)
-        yield Message("pp", "receive", _INT32, dims.pp, neighbours)
         for rows, count in Counter(micro_batches).items():
             local = _local_rows(stage, rows, settings) // (dims.tp if settings.splits_rows else 1)
-            hidden = settings.precision.stored * local * shape.hidden
+            hidden = (settings.precision.sent or settings.precision.stored) * local * shape.hidden
             if number < num_chunks - 1:
                 yield Message("pp", "send", hidden, dims.pp, count)
             if number > 0:

@@ -16,6 +16,7 @@ from thresher.report.run_files import Record, RunFiles
 # of all runs together: the page must stay small however many runs it shows
 _MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
 _MAX_CHARS = 3000
+_MAX_PHASES = 3
 _LEVELS = {"info": "note", "warn": "warning", "warning": "warning", "stop": "error", "error": "error"}
 
 
@@ -113,13 +114,22 @@ def _describe(values: Mapping[str, Any]) -> str:
 
 
 def recovery_rows(runs: Sequence[RunFiles]) -> list[Row]:
-    """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds."""
+    """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds, and where they went."""
     keys = ("cause", "step", "from_step", "steps_repeated", "seconds")
     return [
-        Row(run.name, [format_number(each.get(key)) for key in keys])
+        Row(run.name, [*(format_number(each.get(key)) for key in keys), _longest_phases(each.get("phases"))])
         for run in runs
         for each in run.recoveries[: _max_events(runs)]
     ]
+
+
+def _longest_phases(phases: object) -> str:
+    """The phases of a restart that took longest, with their seconds."""
+    if not isinstance(phases, Mapping):
+        return ""
+    known = [(str(phase), each) for phase, each in phases.items() if isinstance(each, int | float)]
+    longest = sorted(known, key=lambda each: -each[1])[:_MAX_PHASES]
+    return ", ".join(f"{phase} {each:.1f}" for phase, each in longest)
 
 
 def skipped_rows(runs: Sequence[RunFiles]) -> list[Row]:

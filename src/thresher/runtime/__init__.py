@@ -6,6 +6,7 @@ Ray is imported only if it is used.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
     from thresher.losses.objective import Objective
+    from thresher.observability.phase_clock import PhaseClock
     from thresher.runtime.torchrun import LaunchSession
     from thresher.strategies.strategy import ParameterCounts
     from thresher.training.loop import Trainable, TrainingProgress
@@ -54,7 +56,26 @@ class RunHandle:
 class Runtime(Protocol):
     """Starts the trainers of a run; progress is called with (description, done, total)."""
 
+    def find_damage(self, checkpoint: Path) -> list[str]:
+        """Compare the files of a checkpoint with their digests, on the ranks; return what is wrong."""
+        ...
+
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle: ...
+
+
+class RunSession(Protocol):
+    """Opens a runtime for each attempt of a run, and keeps what outlives a failed attempt."""
+
+    def open_runtime(self) -> AbstractContextManager[Runtime]:
+        """Reserve the resources of the run, or raise if they do not exist; leaving the context ends its workers."""
+        ...
+
+
+@dataclass(frozen=True)
+class SingleProcessSession:
+    """A session of which nothing outlives an attempt."""
+
+    open_runtime: Callable[[], AbstractContextManager[Runtime]]
 
 
 def launch_session() -> AbstractContextManager[LaunchSession | None]:
@@ -67,20 +88,20 @@ def launch_session() -> AbstractContextManager[LaunchSession | None]:
     return open_session(launch)
 
 
-def open_runtime(config: DPOConfig, objective: Objective) -> AbstractContextManager[Runtime]:
-    """Reserve the resources of the run, or raise if they do not exist; leaving the context releases them."""
+def open_session(config: DPOConfig, objective: Objective, clock: PhaseClock) -> AbstractContextManager[RunSession]:
+    """Return the session of a run; clock: measures the parts of a restart."""
     if config.uses_ray:
         from thresher.runtime.ray.environment import set_environment
 
         set_environment(config.ray_address)
-        from thresher.runtime.ray.runtime import open_ray_runtime
+        from thresher.runtime.ray.runtime import RaySession
 
-        return open_ray_runtime(config, objective)
+        return RaySession(config, objective, clock)
     if config.runtime == "torchrun":
         from thresher.runtime.torchrun import open_torchrun_runtime
 
-        return open_torchrun_runtime(config, objective)
+        return nullcontext(SingleProcessSession(lambda: open_torchrun_runtime(config, objective)))
     from thresher.runtime.local import LocalRuntime
 
     os.environ.update(config.environment_of("actor_train"))
-    return nullcontext(LocalRuntime(config))
+    return nullcontext(SingleProcessSession(lambda: nullcontext(LocalRuntime(config))))

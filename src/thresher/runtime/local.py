@@ -16,7 +16,9 @@ from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
 from thresher.builders.run import logging_dir
 from thresher.builders.trainer import build_trainer
+from thresher.checkpoint.collective_verify import find_damage
 from thresher.config import DPOConfig
+from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import WORKERS
 from thresher.plan.budget import Gpu, gpu_of, with_token_budget
@@ -32,6 +34,9 @@ class LocalRuntime:
 
     config: DPOConfig
     find_gpu: Callable[[torch.device], Gpu | None] = gpu_of
+
+    def find_damage(self, checkpoint: Path) -> list[str]:
+        return find_damage(checkpoint, SINGLE_PROCESS)
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models, check them on real pairs, and restore a checkpoint if there is one."""

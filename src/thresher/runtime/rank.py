@@ -25,6 +25,7 @@ from thresher.builders.precompute import look_up_splits, open_cache
 from thresher.builders.reference import ReferenceBundle, build_reference_bundle, reference_digest
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.builders.trainer import TrainerBundle, build_trainer
+from thresher.checkpoint.collective_verify import find_damage
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS
@@ -144,6 +145,11 @@ class PolicyRank(Rank):
         gpus = self._world.all_gather_object(gpu_of(self._device))
         found = [gpu for gpu in gpus if gpu is not None]
         return min(found, key=lambda gpu: gpu.memory) if len(found) == len(gpus) else None
+
+    def find_damage(self, checkpoint: Path) -> list[str]:
+        """Hash this rank's part of the files of a checkpoint; return what all ranks have found."""
+        set_activity(f"verifying {checkpoint.name}")
+        return find_damage(checkpoint, self._world)
 
     def load(self, config: DPOConfig, inputs: RunInputs) -> LoadedPolicy:
         """Load the policy and check it on real pairs."""

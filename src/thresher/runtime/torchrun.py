@@ -247,10 +247,17 @@ class LaunchedRanks:
     def __init__(self, session: LaunchSession):
         self._session = session
         self._rank = LaunchedRank(session.launch, session.store)
+        self._has_joined = False
         self.num_nodes = 1
 
     def __len__(self) -> int:
         return self._session.launch.size
+
+    def join(self) -> None:
+        """Let all ranks join the process group, unless they have."""
+        if not self._has_joined:
+            (self.num_nodes,) = self.call("join")
+            self._has_joined = True
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every rank; return the result of rank 0."""
@@ -271,11 +278,16 @@ class TorchrunRuntime:
     mode: ReferenceMode
     ranks: LaunchedRanks
 
+    def find_damage(self, checkpoint: Path) -> list[str]:
+        self.ranks.join()
+        damage: list[str] = self.ranks.call("find_damage", checkpoint)[0]
+        return damage
+
     def start(self, inputs: RunInputs, checkpoint: Path | None, progress: ProgressCallback) -> RunHandle:
         """Load the models on all ranks, and restore a checkpoint if there is one."""
         config, mode = self.config, self.mode
         weights = frozen_weights_digest(config, mode)
-        (self.ranks.num_nodes,) = self.ranks.call("join")
+        self.ranks.join()
         inputs = with_token_budget(config, inputs, checkpoint, lambda: self.ranks.call("smallest_gpu")[0])
         (loaded,) = self.ranks.call("load", config, inputs)
         cached = CachedReference.look_up(config, inputs, mode, weights)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import HostBuffers, Shard, ShardFile
+from thresher.checkpoint.sharded import Shard, ShardFile
 from thresher.distributed.groups import Group
 from thresher.strategies.loss_scale import LossScale
 
@@ -23,18 +24,25 @@ def write_policy(
     values: Mapping[str, Any] | None,
     world: Group,
     copies: HostBuffers | None,
+    *,
+    holds_changes: bool = True,
 ) -> Write:
     """Return a function that writes this process's files; collective.
 
     shards: those that this process writes, by stem and name; with copies, training may change them meanwhile. values:
-    the optimizer state that is not tensors, on the one process that writes it.
+    the optimizer state that is not tensors, on the one process that writes it. holds_changes: the GPU finishes the
+    copies before any later work; otherwise the caller sees to it before it changes a shard.
     """
     if copies is not None:
-        shards = {stem: _copied(stem, local, copies) for stem, local in shards.items()}
+        shards = _copied(shards, copies)
+        if holds_changes:
+            copies.hold_changes()
     number = _file_number(world, has_shards=any(shards.values()))
 
     def write(directory: Path) -> list[str]:
         names = []
+        if copies is not None:
+            copies.wait()
         if number is not None:
             names += [save_shards(directory, stem, local, number) for stem, local in shards.items()]
         if values is not None:
@@ -61,5 +69,11 @@ def _file_number(world: Group, *, has_shards: bool) -> ShardFile | None:
     return ShardFile(writers.index(world.rank), len(writers)) if has_shards else None
 
 
-def _copied(stem: str, shards: Mapping[str, Shard], copies: HostBuffers) -> dict[str, Shard]:
-    return {name: replace(shard, values=copies.take(f"{stem}/{name}", shard.values)) for name, shard in shards.items()}
+def _copied(shards: Mapping[str, Mapping[str, Shard]], copies: HostBuffers) -> dict[str, dict[str, Shard]]:
+    buffers = copies.copy(
+        {f"{stem}/{name}": each.values for stem, local in shards.items() for name, each in local.items()}
+    )
+    return {
+        stem: {name: replace(shard, values=buffers[f"{stem}/{name}"]) for name, shard in local.items()}
+        for stem, local in shards.items()
+    }

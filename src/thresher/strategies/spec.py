@@ -14,11 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 
 from thresher.distributed.groups import Group
 from thresher.models.layouts import Layout
+from thresher.models.layouts.choose import transformers_attention
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
-from thresher.models.loading.load_sharded import build_on_meta
+from thresher.models.loading.load_sharded import build_on_meta, build_to_share
 from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
+from thresher.models.optimizations.compile import Compilation
+from thresher.models.optimizations.recompute import Recompute
 from thresher.strategies.optimizer import OptimizerSettings
 
 
@@ -37,6 +40,10 @@ class ModelSource:
     def empty(self) -> PreTrainedModel:
         """The model on the meta device."""
         return build_on_meta(self.named_path, **self._settings)
+
+    def empty_to_share(self) -> PreTrainedModel | None:
+        """The model on the meta device if replicas can read its files together; None if each has to load it."""
+        return build_to_share(self.named_path, **self._settings)
 
     def move(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Move a loaded model to a device."""
@@ -58,7 +65,7 @@ class ModelSource:
     def _settings(self) -> dict[str, Any]:
         return {
             "dtype": DTYPES[self.dtype],
-            "attn_implementation": self.attn_implementation,
+            "attn_implementation": transformers_attention(self.attn_implementation),
             "trust_remote_code": self.trust_remote_code,
         }
 
@@ -68,7 +75,7 @@ class ModelSpec:
     """A frozen model to build on every process of its role.
 
     world: these processes. settings: the validated `strategy_config`, of the class that the strategy declares.
-    adapter: LoRA modules that the model has. compiles: its layers are compiled with torch.compile.
+    adapter: LoRA modules that the model has. compilation: what torch.compile compiles of it.
     """
 
     source: ModelSource
@@ -78,16 +85,21 @@ class ModelSpec:
     world: Group
     settings: Any
     adapter: AdapterFiles | None = None
-    compiles: bool = False
+    compilation: Compilation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec(ModelSpec):
-    """A policy to build. router_loss_coef: weight of the load-balancing loss of a mixture-of-experts model."""
+    """A policy to build.
+
+    offloads_activations: the inputs of recomputed layers are in host memory until the backward. router_loss_coef:
+    weight of the load-balancing loss of a mixture-of-experts model.
+    """
 
     optimizer: OptimizerSettings
     trained: TrainedParts = field(default_factory=TrainedParts)
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Recompute = "off"
+    offloads_activations: bool = False
     seed: int = 0
     router_loss_coef: float = 0.0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.sharded import HostBuffers
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.objective import Objective

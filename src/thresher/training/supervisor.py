@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from thresher.checkpoint.manager import READ_BY_DRIVER
 from thresher.checkpoint.manifest import read_manifest, verify
+from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.errors import CheckpointError, RescaleRequested, ResourceError, WorkerError, WorkerLostError
+from thresher.observability.details import DETAIL
+from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.tracker import START_OVER
 from thresher.training.loop import MetricLogger
 
@@ -37,7 +41,8 @@ class Supervisor:
     """Runs attempts until one succeeds or `max_restarts` restarts in a row brought no new checkpoint.
 
     recovery_log gets one line per failure, once the run logs a step again: cause, last step before the failure, step
-    resumed from, steps repeated, and seconds until then.
+    resumed from, steps repeated, and seconds until then. The line of the last failure has the seconds by phase, which
+    `clock` has measured since the failure.
 
     resume_step is how the current attempt opens the metric log: None starts a new log, a step keeps the records up to
     that step, and START_OVER keeps none (no checkpoint yet, but an earlier attempt of this run wrote to the log).
@@ -49,48 +54,82 @@ class Supervisor:
         latest_checkpoint: Callable[[], Path | None],
         recovery_log: Path,
         sleep: Callable[[float], None] = time.sleep,
+        damaged: DamagedCheckpoints | None = None,
+        clock: PhaseClock | None = None,
     ):
+        """damaged: checkpoints that the ranks have rejected."""
+        self.clock = clock or PhaseClock()
         self._max_restarts = max_restarts
         self._latest_checkpoint = latest_checkpoint
         self._recovery_log = recovery_log
         self._sleep = sleep
+        self._damaged = damaged or DamagedCheckpoints()
+        self._initial: Path | None = None
+        self._initial_step = 0
+        self._find_initial: Callable[[], Path | None] | None = None  # None after the first attempt
         self._start_step = 0
         self._last_step = 0
         self._log_opened = False
         self._pending: list[Failure] = []  # failures after which no step has been logged yet
         self.resume_step: int | None = None
 
-    def run(self, attempt: Callable[[Supervisor, Path | None], T], checkpoint: Path | None) -> T:
-        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised."""
-        initial = checkpoint
-        self._start_from(checkpoint)
-        initial_step, consecutive_failures = self._start_step, 0
+    def run(
+        self,
+        attempt: Callable[[Supervisor, Path | None], T],
+        checkpoint: Path | None,
+        find_initial: Callable[[], Path | None] | None = None,
+    ) -> T:
+        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised.
+
+        find_initial: finds another checkpoint for the first attempt; the newest one if absent.
+        """
+        self._find_initial = find_initial or self._latest_checkpoint
+        self._start_first(checkpoint)
+        consecutive_failures = 0
         while True:
             try:
                 return attempt(self, checkpoint)
             except (WorkerLostError, WorkerError, ResourceError, RescaleRequested) as error:
                 if isinstance(error, ResourceError) and not (self._log_opened or consecutive_failures):
                     raise  # the cluster never had the requested resources
-                self._pending.append(Failure(_first_line(error), time.time(), self._last_step))
+                self.clock.end("stop")
+                self._pending.append(Failure(_first_line(error), self.clock.started_at, self._last_step))
                 previous_start = self._start_step
-                checkpoint = self._select_checkpoint(initial, initial_step)
+                self._find_initial = None
+                checkpoint = self._select_checkpoint()
                 self._start_from(checkpoint)
+                self.clock.end("verification")
                 if not isinstance(error, RescaleRequested):
                     consecutive_failures = 1 if self._start_step > previous_start else consecutive_failures + 1
                     if consecutive_failures > self._max_restarts:
                         raise
                 self._announce_restart(checkpoint, error, consecutive_failures)
 
-    def _select_checkpoint(self, initial: Path | None, initial_step: int) -> Path | None:
+    def fall_back(self) -> Path | None:
+        """Choose another checkpoint for the current attempt, whose ranks have found that its own is damaged."""
+        if self._find_initial is None:
+            checkpoint = self._select_checkpoint()
+            self._start_from(checkpoint)
+        else:
+            checkpoint = self._find_initial()
+            self._start_first(checkpoint)
+        return checkpoint
+
+    def _select_checkpoint(self) -> Path | None:
         """The newest checkpoint of this run, or the initial one (maybe of another run) until there is a later one."""
-        latest = self._latest_checkpoint()
-        if initial is None or (latest is not None and read_manifest(latest).step >= initial_step):
+        latest, initial = self._latest_checkpoint(), self._initial
+        if initial is None or (latest is not None and read_manifest(latest).step >= self._initial_step):
             return latest
         try:
-            verify(initial)
+            verify(initial, digests=READ_BY_DRIVER)
+            self._damaged.check(initial)
         except CheckpointError:
             return latest
         return initial
+
+    def _start_first(self, checkpoint: Path | None) -> None:
+        self._start_from(checkpoint)
+        self._initial, self._initial_step = checkpoint, self._start_step
 
     def _start_from(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
@@ -120,21 +159,26 @@ class Supervisor:
             self._max_restarts,
         )
         self._sleep(seconds)
+        self.clock.end("wait")
 
     def _on_step(self, step: int) -> None:
         self._last_step = step
         failures, self._pending = self._pending, []
+        if failures:
+            self.clock.end("first step")
         for failure in failures:
-            self._record_recovery(failure, step)
+            self._record_recovery(failure, step, self.clock.seconds if failure is failures[-1] else {})
 
-    def _record_recovery(self, failure: Failure, step: int) -> None:
+    def _record_recovery(self, failure: Failure, step: int, phases: Mapping[str, float]) -> None:
         seconds = time.time() - failure.time
         record = {
+            "time": round(failure.time, 3),
             "cause": failure.cause,
             "step": failure.step,
             "from_step": self._start_step,
             "steps_repeated": max(0, failure.step - self._start_step),
             "seconds": round(seconds, 3),
+            "phases": {phase: round(each, 3) for phase, each in phases.items()},
         }
         try:
             self._recovery_log.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +186,9 @@ class Supervisor:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # the run itself has recovered
             logger.warning("could not write %s: %s", self._recovery_log, error.strerror or error)
+        parts = ", ".join(f"{phase} {each:.1f}" for phase, each in phases.items())
         logger.info("recovered at step %d after %.0f s; %d steps repeated", step, seconds, record["steps_repeated"])
+        logger.info("seconds of the recovery: %s", parts, extra=DETAIL)
 
 
 @dataclass(frozen=True)

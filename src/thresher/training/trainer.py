@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.manager import AsyncSaver, CheckpointManager
 from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng_of_rank
-from thresher.checkpoint.sharded import HostBuffers
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -212,6 +212,7 @@ class RankTrainer:
             limit = self._settings.max_consecutive_skipped_steps
             self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train.store, pair_ids, limit)
         if self._extra is not None:
+            self._background.copies.hold_changes()  # a skipped step has not
             self._extra.after_step(self.state.step)
         self._clock.record_step(len(pair_ids), outcome.tokens.useful)
         self.trace.append(TraceSpan("train", self.state.step - 1, started, time.time()))

@@ -25,7 +25,7 @@ def config_of(
     num_workers: int,
     axes: dict[str, int],
     *,
-    recomputes: bool = False,
+    recompute: str = "off",
     **model_args: Any,
 ) -> DPOConfig:
     return parse_config(
@@ -37,7 +37,7 @@ def config_of(
                 "training_args": {
                     "learning_rate": 1e-3,
                     "adam_epsilon": 1e-5,
-                    "gradient_checkpointing": recomputes,
+                    "gradient_checkpointing": recompute,
                 },
                 "num_workers": num_workers,
                 "strategy_args": {"strategy_config": axes},

@@ -58,7 +58,7 @@ class Zero:
             case.dtype,
             case.optimizer,
             case.trained,
-            gradient_checkpointing=case.recomputes_activations,
+            gradient_checkpointing=case.recompute,
             router_loss_coef=case.router_loss_coef,
         )
 

@@ -89,11 +89,9 @@ class MegatronEngine:
 
         destroy_groups()
         frozen = self._spec(path, LAYOUTS[layout], dtype, 1 if case is None else case.virtual_pp_size)
-        recomputes = case is not None and case.recomputes_activations
+        recompute = "off" if case is None else case.recompute
         values = {name: getattr(frozen, name) for name in ModelSpec.__dataclass_fields__}
-        return build_train(
-            PolicySpec(**values, optimizer=optimizer, trained=trained, gradient_checkpointing=recomputes)
-        )
+        return build_train(PolicySpec(**values, optimizer=optimizer, trained=trained, gradient_checkpointing=recompute))
 
     def _spec(self, path: Path, layout: Layout, dtype: torch.dtype, virtual_pp_size: int) -> ModelSpec:
         settings = {

@@ -37,9 +37,12 @@ from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.trained import LoraSettings, TrainedParts
 from thresher.models.logps import base_model
+from thresher.models.optimizations.compile import Compilation
+from thresher.models.optimizations.recompute import Recompute, recompute_activations
 from thresher.reference.scorers import LiveReference
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
+from thresher.strategies.native.pipeline_parallel import PipelineSettings
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
@@ -55,6 +58,7 @@ LAYOUTS: dict[str, Layout] = {
     "shared": PackedLayout(shares_prompt=True),
     "packed": PackedLayout(shares_prompt=False),
     "padded": PaddedLayout(pad_id=0),
+    "shared, varlen": PackedLayout(shares_prompt=True, uses_varlen=True),
 }
 LOSSES_WITH_REFERENCE = ("sigmoid", "ipo", "aot")
 LOSS_PARAMETERS = {
@@ -86,13 +90,17 @@ class Case:
     pairs_per_step: int = PAIRS_PER_STEP
     tokens_at_once: int = 100
     max_grad_norm: float = 1.0
-    recomputes_activations: bool = False
+    recompute: Recompute = "off"
+    offloads_activations: bool = False
     nonfinite_pair: int | None = None
     virtual_pp_size: int = 1
     zero_stage: int = 3
     sequence_parallel: bool = False
+    reduce_dtype: torch.dtype | None = None
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     router_loss_coef: float = 0.0
     frozen: tuple[str, ...] = ()
+    compiles: bool = False
     counts_zeros: bool = False
     initial_loss_scale: float = 2.0**16
     lora_rank: int | None = None
@@ -277,6 +285,8 @@ def load_parallel(
         zero_stage=case.zero_stage,
         virtual_pp_size=case.virtual_pp_size,
         sequence_parallel=case.sequence_parallel,
+        reduce_dtype=case.reduce_dtype,
+        pipeline=case.pipeline,
     )
     trained.init(model, seed=0)
     return module, parallel
@@ -299,10 +309,14 @@ def _train(case: Case, engine: TestedEngine, policy: Any, reference: Any) -> Out
 
 
 def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeTrain:
-    if case.recomputes_activations:
-        base_model(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(base_model(model), case.recompute, offload=case.offloads_activations)
     coef = case.router_loss_coef
-    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, case.optimizer, parallel, router_loss_coef=coef)
+    policy = NativeTrain(model, LAYOUTS[case.layout], case.dtype, case.optimizer, parallel, router_loss_coef=coef)
+    if case.compiles:
+        has_messages = case.sizes.pp > 1 or case.sizes.cp > 1 or case.sequence_parallel
+        keeps_parts = has_messages or case.recompute == "selective"
+        policy.compile(Compilation("functions" if keeps_parts else "layers"))
+    return policy
 
 
 def make_reference(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeInfer:

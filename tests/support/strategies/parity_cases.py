@@ -14,6 +14,7 @@ import torch
 from tests.support.paths import ROOT
 from tests.support.strategies.parity import Case, axes_text
 from thresher.distributed.mesh import ParallelDims
+from thresher.strategies.native.pipeline_parallel import PipelineSettings
 
 DOCS = ROOT / "docs" / "concepts" / "parallelism.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
@@ -48,25 +49,26 @@ MATRIX = [
     *(Case(sizes, layout) for sizes in MESHES for layout in row_layouts(sizes)),
     *(Case(sizes, loss=loss) for sizes in MESHES for loss in LOSSES[1:]),
     *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
+    *(Case(sizes, "shared, varlen") for sizes in SINGLE_AXES),
     Case(ParallelDims(cp=4), family="mistral", also="fewer KV heads than cp"),
     Case(ParallelDims(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),
     Case(ParallelDims(dp_replicate=2), pairs_per_step=1, also="fewer pairs than ranks"),
     Case(ParallelDims(dp_shard=2), tokens_at_once=40, also="ranks with different numbers of micro-batches"),
-    Case(ParallelDims(dp_shard=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(ParallelDims(dp_shard=2), recompute="full", also="gradient checkpointing"),
     *(Case(ParallelDims(dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
     Case(ParallelDims(dp_shard=2), "padded", zero_stage=2, also="zero_stage 2"),
     *(
         Case(
             ParallelDims(dp_shard=2),
             zero_stage=stage,
-            recomputes_activations=True,
+            recompute="full",
             also=f"gradient checkpointing with zero_stage {stage}",
         )
         for stage in (1, 2)
     ),
     *(Case(ParallelDims(dp_replicate=2, dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
     Case(ParallelDims(dp_shard=2, tp=2), family="qwen2", zero_stage=1, also="a tied embedding with zero_stage 1"),
-    Case(ParallelDims(tp=2), recomputes_activations=True, also="gradient checkpointing"),
+    Case(ParallelDims(tp=2), recompute="full", also="gradient checkpointing"),
     *(
         Case(sizes, layout, family=family, sequence_parallel=True, also="sequence parallelism")
         for sizes, layout, family in (
@@ -81,18 +83,40 @@ MATRIX = [
     Case(
         ParallelDims(tp=2),
         sequence_parallel=True,
-        recomputes_activations=True,
+        recompute="full",
         also="gradient checkpointing with sequence parallelism",
     ),
+    *(
+        Case(sizes, recompute="selective", also="selective recomputation")
+        for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(cp=2), ParallelDims(dp_shard=2, tp=2))
+    ),
+    Case(ParallelDims(dp_shard=2), "padded", recompute="selective", also="selective recomputation"),
+    Case(ParallelDims(dp_shard=2), recompute="full", offloads_activations=True, also="offloaded activations"),
+    Case(ParallelDims(dp_shard=2), zero_stage=2, recompute="selective", also="selective recomputation, zero_stage 2"),
+    *(
+        Case(ParallelDims(tp=2), family=family, recompute="selective", also="selective recomputation")
+        for family in ("qwen2", "qwen3", "gemma2")
+    ),
+    Case(
+        ParallelDims(tp=2),
+        sequence_parallel=True,
+        recompute="selective",
+        also="selective recomputation with sequence parallelism",
+    ),
+    Case(ParallelDims(tp=2), sequence_parallel=True, compiles=True, also="torch_compile with sequence parallelism"),
+    Case(ParallelDims(cp=2), compiles=True, also="torch_compile"),
+    Case(ParallelDims(dp_shard=2), compiles=True, recompute="selective", also="torch_compile, selective"),
     Case(ParallelDims(tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
 ]
 INTERLEAVED = 2
 TWO_STAGES = ParallelDims(pp=2)
+ZERO_BUBBLE, SENDS_BF16 = PipelineSettings("zero_bubble"), PipelineSettings(sent_dtype=torch.bfloat16)
 PIPELINES = [
     Case(TWO_STAGES),
     Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, also="interleaved"),
+    Case(TWO_STAGES, recompute="selective", also="selective recomputation"),
     Case(TWO_STAGES, "packed", "ipo"),
     Case(TWO_STAGES, "padded", virtual_pp_size=INTERLEAVED, also="interleaved"),
     Case(TWO_STAGES, "padded", "orpo"),
@@ -109,12 +133,25 @@ PIPELINES = [
     Case(ParallelDims(pp=2, dp_shard=2), "packed", virtual_pp_size=INTERLEAVED, also="interleaved"),
     *(Case(ParallelDims(pp=2, dp_shard=2), zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
     Case(ParallelDims(pp=2, tp=2)),
+    Case(ParallelDims(pp=2), compiles=True, also="torch_compile"),
     Case(ParallelDims(pp=2, tp=2), sequence_parallel=True, also="sequence parallelism"),
     Case(ParallelDims(pp=2, dp_replicate=2), "padded"),
     Case(ParallelDims(pp=2, cp=2)),
     Case(ParallelDims(pp=4), "padded", family="qwen2"),
     Case(ParallelDims(pp=2, dp_shard=2), family="qwen2"),
     Case(ParallelDims(pp=2, tp=2), family="gemma2"),
+    *(
+        Case(sizes, family=family, virtual_pp_size=virtual, pipeline=ZERO_BUBBLE, also="zero bubble")
+        for sizes, family, virtual in (
+            (TWO_STAGES, "llama", 1),
+            (TWO_STAGES, "qwen2", 1),
+            (TWO_STAGES, "gemma2", 1),
+            (ParallelDims(pp=4), "llama", 1),
+            (ParallelDims(pp=2, dp_replicate=2), "llama", 1),
+            (ParallelDims(pp=2, tp=2), "llama", 1),
+        )
+    ),
+    Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, pipeline=ZERO_BUBBLE, also="interleaved with zero bubble"),
 ]
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
@@ -131,7 +168,19 @@ AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]
-IN_BF16 = [Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))]
+IN_BF16 = [
+    *(Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))),
+    Case(ParallelDims(dp_shard=2, tp=2), dtype=torch.bfloat16, zero_stage=1, also="bf16 with zero_stage 1"),
+    Case(ParallelDims(dp_shard=2), family="qwen2", dtype=torch.bfloat16, also="a tied embedding in bf16"),
+    Case(
+        ParallelDims(dp_shard=2),
+        dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16,
+        also="bf16 with sums of gradients in bf16",
+    ),
+    Case(TWO_STAGES, dtype=torch.bfloat16, pipeline=SENDS_BF16, also="bf16 between stages"),
+    Case(ParallelDims(pp=2, dp_shard=2), family="qwen2", dtype=torch.bfloat16, also="a tied embedding in bf16"),
+]
 IN_FP16 = [
     Case(ParallelDims(dp_replicate=2), "padded", dtype=torch.float16, also="fp16"),
     Case(ParallelDims(dp_shard=2), dtype=torch.float16, also="fp16"),

@@ -16,6 +16,7 @@ from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
+from thresher.models.layouts.choose import transformers_attention
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.reference.modes import ReferenceMode
@@ -75,11 +76,12 @@ class RunParts:
         """The policy on the meta device, with its adapters."""
         args = self.config.actor_train.model_args
         settings: dict[str, Any] = {
-            "attn_implementation": args.attn_implementation,
+            "attn_implementation": transformers_attention(args.attn_implementation),
             "trust_remote_code": args.trust_remote_code,
         }
         model = build_without_weights(self.policy_path, dtype=DTYPES[args.master_dtype], **settings)
-        return trained_parts(args).apply(model)
+        # as strategies/native stores it
+        return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
 
     @property
     def parameters(self) -> ParameterCounts:

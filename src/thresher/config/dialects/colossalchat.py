@@ -108,9 +108,7 @@ def _set_zero_of_3d(stage: int, run: Translation) -> None:
     if shards <= 1:
         run.drop("no two workers shard the model; numbers do not change")
     elif stage:
-        run.set(f"{_AXIS}.zero_stage", 2)
-        if stage == 1:
-            run.note("gradients are sharded too, and weights between steps")
+        run.set(f"{_AXIS}.zero_stage", stage)
     elif replicas > 1:
         run.set(f"{_AXIS}.dp_replicate", replicas)
     else:

@@ -88,6 +88,8 @@ def compile_flex_attention(backend: str | Callable[..., Any], max_variants: int)
         fullgraph=True,
         recompile_limit=max_variants,
         isolate_recompiles=True,
+        # one operation for dispatch modes: selective recomputation keeps its results
+        options={"wrap_inductor_compiled_regions": True} if backend == "inductor" else None,
     )
 
     def attend(*tensors: Tensor, **settings: Any) -> Tensor:

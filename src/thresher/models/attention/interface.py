@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from thresher.errors import UserError
 from thresher.models.attention.dense import dense_attention
-from thresher.models.attention.flash_cpu import SegmentedFlash
+from thresher.models.attention.flash import SegmentCalls, flash_attention, segment_calls
 from thresher.models.attention.flex import block_mask, compiled_flex_attention, flex_segment_attention
 from thresher.models.attention.segments import PackedAttention
 
@@ -25,40 +25,48 @@ def register_pair_attention() -> None:
     AttentionMaskInterface.register(PAIR_ATTENTION, _no_mask)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pair_attention(
     module: nn.Module,  # noqa: ARG001  part of the interface
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  segments replace it
+    **context: Any,
+) -> tuple[Tensor, None]:
+    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim]."""
+    # under autocast, the rotary embedding returns queries and keys in fp32; here, compiled layers round them with it
+    return _attend(query.to(value.dtype), key.to(value.dtype), value, **context), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     pair_visibility: PackedAttention | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **rest: Any,
-) -> tuple[Tensor, None]:
-    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim]."""
+) -> Tensor:
     if pair_visibility is None:
         raise RuntimeError(
             "the model uses attention over packed pairs but was called without segments; see original_forward"
         )
     if rest.get("s_aux") is not None:
         raise UserError("this model uses attention sinks, which packed layouts do not support; set layout=padded")
-    # under autocast, the rotary embedding returns queries and keys in fp32
-    query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exchange = pair_visibility.exchange
     if exchange is not None:
         query, key, value = exchange.gather_sequence(query, key, value)
     longest = max(segment.context_length for segment in pair_visibility.segments)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    attend = KERNELS.get(query.device.type, _flex_attention)
+    attend = varlen_attention if pair_visibility.uses_varlen else KERNELS.get(query.device.type, _flex_attention)
     out = attend(query, key, value, pair_visibility, scale, softcap, window)
     if exchange is not None:
         out = exchange.scatter_sequence(out)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _cpu_attention(
@@ -70,11 +78,29 @@ def _cpu_attention(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    segments = visibility.segments
     if softcap is None and window is None and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
-        out: Tensor = SegmentedFlash.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
-        return out
-    return dense_attention(query, key, value, segments, scale, softcap=softcap, window=window)
+        return flash_attention(query, key, value, _cached_calls(visibility, key.shape[2], query.device), scale)
+    return dense_attention(query, key, value, visibility.segments, scale, softcap=softcap, window=window)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: PackedAttention,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """`attn_implementation: varlen`: flash kernels; without it, a GPU uses FlexAttention."""
+    if softcap is not None or window is not None or query.shape[-1] != value.shape[-1]:
+        raise UserError(
+            "attn_implementation=varlen has no sliding windows, no soft-capped scores and no values of another width "
+            "than the keys, and this model has one of them; remove attn_implementation"
+        )
+    if query.device.type == "cuda" and query.dtype not in (torch.bfloat16, torch.float16):
+        raise UserError("attn_implementation=varlen needs dtype bf16 or fp16 on a GPU; remove attn_implementation")
+    return flash_attention(query, key, value, _cached_calls(visibility, key.shape[2], query.device), scale)
 
 
 def _flex_attention(
@@ -100,6 +126,13 @@ def cached_mask(visibility: PackedAttention, num_keys: int, window: int | None, 
     if key not in visibility.masks:
         visibility.masks[key] = block_mask(visibility.segments, num_keys, window, device)
     return visibility.masks[key]
+
+
+def _cached_calls(visibility: PackedAttention, num_keys: int, device: torch.device) -> SegmentCalls:
+    key = num_keys, device
+    if key not in visibility.calls:
+        visibility.calls[key] = segment_calls(visibility.segments, num_keys, device)
+    return visibility.calls[key]
 
 
 def _no_mask(*_args: Any, **_settings: Any) -> None:

@@ -16,7 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from thresher.models.attention.flash import SegmentCalls
+
 MaskKey = tuple[int, int | None, torch.device]  # number of keys, window, device
+CallsKey = tuple[int, torch.device]
 
 
 class UlyssesExchange(Protocol):
@@ -69,13 +72,16 @@ class PackedAttention:
     """The segments as one object that compiled layers pass on as opaque.
 
     With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs. exchange: the
-    all-to-all of context parallelism. masks: block masks of the segments, which live as long as the micro-batch: a
-    pipeline stage has many in flight, and its backward may compute a forward again.
+    all-to-all of context parallelism. uses_varlen: flash kernels, also on a GPU. masks, calls: the segments as block
+    masks and as calls of flash kernels, which live as long as the micro-batch: a pipeline stage has many in flight, and
+    its backward may compute a forward again.
     """
 
     segments: tuple[Segment, ...]
     exchange: UlyssesExchange | None = None
+    uses_varlen: bool = False
     masks: dict[MaskKey, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[CallsKey, SegmentCalls] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

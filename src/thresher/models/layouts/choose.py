@@ -12,7 +12,9 @@ from thresher.errors import UserError
 from thresher.models.layouts.layout import Layout
 from thresher.models.layouts.packed import PackedLayout
 from thresher.models.layouts.padded import PaddedLayout
+from thresher.models.loading.load import soft_caps_scores
 
+VARLEN = "varlen"  # `attn_implementation` of packed rows; all others are those of transformers
 LayoutName = Literal["auto", "shared", "packed", "padded"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # model types known to pass their window to the attention function; others apply it in the mask, which packed rows lack
@@ -31,8 +33,11 @@ def choose_layout(
 
     configs: the transformers config of every model that scores with the layout. pad_id: only for padded rows.
     """
-    reason = next(filter(None, (_why_not_packable(config, attn_implementation) for config in configs)), None)
+    requested_kernel = transformers_attention(attn_implementation)
+    reason = next(filter(None, (_why_not_packable(config, requested_kernel) for config in configs)), None)
     vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)
+    if attn_implementation == VARLEN:
+        _check_varlen(requested, configs, reason)
     if requested == "padded" or (requested == "auto" and reason is not None):
         if pad_id is None:
             raise UserError(
@@ -44,13 +49,33 @@ def choose_layout(
         ), None if reason is None else f"using layout padded: {reason}"
     if reason is not None:
         raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
-    return PackedLayout(requested != "packed", vocab_size, scores_prompt), None
+    return PackedLayout(requested != "packed", vocab_size, scores_prompt, attn_implementation == VARLEN), None
+
+
+def transformers_attention(attn_implementation: str | None) -> str | None:
+    """Return what transformers loads a model with; the attention of packed rows replaces it later."""
+    return None if attn_implementation == VARLEN else attn_implementation
 
 
 def vocab_size_of(config: PreTrainedConfig) -> int | None:
     """Return the number of tokens that a model has embeddings for; None if its config does not say."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def _check_varlen(requested: LayoutName, configs: Sequence[PreTrainedConfig], reason: str | None) -> None:
+    """Reject `varlen` where rows are not packed or its kernels cannot compute the attention."""
+    if requested == "padded":
+        reason = "the layout is padded"
+    for text in (config.get_text_config() for config in configs):
+        if getattr(text, "sliding_window", None) is not None:
+            reason = f"the model family {text.model_type} has a sliding window"
+        elif soft_caps_scores(text):
+            reason = f"the model family {text.model_type} caps its attention scores"
+    if reason is not None:
+        raise UserError(
+            f"attn_implementation is set to {VARLEN}, but {reason}; remove attn_implementation: packed rows need none"
+        )
 
 
 def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:

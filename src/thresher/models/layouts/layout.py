@@ -23,6 +23,7 @@ class ModelInputs:
     chosen_lengths, rejected_lengths: [num_pairs] scored tokens of each side.
     num_useful_tokens: tokens of both sequences of every pair, the same in every layout.
     segments: attention segments, for layouts that pack several sequences into one row; None: plain causal attention.
+    uses_varlen: whether flash kernels attend over the segments on a GPU, and not FlexAttention.
     row_weights: [rows] how many tokens that predict another one each flat row stands for: 2 in a shared prompt, 0 in
         padding and at the end of a sequence. All layouts have the same sum.
     kept, scored_in_kept: the rows that the last layer computes if it skips others, and the scored rows among them.
@@ -38,6 +39,7 @@ class ModelInputs:
     row_weights: Tensor
     num_shared_tokens: int = 0
     segments: tuple[Segment, ...] | None = None
+    uses_varlen: bool = False
     kept: KeptRows | None = None
     scored_in_kept: Tensor | None = None
 

@@ -43,11 +43,15 @@ class _PackedRow:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """One row per micro-batch; shares_prompt: `shared`, else `packed`. vocab_size: of the smallest vocabulary."""
+    """One row per micro-batch; shares_prompt: `shared`, else `packed`. vocab_size: of the smallest vocabulary.
+
+    uses_varlen: `attn_implementation: varlen`.
+    """
 
     shares_prompt: bool
     vocab_size: int | None = None
     scores_prompt: bool = False
+    uses_varlen: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +78,7 @@ class PackedLayout:
                 side.append((rows[scored - 1], np.concatenate([pair.prompt_ids, ids])[scored]))
         both = [*sides[0], *sides[1]]
         scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
-        kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows)
+        kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows, self.uses_varlen)
         num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
         return ModelInputs(
             model_inputs={
@@ -90,6 +94,7 @@ class PackedLayout:
             row_weights=torch.from_numpy(np.concatenate(row.weights)),
             num_shared_tokens=num_useful - row.length,
             segments=tuple(row.segments),
+            uses_varlen=self.uses_varlen,
             kept=kept,
             scored_in_kept=torch.from_numpy(scored_in_kept),
         )
@@ -121,7 +126,7 @@ class PackedLayout:
         return rows[0], rows[1]
 
 
-def _rows_to_keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows, Rows]:
+def _rows_to_keep(segments: list[Segment], scored_rows: Rows, uses_varlen: bool) -> tuple[KeptRows, Rows]:
     """Return the rows from each segment's first scored row to its last, and the scored rows' indices among them."""
     needed = np.unique(scored_rows)
     tails = []
@@ -130,7 +135,8 @@ def _rows_to_keep(segments: list[Segment], scored_rows: Rows) -> tuple[KeptRows,
         if low < high:
             tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
     rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
-    return KeptRows(torch.from_numpy(rows), PackedAttention(tuple(tails))), np.searchsorted(rows, scored_rows)
+    visibility = PackedAttention(tuple(tails), uses_varlen=uses_varlen)
+    return KeptRows(torch.from_numpy(rows), visibility), np.searchsorted(rows, scored_rows)
 
 
 def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:

@@ -1,6 +1,7 @@
 """Load a sharded model from safetensors: no process ever holds the full model.
 
-The model is built on the meta device, its parameters are sharded, and each process then reads its shards.
+The model is built on the meta device, its parameters are sharded, and each process then reads its shards. Processes
+that hold the same shards divide the tensors: each reads a part and sends it to the others.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from thresher.distributed.groups import SINGLE_PROCESS, Group
+from thresher.distributed.run_on_all import divide_by_size, run_on_all
 from thresher.distributed.sharded_tensor import local_slices, to_local
 from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
 from thresher.models.loading.location import hub_arguments
 from thresher.models.loading.weight_files import (
     differently_tied,
     find_files_to_shard,
+    find_weight_files,
+    has_plain_tensors,
     missing_tensor,
     open_safetensors,
     wrong_shape,
@@ -38,6 +44,23 @@ def build_on_meta(
     return build_without_weights(
         path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
+
+
+def build_to_share(
+    path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel | None:
+    """Build a model on the meta device whose replicas can read it together; None if transformers must load it."""
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    runs_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    if runs_code or not has_plain_tensors(path):
+        return None
+    model = build_without_weights(
+        path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    )
+    # transformers loads some modules in another precision
+    in_fp32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    has_one_dtype = dtype == torch.float32 or not in_fp32
+    return model if has_one_dtype and stores_every_parameter(model, path) else None
 
 
 def build_without_weights(
@@ -77,20 +100,59 @@ def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.
 
 
 def load_local_shards(
-    model: PreTrainedModel, path: str, device: torch.device, *, weights_on: torch.device | None = None
+    model: PreTrainedModel,
+    path: str,
+    device: torch.device,
+    *,
+    weights_on: torch.device | None = None,
+    replicas: Group = SINGLE_PROCESS,
 ) -> None:
-    """Allocate every parameter and read its local shard; `init_adapters` sets those of adapters."""
+    """Allocate every parameter and fill its local shard; `init_adapters` sets those of adapters.
+
+    replicas: the processes that hold the same shards; each tensor is read by one of them.
+    """
     allocate(model, device, weights_on=weights_on)
-    reader = SafetensorsReader(path, model.all_tied_weights_keys)
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            reader.read(_stored_name(name), parameter)
-    _load_buffers(model, reader)
+
+    def read() -> list[tuple[Tensor, int]]:
+        reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=replicas.rank == 0)
+        stored = _stored_tensors(model, reader)
+        readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
+        for (name, tensor), rank in zip(stored, readers, strict=True):
+            if rank == replicas.rank:
+                reader.read(name, tensor)
+            else:
+                reader.check(name, tensor)
+        return [(tensor, rank) for (_, tensor), rank in zip(stored, readers, strict=True)]
+
+    if replicas.size == 1:
+        read()
+        return
+    filled: list[tuple[Tensor, int]] = []
+    # all read before any of them sends, so that they read at the same time and an error is raised on all
+    run_on_all(replicas, lambda: filled.extend(read()), "load the model")
+    for tensor, rank in filled:
+        _broadcast(to_local(tensor), rank, replicas, device)
+
+
+@torch.no_grad()
+def _broadcast(values: Tensor, source: int, group: Group, device: torch.device) -> None:
+    """Copy the values of one rank to all, bit for bit, in the network of the device; in place where that is possible.
+
+    Tensor by tensor: values that are elsewhere, or not contiguous, need the memory of one of them.
+    """
+    if not values.numel():
+        return
+    is_in_place = values.device == device and values.is_contiguous()
+    sent = values if is_in_place else values.to(device).contiguous()
+    # as bytes: not every backend knows every dtype
+    dist.broadcast(sent.view(-1).view(torch.uint8), group=group.group, group_src=source)
+    if not is_in_place:
+        values.copy_(sent)
 
 
 def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
     """Whether the files have each parameter as it is: experts may be stored one by one, and loaded as one tensor."""
-    reader = SafetensorsReader(path, model.all_tied_weights_keys)
+    reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
     return all(reader.has(_stored_name(name)) for name, _ in model.named_parameters() if ".lora_" not in name)
 
 
@@ -116,7 +178,8 @@ def load_modules(
         if next(module.parameters(recurse=False), None) is not None:
             after_module(module)
     move_buffers(model, device)
-    _load_buffers(model, reader)
+    for name, buffer in _stored_buffers(model, reader):
+        reader.read(name, buffer)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -129,11 +192,17 @@ def _stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _load_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> None:
+def _stored_tensors(model: PreTrainedModel, reader: SafetensorsReader) -> list[tuple[str, Tensor]]:
+    """The tensors of a model that its files have, by their names there."""
+    parameters = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
+    return [*parameters, *_stored_buffers(model, reader)]
+
+
+def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
     optional = model._keys_to_ignore_on_load_missing or ()
     for name, buffer in _persistent_buffers(model):
         if reader.has(name) or not any(re.search(pattern, name) for pattern in optional):
-            reader.read(name, buffer)
+            yield name, buffer
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -145,17 +214,21 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class SafetensorsReader:
-    """Reads tensor shards from the safetensors files of a model directory; `tied` maps names to the ones they equal."""
+    """Reads tensor shards from the safetensors files of a model.
 
-    def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None):
+    tied: maps names to the ones they equal; compares_tied: their values are compared if the files have both.
+    """
+
+    def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None, *, compares_tied: bool = True):
         self._directory = str(directory)
         self._file_of: dict[str, Any] = {}
         self._stored_as: dict[str, str] = {}
-        for file in map(open_safetensors, find_files_to_shard(self._directory)):
+        for file in map(open_safetensors, find_weight_files(self._directory)):
             self._file_of |= dict.fromkeys(file.keys(), file)
         for name, other in (tied or {}).items():
             if self.has(name) and self.has(other):
-                self._check_equal(name, other)
+                if compares_tied:
+                    self._check_equal(name, other)
             elif self.has(name):  # as transformers, which stores one of them
                 self._file_of[other] = self._file_of[name]
                 self._stored_as[other] = name
@@ -165,19 +238,24 @@ class SafetensorsReader:
 
     def read(self, name: str, into: Tensor) -> None:
         """Copy this process's shard of a tensor from its file."""
-        if not self.has(name):
-            raise missing_tensor(self._directory, name)
-        copy_shard(self._slices(name), into, self._directory, name)
+        copy_shard(self._find(name, tuple(into.shape)), into, self._directory, name)
+
+    def check(self, name: str, into: Tensor) -> None:
+        """Raise if the files have no tensor of this name and shape; its values are not read."""
+        self._find(name, tuple(into.shape))
 
     def read_slices(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
         """Read a slice of a tensor; shape: that the full tensor must have."""
+        values: Tensor = self._find(name, shape)[slices]
+        return values
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Any:
         if not self.has(name):
             raise missing_tensor(self._directory, name)
         stored = self._slices(name)
         if tuple(stored.get_shape()) != shape:
             raise wrong_shape(self._directory, name, stored.get_shape(), shape)
-        values: Tensor = stored[slices]
-        return values
+        return stored
 
     def _check_equal(self, name: str, other: str) -> None:
         one, two = self._slices(name), self._slices(other)

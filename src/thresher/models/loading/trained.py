@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.freeze import freeze_modules
 from thresher.models.loading.lora import attach_adapter, attach_lora, init_adapters
+from thresher.models.loading.narrow import narrow_frozen_matrices
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,25 @@ class TrainedParts:
     def has_adapter(self) -> bool:
         return self.lora is not None or self.adapter is not None
 
-    def apply(self, model: PreTrainedModel) -> nn.Module:
-        """Add adapters and freeze the rest, or freeze the named modules; the model may be on the meta device."""
+    def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
+        """Add adapters and freeze the rest, or freeze the named modules; the model may be on the meta device.
+
+        frozen_dtype: precision of the matrices of layers under adapters (see narrow.py); None: that of the model.
+        """
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
+        if not self.has_adapter:
+            return model
+        module = self._attach(model)
+        if frozen_dtype is not None:
+            narrow_frozen_matrices(model.get_decoder(), frozen_dtype)
+        return module
+
+    def _attach(self, model: PreTrainedModel) -> nn.Module:
         if self.adapter is not None:
             return attach_adapter(model, self.adapter, dropout=self.lora_dropout)
-        if self.lora is None:
-            return model
         lora = self.lora
+        assert lora is not None  # noqa: S101
         return attach_lora(
             model, rank=lora.rank, alpha=lora.alpha, dropout=self.lora_dropout, target=lora.target, init=lora.init
         )

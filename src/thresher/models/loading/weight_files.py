@@ -74,6 +74,11 @@ def find_files_to_shard(path: str) -> tuple[Path, ...]:
     return find_weight_files(path)
 
 
+def has_plain_tensors(path: str) -> bool:
+    """Whether a model is in safetensors files that are not quantized: transformers must convert any other."""
+    return not path.endswith(".gguf") and _config_of(path).get("quantization_config") is None
+
+
 def find_file(path: str, name: str) -> Path | None:
     """Find a file in a model directory, or in the Hugging Face cache, downloading it if needed."""
     location, revision = hub_arguments(path)

@@ -1,23 +1,61 @@
 """torch.compile per layer: layers of one class share one compilation.
 
-Attention stays outside the compiled code (see `pair_attention`), because segments change with every batch.
+Attention stays outside the compiled code (see `pair_attention`), because segments change with every batch. Where a
+layer also sends messages between its matrices, is a part of a pipeline, or keeps some of its results for the backward,
+its elementwise functions are compiled one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import nn
 
-from thresher.models.pipeline_chunk import local_layers
+from thresher.errors import UserError
+from thresher.models.optimizations.memory_efficient_layers import COMPILED, elementwise_function
+from thresher.models.pipeline_chunk import has_layers, local_layers
+
+_SETTING, _HINT = "training_args.torch_compile", "set torch_compile to false"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What to compile: whole layers, or their elementwise functions. is_optional: leave a model that has none as is."""
+
+    parts: Literal["layers", "functions"]
+    is_optional: bool = False
+
+    def apply(self, backbone: nn.Module) -> None:
+        if self.is_optional and not has_layers(backbone):
+            return
+        if self.parts == "layers":
+            compile_layers(backbone)
+        elif not compile_elementwise(backbone) and not self.is_optional:
+            raise UserError(
+                f"{_SETTING} compiles only norms and activations of Llama-like layers with pipelines, context or "
+                f"sequence parallelism or selective recomputation, and this model has none of them; {_HINT}"
+            )
 
 
 def compile_layers(backbone: nn.Module) -> None:
     """Compile every layer of a decoder for rows of any length."""
-    for layer in local_layers(backbone, "training_args.torch_compile", "set torch_compile to false"):
+    for layer in local_layers(backbone, _SETTING, _HINT):
         # dynamic: the number of rows changes with every micro-batch
         layer.compile(dynamic=True)
+
+
+def compile_elementwise(backbone: nn.Module) -> int:
+    """Compile the norms and activations of Llama-like layers, and leave what is between them; return their number."""
+    modules = [module for layer in local_layers(backbone, _SETTING, _HINT) for module in layer.modules()]
+    functions = {module: function for module in modules if (function := elementwise_function(module)) is not None}
+    compiled = {function: torch.compile(function, dynamic=True) for function in set(functions.values())}
+    for module, function in functions.items():
+        setattr(module, COMPILED, compiled[function])
+    return len(functions)
 
 
 @contextmanager
@@ -28,6 +66,7 @@ def uncompiled_layers(model: nn.Module) -> Iterator[None]:
     the start-up check would not cover the kernel that trains.
     """
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    functions = [(module, vars(module).pop(COMPILED)) for module in model.modules() if COMPILED in vars(module)]
     for module, _ in compiled:
         module._compiled_call_impl = None
     try:
@@ -35,3 +74,5 @@ def uncompiled_layers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call
+        for module, function in functions:
+            setattr(module, COMPILED, function)

@@ -8,7 +8,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thresher.models.optimizations.last_layer import is_llama_like, replace_forward
+
+# attribute of a module: its elementwise function, compiled
+COMPILED = "compiled_elementwise"
 
 
 def use_memory_efficient_layers(backbone: nn.Module) -> None:
@@ -43,14 +46,26 @@ def original_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    return getattr(vars(module).get("forward"), "__func__", None) in (_norm_forward, _mlp_forward)
+    return _replacement(module) in (_norm_forward, _mlp_forward)
+
+
+def _replacement(module: nn.Module) -> Any:
+    return getattr(vars(module).get("forward"), "__func__", None)
+
+
+def elementwise_function(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The function that a replaced norm or MLP calls between matrices; None for other modules."""
+    functions: dict[Any, Callable[..., Tensor]] = {_norm_forward: rms_norm, _mlp_forward: gated_silu}
+    return functions.get(_replacement(module))
 
 
 def _norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
     device = hidden_states.device.type
     # round once here, not once in each of the linear layers that follow
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return rms_norm(hidden_states, norm.weight, norm.variance_epsilon, out_dtype)
+    function = vars(norm).get(COMPILED, rms_norm)
+    out: Tensor = function(hidden_states, norm.weight, norm.variance_epsilon, out_dtype)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -60,7 +75,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out_dtype: torch.dtype |
 
 
 def _mlp_forward(mlp: Any, rows: Tensor) -> Tensor:
-    out: Tensor = mlp.down_proj(_GatedSilu.apply(mlp.gate_proj(rows), mlp.up_proj(rows)))  # type: ignore[no-untyped-call]
+    function = vars(mlp).get(COMPILED, gated_silu)
+    out: Tensor = mlp.down_proj(function(mlp.gate_proj(rows), mlp.up_proj(rows)))
+    return out
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; saves only gate and up."""
+    out: Tensor = _GatedSilu.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 
+def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+# one operation, whose results selective recomputation keeps
+_LIBRARY = torch.library.Library("thresher", "FRAGMENT")
+_LIBRARY.define("attention_without_values(Tensor query, Tensor value) -> (Tensor, Tensor)")
+_LIBRARY.impl("attention_without_values", _outputs, "CompositeExplicitAutograd")
+
+
 class _Attention(torch.autograd.Function):
     """FlexAttention keeps its inputs, its output and the fp32 log-sum-exp of each query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:3], value.shape[-1])
-        log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        out: Tensor
+        out, log_sums = torch.ops.thresher.attention_without_values(query, value)
         ctx.save_for_backward(query, key, value, out, log_sums)
         return out
 

@@ -46,6 +46,11 @@ class HostSide(TorchDispatchMode):
         fake = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if fake and func in _READS:
             return self._read(func, fake[0], args, kwargs)
+        if func is _aten.empty.memory_format and kwargs.get("pin_memory"):
+            # for offloaded activations, which the host does not read
+            buffer = func(*args, **kwargs | {"pin_memory": False})
+            buffer.is_page_locked = True
+            return buffer
         if not fake and _stays_on_host(func, tensors, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)

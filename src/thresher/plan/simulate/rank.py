@@ -75,6 +75,7 @@ def run_rank(request: RankRequest) -> RankResult:
         _counted(communication, request, step.settings),
         dict(host.reads),
         dict(counted.flops),
+        {str(cause): moved for cause, moved in counted.traffic.items()},
         counted.operations,
         time.process_time() - started,
         peak_rss_bytes(),
@@ -98,13 +99,16 @@ class _Step:
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
         layout = build_layout(config)[1]
         spec = policy_spec(config, layout, device, world)
-        self._policy = build_train(replace(spec, source=SourceWithoutValues.of(spec.source)))
+        # uncompiled: a compiler needs values
+        self._policy = build_train(replace(spec, source=SourceWithoutValues.of(spec.source), compilation=None))
         self._score: Callable[[PairBatch], ChosenRejectedLogps] | None = None
         if request.reference == "adapter":
             self._score = self._policy.score_base
         elif request.reference == "copy":
             frozen = reference_spec(config, layout, device, world, config.actor_train)
-            self._score = build_infer(replace(frozen, source=SourceWithoutValues.of(frozen.source))).score
+            self._score = build_infer(
+                replace(frozen, source=SourceWithoutValues.of(frozen.source), compilation=None)
+            ).score
         self._objective = build_objective(config)
         self.settings: FSDP2Settings = config.actor_train.strategy_args.settings
         self._request, self._device = request, device

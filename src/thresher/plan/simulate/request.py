@@ -43,7 +43,8 @@ class RankResult:
     """Counts of one optimizer step. Bytes are those of the device.
 
     held: weights and optimizer state, between steps. reads: by file and line, how often the host waits for the device.
-    flops: of matrix products by dtype. seconds, resident: CPU time and memory of the simulation itself.
+    flops: of matrix products by dtype. traffic: bytes that other operations read and write, in layers, head, copies of
+    FSDP2 and optimizer. seconds, resident: CPU time and memory of the simulation itself.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankResult:
     collectives: list[CountedCollective]
     reads: dict[str, int]
     flops: dict[str, int]
+    traffic: dict[str, int]
     operations: int
     seconds: float
     resident: int

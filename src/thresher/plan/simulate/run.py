@@ -16,6 +16,7 @@ import torch
 
 from thresher.data.store.cache import user_cache_dir
 from thresher.errors import UserError
+from thresher.plan.elementwise import elementwise_bytes
 from thresher.plan.estimate import Estimate
 from thresher.plan.memory import Memory, peak_memory
 from thresher.plan.simulate.fake_cuda import compile_guard
@@ -28,12 +29,16 @@ PairSizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """A rank of a pipeline stage: what was counted, and what the formulas give for the same micro-batches."""
+    """A rank of a pipeline stage: what was counted, and what the formulas give for the same micro-batches.
+
+    elementwise: bytes that layers and LM head read and write beside their products.
+    """
 
     stage: str
     counted: RankResult
     memory: Memory
     messages: list[Message]
+    elementwise: float
 
     @property
     def wire_bytes(self) -> dict[Axis, tuple[float, float]]:
@@ -54,7 +59,10 @@ def simulate_stage(
     settings = replace(estimate.memory_settings, micro_batches=len(rows))
     messages = step_messages(estimate.stage(index), rows, dummy_rows(layout), estimate.traffic_settings)
     memory = peak_memory(estimate.stage(index), max(rows, key=lambda each: each.total), settings)
-    return SimulatedRank(stage, counted, memory, messages)
+    scores = estimate.reference_in_step is not None
+    # a compiler needs values, so that nothing is compiled in a simulation
+    moved = elementwise_bytes(estimate.stage(index), rows, settings, compiled="nothing", scores_reference=scores)
+    return SimulatedRank(stage, counted, memory, messages, moved)
 
 
 def typical_micro_batches(estimate: Estimate) -> list[list[PairSizes]]:

@@ -25,6 +25,9 @@ class SourceWithoutValues(ModelSource):
     def load(self) -> PreTrainedModel:
         return self.empty()
 
+    def empty_to_share(self) -> None:
+        return None
+
     def move(self, module: nn.Module, device: torch.device) -> nn.Module:
         model = base_model(module)
         # adapters that were made in fake mode cannot be changed in place, as `Module.to` does

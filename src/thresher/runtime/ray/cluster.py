@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thresher.errors import UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
-from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
+from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
 from thresher.runtime.ray.resources import ResourceManager
+from thresher.runtime.ray.spares import SparePool, WorkerProcess
+from thresher.runtime.ray.starter import WorkerConfig, WorkerStarter
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """Settings that all workers of a role share."""
-
-    role: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
 class Cluster:
-    """Starts one worker per placement of a role.
+    """Starts one worker per placement of a role, or uses the spare of its rank.
 
     Surviving workers would wait for a dead peer until a collective times out, so the first failure kills all workers
     and is raised in the caller.
@@ -45,6 +38,7 @@ class Cluster:
         worker_config: WorkerConfig,
         monitor: HeartbeatMonitor | None = None,
         log_dir: Path | None = None,
+        spares: SparePool | None = None,
     ):
         """log_dir: the directory of the run's logs, for error messages."""
         self.name = name
@@ -52,20 +46,11 @@ class Cluster:
         self.monitor = monitor or HeartbeatMonitor()
         placements = resource_manager.placements[worker_config.role]
         self.num_nodes = len({placement.node.node_id for placement in placements})
-        remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
-        self.workers = [
-            remote.options(
-                num_cpus=placement.num_cpus,
-                num_gpus=placement.num_gpus,
-                max_restarts=0,
-                runtime_env={"env_vars": dict(worker_config.environment)} if worker_config.environment else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=resource_manager.groups[placement.owner],
-                    placement_group_bundle_index=placement.bundle,
-                ),
-            ).remote(rank, len(placements), placement.threads, str(Path.cwd()))
-            for rank, placement in enumerate(placements)
-        ]
+        self.starter = WorkerStarter(worker_cls, worker_config, placements, resource_manager.groups)
+        taken = [None if spares is None else spares.take(name, rank) for rank in range(len(placements))]
+        self.workers = [spare or self.starter.start(rank) for rank, spare in enumerate(taken)]
+        self.processes: list[WorkerProcess] = []  # of the workers, once they have claimed their devices
+        self.from_spares = [rank for rank, spare in enumerate(taken) if spare is not None]
         if monitor is not None:
             monitor.add(name, self.workers)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,7 +74,8 @@ class JobClient:
                 write(text)
 
         try:
-            asyncio.run(tail())
+            with _interrupts_raised():
+                asyncio.run(tail())
             while not (info := self._client.get_job_info(job)).status.is_terminal():
                 time.sleep(_SECONDS_BETWEEN_POLLS)
         except (OSError, RuntimeError, ClientError) as error:
@@ -108,6 +111,23 @@ class JobClient:
             raise UserError(
                 f"the server at {url} rejected the job: {reason}{_UPLOAD_HINT if too_large else ''}"
             ) from None
+
+
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """Raise KeyboardInterrupt where SIGINT arrives: asyncio would cancel the task, and a library can swallow that."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _package(directory: Path, config: Mapping[str, Any], working_dir: Path | None) -> Path:

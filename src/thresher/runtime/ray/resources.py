@@ -29,7 +29,7 @@ class ResourceManager:
         self.groups: dict[str, Any] = {}
         try:
             for role in roles:
-                self._reserve(role.name)
+                self.reserve(role.name)
         except BaseException:
             self.close()
             raise
@@ -43,9 +43,10 @@ class ResourceManager:
         for role in list(self.groups):
             self.release(role)
 
-    def _reserve(self, owner: str) -> None:
+    def reserve(self, owner: str) -> None:
+        """Reserve the bundles that a role owns, unless they are."""
         bundles = bundles_of(owner, self.placements)
-        if not bundles:
+        if not bundles or owner in self.groups:
             return
         # a device id belongs to a node, so each bundle is pinned to its node
         selectors = [{"ray.io/node-id": node.node_id} for node, _ in bundles]

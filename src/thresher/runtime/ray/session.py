@@ -14,6 +14,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -25,11 +26,19 @@ from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserErr
 SECONDS_TO_CONNECT = 10
 
 
+@dataclass
+class SessionFiles:
+    """The files of a session. are_kept: also if it ends without an error, because something in it has failed."""
+
+    are_kept: bool = False
+
+
 @contextlib.contextmanager
-def ray_session(address: str | None) -> Iterator[None]:
+def ray_session(address: str | None) -> Iterator[SessionFiles]:
     """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused."""
+    files = SessionFiles()
     if ray.is_initialized():
-        yield
+        yield files
         return
     session: Path | None = None  # the directory of a cluster that is started here
     try:
@@ -52,8 +61,8 @@ def ray_session(address: str | None) -> Iterator[None]:
         ) from None
     succeeded = False
     try:
-        yield
-        succeeded = True
+        yield files
+        succeeded = not files.are_kept
     except (RunStopped, RescaleRequested):
         succeeded = True
         raise

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
+import signal
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import ray
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -42,18 +46,27 @@ from thresher.runtime.rank import (
     ScoringProgress,
     score_missing_blocks,
 )
+from thresher.runtime.ray import IMPORT_STARTED_AT
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.logps_transport import FlatLogps, pack_logps
 from thresher.runtime.ray.remote_reference import prefetch_reference
 from thresher.runtime.ray.rendezvous import Address, init_process_group, start_rendezvous
+from thresher.runtime.ray.spares import WorkerProcess
+from thresher.runtime.ray.starter import VISIBLE_DEVICES
 from thresher.strategies.strategy import InferStrategy
 from thresher.training.trainer import evaluation_batches
 
 logger = logging.getLogger(__name__)
 
+# a process that Ray has asked to end does so at once, unless it is stopped
+_SECONDS_TO_EXIT, _SECONDS_TO_DIE = 2.0, 10.0
+
 
 class Worker(Rank):
-    """A process of a role as a Ray actor. Roles with collectives join a process group first."""
+    """A process of a role as a Ray actor. Roles with collectives join a process group first.
+
+    Until `claim_device`, it may be a spare: it has imported its code, and holds neither a device nor data.
+    """
 
     def __init__(self, rank: int, size: int, threads: int, directory: str):
         torch.set_num_threads(threads)
@@ -61,12 +74,32 @@ class Worker(Rank):
             os.chdir(directory)  # relative paths mean the same as in the driver
         super().__init__(rank, size, CPU)
         self._store: TCPStore | None = None
+        self._import_seconds = time.time() - IMPORT_STARTED_AT
 
-    def claim_device(self, role: str, log_dir: Path) -> None:
-        """Use the GPU that Ray has assigned to this worker, or raise if torch cannot; the CPU if Ray assigned none."""
-        if ray.get_runtime_context().get_accelerator_ids()["GPU"]:  # visible as the only one
+    def warm_up(self, modules: Sequence[str]) -> None:
+        """Import what a running worker has imported; engines import much of it only when they load a model."""
+        set_activity("waiting as a spare")
+        for name in modules:
+            with contextlib.suppress(Exception):  # optional; a worker that needs it reports the error
+                importlib.import_module(name)
+
+    def await_exit(self, processes: Sequence[tuple[int, float]]) -> None:
+        """Wait until processes of this node, given by pid and start time, have ended; end those that are stopped."""
+        found = [each for each in (_find_process(*each) for each in processes) if each is not None]
+        _, late = psutil.wait_procs(found, timeout=_SECONDS_TO_EXIT)
+        for process in late:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        if psutil.wait_procs(late, timeout=_SECONDS_TO_DIE)[1]:
+            raise TimeoutError("a process of the previous attempt does not end")
+
+    def claim_device(self, role: str, log_dir: Path, uses_gpu: bool) -> WorkerProcess:
+        """Use the GPU that is visible to this worker, or raise if torch cannot; without uses_gpu, the CPU."""
+        if uses_gpu:  # visible as the only one
             self._device = claim_gpu(f"{role} worker {self._rank} of {self._size}", 0)
         self._prepare_device(role, log_dir)
+        visible = os.environ.get(VISIBLE_DEVICES, "") if uses_gpu else None
+        return WorkerProcess(os.getpid(), psutil.Process().create_time(), visible, self._import_seconds)
 
     def start_rendezvous(self) -> Address:
         """Host the rendezvous of all ranks; return its address."""
@@ -77,6 +110,11 @@ class Worker(Rank):
     def heartbeat(self) -> Heartbeat:
         """Return the current activity; runs in a separate thread, so it replies while the worker is busy."""
         return heartbeat()
+
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)  # type: ignore[untyped-decorator]
+    def imported_modules(self) -> list[str]:
+        """List the modules of this process, in the order of their import."""
+        return list(sys.modules)
 
     @ray.method(concurrency_group=HEARTBEAT_GROUP)  # type: ignore[untyped-decorator]
     def report_stall(self) -> None:
@@ -169,3 +207,13 @@ class ReferenceWorker(Worker):
         logps = self._reference.score(store.read(ids))
         report_progress()
         return logps
+
+
+def _find_process(pid: int, started: float) -> psutil.Process | None:
+    """Return a running process of this node; None if it has ended, even if its pid is used again."""
+    try:
+        process = psutil.Process(pid)
+        is_running = process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if is_running else None

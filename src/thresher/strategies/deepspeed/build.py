@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from thresher.models.loading.lora import attach_adapter
 from thresher.models.logps import base_model
+from thresher.models.optimizations.recompute import recompute_activations
 from thresher.strategies.deepspeed.config import engine_config
 from thresher.strategies.deepspeed.infer import DeepSpeedInfer
 from thresher.strategies.deepspeed.loading import load_model, partitioner
@@ -27,10 +28,7 @@ def build_train(spec: PolicySpec) -> DeepSpeedTrain:
     model = load_model(
         spec.source, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed), spec.device, partition
     )
-    if spec.gradient_checkpointing:
-        base_model(model.causal_lm).gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+    recompute_activations(base_model(model.causal_lm), spec.gradient_checkpointing, offload=spec.offloads_activations)
     seed_dropout(spec.seed, spec.world.rank)
     # a partitioned parameter has lost its shape
     num_dims = {parameter: len(model.shapes[name]) for name, parameter in model.trained.items()}

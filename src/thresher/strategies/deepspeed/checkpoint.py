@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.optimizer import check_groups
-from thresher.checkpoint.sharded import FlatShard, HostBuffers, Shard
+from thresher.checkpoint.sharded import FlatShard, Shard
 from thresher.checkpoint.sharded_reader import ShardedReader
 from thresher.checkpoint.weights import STEM, check_specs
 from thresher.distributed.groups import Group

@@ -33,7 +33,7 @@ def import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         # collectives in shared memory, which DeepSpeed would compile at start-up for minutes; gloo serves as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _join_process_group(deepspeed)
+    _join_process_group(deepspeed, device)
     return deepspeed
 
 
@@ -54,9 +54,9 @@ def _can_be_acted_on(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()  # a subclass of torch's AdamW
 
 
-def _join_process_group(deepspeed: Any) -> None:
+def _join_process_group(deepspeed: Any, device: torch.device) -> None:
     if not dist.is_initialized():  # a single process; DeepSpeed needs a group of one
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)

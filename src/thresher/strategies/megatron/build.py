@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from thresher.errors import UserError
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.lora import attach_adapter, initial_values
+from thresher.models.optimizations.recompute import Recompute
 from thresher.strategies.megatron.checkpoint import NamedState
 from thresher.strategies.megatron.declaration import MegatronSettings
 from thresher.strategies.megatron.infer import MegatronInfer
@@ -35,7 +36,7 @@ from thresher.strategies.strategy import ParameterCounts
 def build_train(spec: PolicySpec) -> MegatronTrain:
     """Load the policy, attach adapters if it has any, and build its optimizer."""
     settings: MegatronSettings = spec.settings
-    chunks = _build_chunks(spec, recomputes=spec.gradient_checkpointing)
+    chunks = _build_chunks(spec, spec.gradient_checkpointing)
     model = spec.source.empty()
     module = spec.trained.apply(model)
     adapters: list[ChunkAdapters] = []
@@ -75,13 +76,13 @@ def build_infer(spec: ModelSpec) -> MegatronInfer:
     return MegatronInfer(chunks, spec.layout)
 
 
-def _build_chunks(spec: ModelSpec, *, recomputes: bool = False) -> list[MegatronPairModel]:
+def _build_chunks(spec: ModelSpec, recompute: Recompute = "off") -> list[MegatronPairModel]:
     """Build the chunks of this process and read their slices of the weights."""
     if not dist.is_initialized():  # a single worker has no process group, and Megatron-Core needs one
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     config, path = spec.source.config(), spec.source.named_path
-    options = model_options(spec.settings, spec.device, recomputes=recomputes)
+    options = model_options(spec.settings, spec.device, recompute)
     groups = create_groups(spec.settings.sizes)
     try:
         chunks = build_chunks(config, describe_model(config, path), groups, options, spec.compute_dtype, spec.device)
@@ -93,9 +94,9 @@ def _build_chunks(spec: ModelSpec, *, recomputes: bool = False) -> list[Megatron
     return chunks
 
 
-def model_options(settings: MegatronSettings, device: torch.device, *, recomputes: bool) -> ModelOptions:
-    """Translate the settings that change how Megatron-Core computes a model."""
-    granularity = settings.recompute_granularity or ("full" if recomputes else None)
+def model_options(settings: MegatronSettings, device: torch.device, recompute: Recompute) -> ModelOptions:
+    """Translate the settings that change how Megatron-Core computes a model; its own ones win over `recompute`."""
+    granularity = settings.recompute_granularity or (None if recompute == "off" else recompute)
     is_full, on_gpu = granularity == "full", device.type == "cuda"
     extra: dict[str, Any] = {
         "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
@@ -106,6 +107,8 @@ def model_options(settings: MegatronSettings, device: torch.device, *, recompute
         # one message per direction: with 2 stages, the next one is also the previous one, and a batch would mix them up
         extra |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     modules = settings.recompute_modules
+    if modules is None and settings.recompute_granularity is None and recompute == "selective":
+        modules = ["layernorm"]  # the default of Megatron-Core computes attention again
     return ModelOptions(
         recompute_granularity=granularity,
         recompute_method=(settings.recompute_method or "uniform") if is_full else None,

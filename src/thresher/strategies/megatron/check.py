@@ -18,6 +18,10 @@ def check(run: StrategyCheck) -> None:
         raise UserError(
             "actor_train.model_args.moe_aux_loss_coef is not supported by megatron_train; remove it or use fsdp2_train"
         )
+    if run.training.get("activation_offload"):
+        raise UserError(
+            "training_args.activation_offload is not supported by the megatron strategies; remove it or use fsdp2_train"
+        )
     if run.compiles:
         raise UserError("training_args.torch_compile is not supported by the megatron strategies; remove it")
     if run.is_synced:

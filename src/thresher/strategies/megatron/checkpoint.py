@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.optimizer import check_groups, join_values
-from thresher.checkpoint.sharded import HostBuffers, TensorShard
+from thresher.checkpoint.sharded import TensorShard
 from thresher.checkpoint.sharded_reader import ShardedReader
 from thresher.checkpoint.weights import STEM, check_specs
 from thresher.distributed.groups import Group

@@ -67,8 +67,8 @@ class MegatronSettings(StrategySettings):
     """Gather updated weights while the next forward runs; needs use_distributed_optimizer and overlap_grad_reduce.
     Saves time on GPUs only; no effect on megatron_infer."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward: whole layers, or the modules of recompute_modules. When absent,
-    training_args.gradient_checkpointing means `full`."""
+    """Recompute activations in the backward: whole layers, or the modules of recompute_modules. When absent, that
+    of training_args.gradient_checkpointing, whose `selective` computes the norms again (`layernorm`)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`: recompute every layer, in units of recompute_num_layers (`uniform`, the default), or only the first
     recompute_num_layers layers of a stage (`block`)."""

@@ -89,9 +89,8 @@ class PairCoreAttention(nn.Module):
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         query, key = _rotate(query, context).to(value.dtype), _rotate(key, context).to(value.dtype)
         if context.visibility is not None:
-            out, _ = pair_attention(
-                self, query, key, value, None, pair_visibility=context.visibility, scaling=self.scale
-            )
+            visible = {"pair_visibility": context.visibility, "scaling": self.scale}
+            out = pair_attention(self, query, key, value, None, **visible)[0]
         else:
             # padding is on the right, so no scored row attends to it
             is_grouped = query.shape[1] != key.shape[1]

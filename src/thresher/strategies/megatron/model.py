@@ -146,7 +146,7 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
         cos, sin = self.hf_rotary(torch.empty(0, device=self.device), position_ids[:1])
         visibility = None
         if batch.segments is not None:
-            visibility = PackedAttention(batch.segments, self.groups.context_parallel)
+            visibility = PackedAttention(batch.segments, self.groups.context_parallel, batch.uses_varlen)
         return AttentionContext(cos, sin, visibility)
 
     def _lm_head(self, dtype: torch.dtype) -> LMHead:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.sharded import HostBuffers
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics

@@ -30,22 +30,49 @@ def check(run: StrategyCheck) -> None:
         find_files_to_shard(run.path)
         check_axes(run.settings, run.num_workers, run.section, run.model_config, run.layout)
         _check_sequence_parallel(run)
+        _check_precisions(run)
+        _check_schedule(run)
+
+
+def _check_precisions(run: StrategyCheck) -> None:
+    """Reject bf16 messages of a run that does not compute in bf16 with fp32 weights."""
+    for name in run.settings.non_default("reduce_dtype", "pp_dtype"):
+        if (run.dtype, run.master_dtype) != ("bf16", "fp32"):
+            raise UserError(
+                f"{run.section}: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are {run.dtype} and "
+                f"{run.master_dtype}; remove {name}"
+            )
+
+
+def _check_schedule(run: StrategyCheck) -> None:
+    if run.settings.pp_schedule == "1f1b":
+        return
+    recomputes = run.training.get("gradient_checkpointing", "off") != "off"
+    if run.compiles or recomputes:
+        name = "torch_compile" if run.compiles else "gradient_checkpointing"
+        raise UserError(
+            f"{run.section}: pp_schedule {run.settings.pp_schedule} splits the backward, which {name} does not "
+            "support; remove one of them"
+        )
 
 
 def _check_sequence_parallel(run: StrategyCheck) -> None:
     if not run.settings.sequence_parallel:
         return
-    reason, family = None, run.model_config.get_text_config().model_type
-    if family not in LLAMA_LIKE_FAMILIES:
-        reason = f"the architecture is {family}, and it supports {', '.join(LLAMA_LIKE_FAMILIES)}"
-    elif not run.layout.needs_pair_attention:
-        reason = f"the layout is {run.layout.name}, and it needs packed rows"
-    elif run.trained is not None and run.trained.lora is not None:
-        reason = "it does not support LoRA"
-    elif run.compiles:
-        reason = "it does not support torch_compile"
+    has_lora = run.trained is not None and run.trained.lora is not None
+    reason = why_not_sequence_parallel(run.model_config, run.layout, has_lora=has_lora)
     if reason is not None:
         raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
+
+
+def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:
+    """Why a model does not support sequence parallelism; None if it does."""
+    family = model_config.get_text_config().model_type
+    if family not in LLAMA_LIKE_FAMILIES:
+        return f"the architecture is {family}, and it supports {', '.join(LLAMA_LIKE_FAMILIES)}"
+    if not layout.needs_pair_attention:
+        return f"the layout is {layout.name}, and it needs packed rows"
+    return "it does not support LoRA" if has_lora else None
 
 
 def _check_router_loss(run: StrategyCheck) -> None:

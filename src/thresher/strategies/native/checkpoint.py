@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.sharded import HostBuffers, TensorShard, shards_to_write
+from thresher.checkpoint.sharded import TensorShard, shards_to_write
 from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
 from thresher.checkpoint.state import State
 from thresher.checkpoint.weights import STEM, load_weights
@@ -41,7 +42,7 @@ class PolicyCheckpoint:
         self._world = parallel.dp_group.world
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None) -> Write:
-        """Capture everything at this step; collective."""
+        """Capture everything at this step; collective. Changes after it wait for the copies (`hold_changes`)."""
         parameters, owns = self._parameters.by_name, self._parameters.owns
         state = optimizer_state(self._optimizer, self._parameters.shard_names, parameters)
         # moments are sharded like their parameter; a step count is a full scalar on every process
@@ -54,7 +55,7 @@ class PolicyCheckpoint:
         values = None if gathered is None else join_values([each for each in gathered if each is not None])
         if values is not None:
             values = with_loss_scale(values, self._loss_scale)
-        return write_policy(shards, values, self._world, copies)
+        return write_policy(shards, values, self._world, copies, holds_changes=False)
 
     def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:
         """Capture the weights and the extra tensors, without copies; collective."""

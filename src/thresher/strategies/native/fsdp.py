@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from thresher.models.loading.narrow import widest_dtype
 from thresher.models.pipeline_chunk import local_layers
 
 
@@ -40,40 +41,43 @@ def apply_fsdp(
     *,
     offload: bool = False,
     zero_stage: int = 3,
+    reduce_dtype: torch.dtype | None = None,
 ) -> GradientSync:
     """Shard every parameter over the last axis of a mesh; the first of two axes replicates.
 
     zero_stage: 2 keeps the matrices of the layers gathered between forward and backward, 1 all parameters.
+    reduce_dtype: of the gradients of matrices; None is the precision of the stored weights.
     """
     hint = "use one worker, or set dp_replicate to the number of workers"
     layers = local_layers(model.get_decoder(), "sharding", hint)
     options: dict[str, Any] = {"mesh": mesh}
-    reshards = zero_stage > 1
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    stored = next(model.parameters()).dtype
-    if not model.config.get_text_config().tie_word_embeddings:
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if isinstance(module, nn.Embedding):
-                fully_shard(module, **options, reshard_after_forward=reshards)
-    # the root also gathers the norms and biases of the layers: FSDP2 casts all parameters of a group alike, and
-    # autocast in one process rounds the matrices of a layer but not its norms
-    matrices = {parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1}
-    # by default FSDP2 keeps the root unsharded after a forward
-    sharded = fully_shard(model, **options, reshard_after_forward=reshards, ignored_params=matrices)
-    # layers all-gather their matrices in the compute dtype, half the bytes in bf16; all other parameters and the
-    # gradient reduction keep the stored dtype
-    if compute_dtype != stored:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=stored, cast_forward_inputs=False
-        )
-    for layer in layers:
+    stored = widest_dtype(model)
+    groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
+    # the root gathers norms and biases in the stored dtype: FSDP2 casts all parameters of a group alike, and autocast
+    # in one process rounds the matrices of a layer but not its norms. By default it stays unsharded after a forward
+    sharded = fully_shard(
+        model,
+        **options,
+        reshard_after_forward=zero_stage > 1,
+        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1},
+    )
+    for group in groups:
+        if compute_dtype != stored:
+            # half the bytes in bf16; the head rounds its factors itself, and the embedding starts the residual stream
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=compute_dtype if group.is_rounded else None,
+                reduce_dtype=reduce_dtype or stored,
+                cast_forward_inputs=False,
+            )
         fully_shard(
-            layer,
+            group.modules if len(group.modules) > 1 else group.modules[0],
             **options,
-            reshard_after_forward=zero_stage == 3,
-            ignored_params={p for p in layer.parameters() if p.ndim < 2},
+            reshard_after_forward=group.reshards_after_forward,
+            ignored_params={p for p in group.parameters if p.ndim < 2},
         )
+        group.modules[0].set_unshard_in_backward(group.needs_weight_in_backward)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # the loss is already divided by the pairs of the whole step: sum gradients over ranks, do not average
@@ -81,6 +85,37 @@ def apply_fsdp(
             # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return GradientSync(sharded, once=zero_stage == 1)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules whose matrices FSDP2 gathers together; is_rounded: in the compute dtype."""
+
+    modules: list[Any]
+    reshards_after_forward: bool
+    needs_weight_in_backward: bool = True
+    is_rounded: bool = True
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+
+def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
+    """The embedding and the head; together if they share their matrix.
+
+    The backward of an embedding reads no weight. That of the head follows its forward, so that it stays gathered.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    has_embedding, has_head = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
+    if has_embedding and has_head and embedding.weight is head.weight:
+        return [_Group([embedding, head], reshards_after_forward=False, is_rounded=False)]
+    groups = []
+    if has_embedding:
+        groups.append(_Group([embedding], zero_stage > 1, needs_weight_in_backward=False, is_rounded=False))
+    if has_head:
+        groups.append(_Group([head], reshards_after_forward=False, is_rounded=False))
+    return groups
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStati
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
-from thresher.models.optimizations.compile import compile_layers
+from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.accumulate import MicroBatchExecutor
 from thresher.strategies.native.fsdp import reshard
 from thresher.strategies.native.parallelize import ParallelContext
@@ -44,6 +44,7 @@ class NativeInfer:
             compute_dtype,
             layout,
             parallel.context_parallel,
+            calls_head=parallel.gathers_head,
             device=parallel.device,
             num_row_shards=parallel.num_row_shards,
         )
@@ -51,7 +52,7 @@ class NativeInfer:
         self.executor: MicroBatchExecutor = (
             SequentialExecutor(self.pair_model, layout, self._router_loss(router_loss_coef), _backward(parallel))
             if stage is None
-            else PipelineExecutor(self.pair_model, layout, stage, parallel.gradient_sync)
+            else PipelineExecutor(self.pair_model, layout, stage, parallel.gradient_sync, parallel.pipeline)
         )
 
     def _router_loss(self, coef: float) -> RouterLoss | None:
@@ -77,9 +78,9 @@ class NativeInfer:
             check_logps(self.pair_model, self._layout, batch)
         reshard(self.model)
 
-    def compile(self) -> None:
-        """Compile the layers; the first batches are slow."""
-        compile_layers(self.pair_model.backbone)
+    def compile(self, compilation: Compilation) -> None:
+        """Compile parts of the model; the first batches are slow."""
+        compilation.apply(self.pair_model.backbone)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}

@@ -15,7 +15,7 @@ from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
 from thresher.models.loading.load_sharded import allocate, load_local_shards
 from thresher.strategies.native.fsdp import GradientSync, apply_fsdp
-from thresher.strategies.native.pipeline_parallel import PipelineStageInfo, keep_stage_layers
+from thresher.strategies.native.pipeline_parallel import PipelineSettings, PipelineStageInfo, keep_stage_layers
 from thresher.strategies.native.tensor_parallel import apply_tensor_parallel
 
 # pp is not one of them: a stage holds other parameters, not shards of the same ones
@@ -42,6 +42,12 @@ class ParallelContext:
     device: torch.device | None = None
     gradient_sync: GradientSync | None = None
     num_row_shards: int = 1
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+
+    @property
+    def gathers_head(self) -> bool:
+        """Whether FSDP2 gathers the weight of the head around its forward, on the stage that has it."""
+        return self.gradient_sync is not None and (self.stage is None or self.stage.is_last)
 
     @property
     def cp_rank(self) -> int:
@@ -73,10 +79,12 @@ def parallelize(
     zero_stage: int = 3,
     virtual_pp_size: int = 1,
     sequence_parallel: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    pipeline: PipelineSettings | None = None,
 ) -> ParallelContext:
     """Parallelize a model on the meta device along every axis of a mesh, outermost first, and load the local shards.
 
-    path: None allocates the shards only.
+    path: None allocates the shards only. reduce_dtype: of FSDP2; None is the precision of the weights.
     """
     dims, device_mesh = mesh.dims, mesh.device_mesh
     stage = keep_stage_layers(model, mesh.group("pp"), virtual_pp_size) if dims.pp > 1 else None
@@ -86,13 +94,20 @@ def parallelize(
     gradient_sync = None
     if dims.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        gradient_sync = apply_fsdp(model, device_mesh[axes], compute_dtype, offload=offload, zero_stage=zero_stage)
+        gradient_sync = apply_fsdp(
+            model,
+            device_mesh[axes],
+            compute_dtype,
+            offload=offload,
+            zero_stage=zero_stage,
+            reduce_dtype=reduce_dtype,
+        )
     # FSDP2 requires that the shards which it offloads are on the CPU from the start
     weights_on = torch.device("cpu") if offload else None
     if path is None:
         allocate(model, device, weights_on=weights_on)
     else:
-        load_local_shards(model, path, device, weights_on=weights_on)
+        load_local_shards(model, path, device, weights_on=weights_on, replicas=mesh.group("dp_replicate"))
     return ParallelContext(
         dp_group=mesh.data_parallel_group(),
         context_parallel=mesh.context_parallel(),
@@ -103,4 +118,5 @@ def parallelize(
         device=device,
         gradient_sync=gradient_sync,
         num_row_shards=dims.tp if sequence_parallel else 1,
+        pipeline=pipeline or PipelineSettings(),
     )

@@ -15,13 +15,21 @@ from torch import Tensor
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
-from thresher.models.forward_check import TOLERANCES, LayoutError, eval_mode, family_of, in_storage_precision
+from thresher.models.forward_check import (
+    TOLERANCES,
+    LayoutError,
+    computing_in_storage_precision,
+    eval_mode,
+    family_of,
+    in_storage_precision,
+)
 from thresher.models.layouts import ModelInputs, PaddedLayout
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 from thresher.models.pipeline_chunk import Chunk
 from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.native.pipeline_executor import PipelineExecutor
+from thresher.strategies.native.pipeline_parallel import PipelineSettings
 
 
 @torch.no_grad()
@@ -29,11 +37,14 @@ def check_stages(executor: PipelineExecutor, batch: PairBatch) -> None:
     """Raise UserError on every stage if the logps differ from those of the original layers."""
     model = in_storage_precision(executor.model)
     original = _OriginalForwardModel(model.causal_lm, model.compute_dtype)
-    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm):
-        ours = _flat(replace(executor, model=model).score(batch))
+    with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(model):
+        ours = _flat(replace(executor, model=model, settings=PipelineSettings()).score(batch))
         with original_forward(model.causal_lm):
             one_by_one = replace(
-                executor, model=original, layout=PaddedLayout(pad_id=0, scores_prompt=executor.layout.scores_prompt)
+                executor,
+                model=original,
+                layout=PaddedLayout(pad_id=0, scores_prompt=executor.layout.scores_prompt),
+                settings=PipelineSettings(),
             )
             pairs = [PairBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
             scored = [one_by_one.score(pair) for pair in pairs]

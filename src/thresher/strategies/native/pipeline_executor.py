@@ -1,18 +1,23 @@
 """Pipeline micro-batch executor: torch's schedules run the stages, and the objective runs in the last stage.
 
-1F1B if a stage has one chunk of the model, interleaved 1F1B if it has several. Every stage collates the same
-micro-batches, so only hidden states and their gradients are sent, unpadded.
+1F1B if a stage has one chunk of the model, interleaved 1F1B if it has several, or the zero-bubble schedule of either.
+Every stage collates the same micro-batches, so only hidden states and their gradients are sent, unpadded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
@@ -23,11 +28,9 @@ from thresher.models.pipeline_chunk import Chunk
 from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn
 from thresher.strategies.native.fsdp import GradientSync
-from thresher.strategies.native.pipeline_parallel import PipelineStageInfo
+from thresher.strategies.native.pipeline_parallel import PipelineSettings, PipelineStageInfo
 from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
 from thresher.strategies.strategy import TokenCounts
-
-TorchLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,15 @@ class PipelineExecutor:
     layout: Layout
     stage: PipelineStageInfo
     gradient_sync: GradientSync | None = None
+    settings: PipelineSettings = field(default_factory=PipelineSettings)
+    _schedules: dict[tuple[int, bool], _KeptSchedule] = field(init=False, default_factory=dict, repr=False)
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training, bitwise; the last stage broadcasts the logps to all."""
         self._check_repeatable()
         run = self._collate([batch], statistics)
-        self._run_schedule(run, None)
+        self._run_schedule(run)
         sides = self.model.split_sides(run.inputs[0], self._broadcast(run, index=0))
         return sides if len(batch) else empty_like(sides)
 
@@ -59,15 +64,9 @@ class PipelineExecutor:
         """Run the schedule; no stage adds a term of its own to the loss."""
         if not batches:
             return ExecutedBatches(TokenCounts())
-        run = self._collate(batches, statistics)
-
-        def loss(logps: Tensor, target: Tensor) -> Tensor:
-            index = int(target)
-            sides = self.model.split_sides(run.inputs[index], run.scored[index]._replace(logps=logps))
-            return loss_of_batch(index, sides, batches, loss_fn)
-
+        run = self._collate(batches, statistics, loss_fn)
         with self.model.trained_weights_cast_once():
-            self._run_schedule(run, loss)
+            self._run_schedule(run)
         return ExecutedBatches(count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts())
 
     def _check_repeatable(self) -> None:
@@ -79,34 +78,31 @@ class PipelineExecutor:
                 "dropout masks; set lora_dropout to 0 or pp_size to 1"
             )
 
-    def _collate(self, batches: Sequence[PairBatch], statistics: TokenStatistics) -> _StepRun:
+    def _collate(
+        self, batches: Sequence[PairBatch], statistics: TokenStatistics, loss_fn: LossFn | None = None
+    ) -> _StepRun:
         missing = self._num_scheduled(len(batches)) - len(batches)
         padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        return _StepRun(self.model, [self.layout.collate(batch) for batch in padded], statistics)
+        inputs = [self.layout.collate(batch) for batch in padded]
+        return _StepRun(self.model, inputs, statistics, batches, loss_fn)
 
     def _num_scheduled(self, count: int) -> int:
         """The smallest number of micro-batches >= `count` that torch's schedules accept."""
         size = self.stage.pipeline.size
         if len(self.stage.chunks) == 1:
-            return max(count, size)
+            count = max(count, size)
+            if self.settings.schedule == "1f1b":
+                return count
         while count % max(1, count // size):
             count += 1
         return count
 
-    def _run_schedule(self, run: _StepRun, loss: TorchLoss | None) -> None:
-        stages = [
-            _RaggedStage(_ChunkModule(run, chunk), run, chunk, self.stage, self.gradient_sync)
-            for chunk in self.stage.chunks
-        ]
-        # built per call: a schedule has a fixed number of micro-batches, and building it is cheap
-        num_batches = len(run.inputs)
-        schedule = (
-            Schedule1F1B(stages[0], num_batches, loss, scale_grads=False)
-            if len(stages) == 1
-            else ScheduleInterleaved1F1B(list(stages), num_batches, loss, scale_grads=False)
-        )
-        indices = torch.arange(num_batches)
-        schedule.step(batch_index=indices, target=indices, return_outputs=False)
+    def _run_schedule(self, run: _StepRun) -> None:
+        # kept: a schedule has a fixed number of micro-batches, and its stages exchange a message before its first run
+        key = (len(run.inputs), run.loss_fn is not None)
+        if key not in self._schedules:
+            self._schedules[key] = _KeptSchedule(self, run)
+        self._schedules[key].run(run)
 
     def _broadcast(self, run: _StepRun, index: int) -> ScoredTokens:
         """Broadcast the logps of a micro-batch from the last stage."""
@@ -121,27 +117,71 @@ class PipelineExecutor:
 
 @dataclass(frozen=True)
 class _StepRun:
-    """The micro-batches of one run of the schedule, and the outputs of the last stage by index."""
+    """The micro-batches of one run of the schedule, and the outputs of the last stage by index.
+
+    loss_fn: None to score without gradient.
+    """
 
     model: PairModel
     inputs: list[ModelInputs]
     statistics: TokenStatistics
+    batches: Sequence[PairBatch]
+    loss_fn: LossFn | None
     scored: dict[int, ScoredTokens] = field(default_factory=dict)
+
+    def loss(self, logps: Tensor, index: int) -> Tensor:
+        if self.loss_fn is None:
+            raise RuntimeError("a schedule without a loss has no backward")
+        sides = self.model.split_sides(self.inputs[index], self.scored[index]._replace(logps=logps))
+        return loss_of_batch(index, sides, self.batches, self.loss_fn)
+
+
+class _KeptSchedule:
+    """A schedule of torch for a number of micro-batches. step: the run that it is in, or the last one."""
+
+    def __init__(self, executor: PipelineExecutor, step: _StepRun):
+        self.step = step
+        count = len(step.inputs)
+        self._indices = torch.arange(count)
+        self._stages = [
+            _RaggedStage(_ChunkModule(self, executor, chunk), executor, chunk, self) for chunk in executor.stage.chunks
+        ]
+        loss, stages = (None if step.loss_fn is None else self._loss), list[Any](self._stages)
+        self._schedule: Any
+        if executor.settings.schedule == "zero_bubble" and loss is not None:
+            self._schedule = ScheduleInterleavedZeroBubble(stages, count, loss, scale_grads=False)
+        elif len(stages) == 1:
+            self._schedule = Schedule1F1B(stages[0], count, loss, scale_grads=False)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(stages, count, loss, scale_grads=False)
+
+    def run(self, step: _StepRun) -> None:
+        self.step = step
+        self._schedule.step(batch_index=self._indices, target=self._indices, return_outputs=False)
+        for stage in self._stages:
+            stage.release()
+
+    def _loss(self, logps: Tensor, target: Tensor) -> Tensor:
+        return self.step.loss(logps, int(target))
 
 
 class _ChunkModule(nn.Module):
     """A chunk as a torch module: takes hidden states and the index of a micro-batch, returns hidden states or logps."""
 
-    def __init__(self, run: _StepRun, chunk: Chunk):
+    def __init__(self, schedule: _KeptSchedule, executor: PipelineExecutor, chunk: Chunk):
         super().__init__()
-        self._run = run
-        self._chunk = chunk
+        self._schedule, self._chunk, self._executor = schedule, chunk, executor
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002  # of the base class
+        """Those of the process: the zero-bubble schedule separates their gradients from those of hidden states."""
+        return (p for p in self._executor.model.causal_lm.parameters() if p.requires_grad)
 
     def forward(self, hidden: Tensor | None = None, *, batch_index: Tensor) -> Tensor:
-        index, run = int(batch_index), self._run
-        out = run.model.compute_chunk(self._chunk, run.inputs[index], hidden, run.statistics)
+        index, run, sent_dtype = int(batch_index), self._schedule.step, self._executor.settings.sent_dtype
+        entering = None if hidden is None else hidden.to(run.model.stored_dtype)
+        out = run.model.compute_chunk(self._chunk, run.inputs[index], entering, run.statistics)
         if isinstance(out, Tensor):
-            return out
+            return out.to(sent_dtype or out.dtype)
         # detached: the schedule passes the logps with their graph to the loss
         run.scored[index] = out._replace(logps=out.logps.detach())
         return out.logps
@@ -154,12 +194,10 @@ class _RaggedStage(PipelineStage):
     of micro-batches in flight.
     """
 
-    def __init__(
-        self, module: nn.Module, run: _StepRun, chunk: Chunk, stage: PipelineStageInfo, sync: GradientSync | None
-    ):
-        model, self._gradient_sync = run.model, sync
-        self._shapes = [model.hidden_shape(inputs) for inputs in run.inputs]
-        self._dtype = model.stored_dtype
+    def __init__(self, module: nn.Module, executor: PipelineExecutor, chunk: Chunk, schedule: _KeptSchedule):
+        model, stage = executor.model, executor.stage
+        self._schedule, self._gradient_sync = schedule, executor.gradient_sync
+        self._dtype = executor.settings.sent_dtype or model.stored_dtype
         # declares one tensor that requires a gradient; its shape is not used
         example = torch.empty(1, 0, 1, dtype=self._dtype, device="meta", requires_grad=True)
         super().__init__(
@@ -186,11 +224,27 @@ class _RaggedStage(PipelineStage):
     ) -> None:
         if self._gradient_sync is not None:  # torch asks for an FSDPModule, which a chunk is not
             self._gradient_sync.before_backward(is_last=last_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info.get(bwd_chunk_id, ())):
+        # the head computes both of its gradients at once, so that the last chunk would run its backward twice
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.is_last, last_backward)
+        self._free_recv_buffers(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.is_last:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def release(self) -> None:
+        """Free what a run has left: outputs with their graphs, and received hidden states that had no backward."""
+        self.clear_runtime_states()
+        for index in self.args_recv_info:
+            self._free_recv_buffers(index)
+
+    def _free_recv_buffers(self, index: int) -> None:
+        for info in (*self.args_recv_info[index], *self.grad_recv_info.get(index, ())):
             info.buffer = None
 
     def _allocate_recv_buffers(self, infos: Sequence[Any], index: int) -> None:
+        run = self._schedule.step
         for info in infos:
             if not info.is_root_arg:
-                info.buffer = torch.empty(self._shapes[index], dtype=self._dtype, device=self.device)
+                shape = run.model.hidden_shape(run.inputs[index])
+                info.buffer = torch.empty(shape, dtype=self._dtype, device=self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,14 @@ from transformers import PreTrainedModel
 from thresher.distributed.groups import Group
 from thresher.errors import UserError
 from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How stages run. sent_dtype: of hidden states between stages, and of their gradients; None: the stored one."""
+
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    sent_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -57,21 +57,24 @@ class SequenceParallel:
 
     def gather_for_matrices(self, rows: Tensor) -> DTensor:
         """Gather all rows, for matrices sharded by columns; the backward sums what each process has of the gradient."""
-        own = DTensor.from_local(rows, self.mesh, _ROWS, run_check=False)
-        return own.redistribute(placements=_ALL_ROWS)
+        # along the first dimension: a reduce-scatter along another one copies its input
+        own = DTensor.from_local(rows.squeeze(0), self.mesh, (Shard(0),), run_check=False)
+        gathered: DTensor = own.redistribute(placements=_ALL_ROWS).unsqueeze(0)  # type: ignore[assignment]
+        return gathered
 
 
 class _RowwiseToRows(RowwiseParallel):
     """A matrix sharded by rows whose partial outputs are reduced to the rows of each process."""
 
     def __init__(self, sequence: SequenceParallel):
-        super().__init__(output_layouts=Shard(1))
+        super().__init__(output_layouts=Shard(0))
         self._sequence, self._to_all_rows = sequence, RowwiseParallel()
 
     def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
         if not self._sequence.is_active:
             return self._to_all_rows.transform_output_post_forward(module, output, mesh)
-        return super().transform_output_post_forward(module, output, mesh)  # type: ignore[no-untyped-call]
+        rows = super().transform_output_post_forward(module, output.squeeze(0), mesh)  # type: ignore[no-untyped-call]
+        return rows.unsqueeze(0)
 
 
 def apply_sequence_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:

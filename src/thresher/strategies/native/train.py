@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.sharded import HostBuffers
+from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
 from thresher.models.loading.lora import adapter_disabled
+from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.checkpoint import PolicyCheckpoint
@@ -57,6 +58,7 @@ class NativeTrain:
             if compute_dtype == torch.float16
             else None
         )
+        self._copies: HostBuffers | None = None
         self._checkpoint = PolicyCheckpoint(self._parameters, self._optimizer, parallel, self._loss_scale)
         model.train()
 
@@ -87,10 +89,12 @@ class NativeTrain:
     def _update(self, learning_rate: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        if self._copies is not None:
+            self._copies.hold_changes()
         self._optimizer.step()
 
-    def compile(self) -> None:
-        self._infer.compile()
+    def compile(self, compilation: Compilation) -> None:
+        self._infer.compile(compilation)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
@@ -126,6 +130,7 @@ class NativeTrain:
         return self._pair_model.hidden_size
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:
+        self._copies = copies
         return self._checkpoint.snapshot(extra, copies)
 
     def weight_files(self, extra: Mapping[str, Mapping[str, Tensor]]) -> Write:

@@ -1,0 +1,264 @@
+"""Flash attention over segments: one call for each segment's own rows and one for the prefixes, joined by log-sum-exp.
+
+One autograd function for the full packed row, since autograd of torch's kernels ignores the gradient of a log-sum-exp.
+In the backward, each call gets the joined output and log-sum-exp, and so computes its keys' share of the full softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thresher.distributed.host_copies import copy_arrays_to_device
+from thresher.models.attention.flash_cpu import cpu_backward, cpu_forward
+from thresher.models.attention.segments import Segment, query_slices
+
+_Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rows of one kernel call: consecutive sequences of queries, and of the keys that each of them attends to.
+
+    queries, keys: indices of the rows; None if they are all rows. query_ends, key_ends: cumulative lengths, with a
+    leading 0, for kernels; query_lengths, key_lengths: the same on the host.
+    """
+
+    queries: Tensor | None
+    keys: Tensor | None
+    query_ends: Tensor
+    key_ends: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    is_causal: bool
+
+    @classmethod
+    def of_ranges(
+        cls,
+        queries: list[_Range],
+        keys: list[_Range],
+        num_queries: int,
+        num_keys: int,
+        device: torch.device,
+        *,
+        is_causal: bool,
+    ) -> Sequences:
+        ends = [np.cumsum([0, *(stop - start for start, stop in ranges)]) for ranges in (queries, keys)]
+        rows = [np.concatenate([np.arange(*each) for each in ranges]) for ranges in (queries, keys)]
+        query_ends, key_ends, query_rows, key_rows = copy_arrays_to_device([*ends, *rows], device)
+        return cls(
+            None if np.array_equal(rows[0], np.arange(num_queries)) else query_rows,
+            None if np.array_equal(rows[1], np.arange(num_keys)) else key_rows,
+            query_ends,
+            key_ends,
+            tuple(np.diff(ends[0]).tolist()),
+            tuple(np.diff(ends[1]).tolist()),
+            is_causal,
+        )
+
+
+@dataclass(frozen=True)
+class SegmentCalls:
+    """The kernel calls of a micro-batch; prefix: None if no segment has one."""
+
+    own: Sequences
+    prefix: Sequences | None
+
+    def flat(self) -> tuple[list[Tensor | None], list[int]]:
+        """As arguments of an operation: four tensors per call, and its number of sequences with their lengths."""
+        calls = [self.own] if self.prefix is None else [self.own, self.prefix]
+        tensors = [each for call in calls for each in (call.queries, call.keys, call.query_ends, call.key_ends)]
+        lengths = [(len(call.query_lengths), *call.query_lengths, *call.key_lengths) for call in calls]
+        return tensors, [length for of_call in lengths for length in of_call]
+
+    @classmethod
+    def of_flat(cls, tensors: list[Tensor | None], lengths: list[int]) -> SegmentCalls:
+        calls: list[Sequences] = []
+        while tensors:
+            (queries, keys, query_ends, key_ends), tensors = tensors[:4], tensors[4:]
+            count = lengths[0]
+            of_queries, of_keys, lengths = (
+                lengths[1 : count + 1],
+                lengths[count + 1 :][:count],
+                lengths[2 * count + 1 :],
+            )
+            assert query_ends is not None  # noqa: S101
+            assert key_ends is not None  # noqa: S101
+            ends = query_ends, key_ends
+            calls.append(Sequences(queries, keys, *ends, tuple(of_queries), tuple(of_keys), is_causal=not calls))
+        return cls(calls[0], calls[1] if len(calls) > 1 else None)
+
+
+def segment_calls(segments: tuple[Segment, ...], num_keys: int, device: torch.device) -> SegmentCalls:
+    """List the rows of the calls on the host; no sequence is empty, for which kernels differ in what they return."""
+    parts = [(segment, (queries.start, queries.stop)) for segment, queries in query_slices(segments) if segment.length]
+    num_queries = sum(segment.length for segment in segments)
+    own = Sequences.of_ranges(
+        [queries for _, queries in parts],
+        [(segment.start, segment.stop) for segment, _ in parts],
+        num_queries,
+        num_keys,
+        device,
+        is_causal=True,
+    )
+    with_prefix = [(segment, queries) for segment, queries in parts if segment.prefix_length]
+    if not with_prefix:
+        return SegmentCalls(own, None)
+    prefix = Sequences.of_ranges(
+        [queries for _, queries in with_prefix],
+        [(segment.prefix_start, segment.prefix_stop) for segment, _ in with_prefix],
+        num_queries,
+        num_keys,
+        device,
+        is_causal=False,
+    )
+    return SegmentCalls(own, prefix)
+
+
+class SegmentedFlash(torch.autograd.Function):
+    """query [queries, heads, dim], key and value [rows, kv heads, dim] -> [queries, heads, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: SegmentCalls, scale: float) -> Tensor:
+        out: Tensor
+        out, log_sums = torch.ops.thresher.segmented_flash(query, key, value, *calls.flat(), scale)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, log_sums = ctx.saved_tensors
+        _, backward = _KERNELS[query.device.type]
+        own, prefix = ctx.calls.own, ctx.calls.prefix
+        seen = (_take(tensor, own.keys) for tensor in (key, value))
+        grad_query, *grads = backward(grad_out, query, *seen, out, log_sums, own, ctx.scale)
+        grad_key, grad_value = (_spread(grad, own.keys, len(key)) for grad in grads)
+        if prefix is not None:
+            rows = prefix.queries
+            of_queries = (_take(tensor, rows) for tensor in (grad_out, query))
+            seen = (_take(tensor, prefix.keys) for tensor in (key, value))
+            joined = _take(out, rows), _take(log_sums, rows, 1)
+            of_prefix = backward(*of_queries, *seen, *joined, prefix, ctx.scale)
+            _add(grad_query, rows, of_prefix[0])
+            # a row is in at most two calls' keys, so the order in which a GPU adds does not matter
+            _add(grad_key, prefix.keys, of_prefix[1])
+            _add(grad_value, prefix.keys, of_prefix[2])
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor | None], lengths: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the log-sum-exps [heads, queries]."""
+    calls = SegmentCalls.of_flat(tensors, lengths)
+    forward, _ = _KERNELS[query.device.type]
+    own, prefix = calls.own, calls.prefix
+    out, log_sums = forward(query, _take(key, own.keys), _take(value, own.keys), own, scale)
+    if prefix is not None:
+        rows = prefix.queries
+        seen = (_take(tensor, prefix.keys) for tensor in (key, value))
+        of_prefix = forward(_take(query, rows), *seen, prefix, scale)
+        joined, joined_sums = _join(_take(out, rows), _take(log_sums, rows, 1), *of_prefix)
+        out, log_sums = _put(out, rows, joined), _put(log_sums, rows, joined_sums, 1)
+    return out, log_sums
+
+
+# one operation, so that selective recomputation keeps its results and not those of each call
+_LIBRARY = torch.library.Library("thresher", "FRAGMENT")
+_LIBRARY.define(
+    "segmented_flash(Tensor query, Tensor key, Tensor value, Tensor?[] tensors, int[] lengths, float scale) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.impl("segmented_flash", _attend, "CPU")
+_LIBRARY.impl("segmented_flash", _attend, "CUDA")
+
+
+@torch.library.register_fake("thresher::segmented_flash", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _without_values(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, calls: SegmentCalls, scale: float) -> Tensor:
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
+    rows_first = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out: Tensor = SegmentedFlash.apply(*rows_first, calls, scale)  # type: ignore[no-untyped-call]
+    return out.transpose(0, 1)[None]
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, log_sums, _ = _varlen_operators()._varlen_attn(
+        query, key, value, *_lengths(sequences), sequences.is_causal, scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out, log_sums
+
+
+def _cuda_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    sequences: Sequences,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    tensors = (grad_out.contiguous(), query, key, value, out, log_sums)
+    grads: tuple[Tensor, Tensor, Tensor] = _varlen_operators()._varlen_attn_backward(
+        *tensors, *_lengths(sequences), sequences.is_causal, no_dropout, scale
+    )
+    return grads
+
+
+def _varlen_operators() -> Any:
+    from torch.nn.attention import varlen  # noqa: F401  registers them
+
+    return torch.ops.torch_attn
+
+
+def _lengths(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:
+    return sequences.query_ends, sequences.key_ends, max(sequences.query_lengths), max(sequences.key_lengths)
+
+
+_KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
+    "cpu": (cpu_forward, cpu_backward),
+    "cuda": (_cuda_forward, _cuda_backward),
+}
+
+
+def _join(first: Tensor, first_sums: Tensor, second: Tensor, second_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys, each with the log-sum-exp of its scores [heads, queries]."""
+    log_sums = torch.logaddexp(first_sums, second_sums)
+    first_weight = (first_sums - log_sums).exp().t().unsqueeze(-1)
+    second_weight = (second_sums - log_sums).exp().t().unsqueeze(-1)
+    return (first * first_weight + second * second_weight).to(first.dtype), log_sums
+
+
+def _take(tensor: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
+    return tensor if rows is None else tensor.index_select(dim, rows)
+
+
+def _put(tensor: Tensor, rows: Tensor | None, values: Tensor, dim: int = 0) -> Tensor:
+    return values if rows is None else tensor.index_copy_(dim, rows.long(), values)
+
+
+def _add(tensor: Tensor, rows: Tensor | None, values: Tensor) -> None:
+    if rows is None:
+        tensor += values
+    else:
+        tensor.index_add_(0, rows, values)
+
+
+def _spread(values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
+    """Put the gradients of some rows into those of all rows."""
+    if rows is None:
+        return values
+    return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, rows.long(), values)
