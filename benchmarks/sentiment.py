@@ -41,26 +41,34 @@ def score(_prompt: str, answer: str) -> float:
     return float(sentiment().polarity_scores(answer)["compound"])
 
 
-def make_pairs(model_path: str, prompts: list[str]) -> list[dict[str, str]]:
+def make_pairs(model_path: str, prompts: list[str]) -> list[dict[str, Any]]:
+    """Answer each prompt several times and pair answers of different rewards, as tokens: text would get an EOS where
+    an answer was only cut."""
     model, tokenizer = load_model(model_path), load_tokenizer(model_path)
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+    prompt_ids = [
+        tuple(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        )
         for prompt in prompts
     ]
-    prompt_ids, end = [tuple(ids) for ids in texts], [tokenizer.eos_token_id]
+    end = [tokenizer.eos_token_id]
     by_seed = [
         generate(model, prompt_ids, GenerationSettings(ANSWER_TOKENS, 1.0, seed), end) for seed in range(ANSWERS)
     ]
     rows = []
-    for prompt, *answers in zip(prompts, *by_seed, strict=True):
-        decoded = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        scored = sorted({text: score(prompt, text) for text in decoded}.items(), key=lambda item: -item[1])
-        for (chosen, high), (rejected, low) in combinations(scored, 2):
-            if high > low:
-                rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    for prompt, *answers in zip(prompt_ids, *by_seed, strict=True):
+        rewards = {ids: score("", tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers}
+        for one, other in combinations(rewards, 2):
+            if rewards[one] != rewards[other]:
+                chosen, rejected = sorted((one, other), key=rewards.__getitem__, reverse=True)
+                rows.append(_row(prompt, "chosen", chosen) | _row(prompt, "rejected", rejected))
     return rows
+
+
+def _row(prompt: tuple[int, ...], side: str, answer: tuple[int, ...]) -> dict[str, list[int]]:
+    return {f"{side}_input_ids": [*prompt, *answer], f"{side}_loss_mask": [0] * len(prompt) + [1] * len(answer)}
 
 
 def make(model: str, prompts_file: Path, directory: Path) -> None:
