@@ -155,6 +155,7 @@ def interrupted_trainer(base: dict[str, Any], output: Path, **arguments: Any) ->
     return DPOTrainer(config=DPOConfig(**values, output_dir=output), callbacks=[Interrupt()], **arguments)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("devices", [None, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.slow])])
 def test_after_an_interrupt_no_process_is_left_and_train_continues(devices, base, tmp_path):
     before = set(descendants(os.getpid()))
@@ -170,6 +171,7 @@ def test_after_an_interrupt_no_process_is_left_and_train_continues(devices, base
         assert_equal(tmp_path / "interrupted", tmp_path / "whole")
 
 
+@pytest.mark.hand  # CI has an interrupted program
 @pytest.mark.slow
 def test_the_notebook_runs_and_a_cell_can_be_interrupted(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

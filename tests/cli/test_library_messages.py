@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -60,3 +62,18 @@ def test_handlers_and_warnings_are_restored(tmp_path: Path):
         assert warnings.showwarning is not show
     assert logging.getLogger().handlers == before
     assert warnings.showwarning is show
+
+
+def test_the_command_line_shows_no_bars_of_libraries():
+    program = """
+import sys
+from thresher.cli import main
+sys.argv = ["thresher", "--version"]
+try:
+    main()
+except SystemExit:
+    from tqdm.auto import tqdm
+    list(tqdm([1], file=sys.stdout))
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("thresher ") and len(shown.splitlines()) == 1

@@ -113,7 +113,7 @@ def count_with(model_dir, run: Run) -> StepBytes:
     return live_bytes_of_step(model_dir, run.axes, run.layout, PAIRS, run.num_batches, **run.settings)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_a_step_holds_the_predicted_memory(run, models, ranks):
     model_dir = models / run.shape

@@ -139,13 +139,14 @@ def count_with(model_dir, run: Run) -> dict[str, int]:
     return count_step_of_config(model_dir, run.axes, run.layout, **run.settings)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_a_step_sends_exactly_the_predicted_bytes(run, model_dir, ranks):
     assert_equal_bytes(run, model_dir(run.family), ranks(2))
 
 
+@pytest.mark.every(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", COMBINED, ids=str)
 def test_axes_together_send_exactly_the_predicted_bytes(run, model_dir, ranks):

@@ -117,6 +117,7 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
+@pytest.mark.hand  # CI has the choice of axes and pairs, and a worker that dies
 @pytest.mark.distributed
 def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluster, tmp_path):
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]

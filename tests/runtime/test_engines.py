@@ -69,12 +69,14 @@ def on_engine(request, values, ray_for_megatron, tmp_path_factory) -> tuple[str,
     return request.param, output, text
 
 
+@pytest.mark.every(9)
 def test_a_run_agrees_with_the_native_strategy(on_engine, native):
     _, output, text = on_engine
     assert "reference: 0 pairs from the cache, 24 scored" in text
     assert_same_run(output, native)
 
 
+@pytest.mark.every(9)
 def test_the_cache_of_one_engine_serves_the_others(on_engine, values, tmp_path):
     engine, output, _ = on_engine
     one = {"max_steps": 1, "eval_steps": 0, "runtime": "auto", "actor_train": {"num_workers": None}}
@@ -83,6 +85,7 @@ def test_the_cache_of_one_engine_serves_the_others(on_engine, values, tmp_path):
     assert re.search(r"reference: [1-9]\d* pairs from the cache, 0 scored", text), engine
 
 
+@pytest.mark.hand  # CI has the same with the native strategy
 def test_a_killed_worker_does_not_change_the_results(on_engine, values, tmp_path):
     engine, output, _ = on_engine
     killer = Killer(3, "ActorWorker")  # after the checkpoint of step 2
@@ -105,6 +108,7 @@ def resume(checkpoint_of: Path, values: dict[str, Any], output: Path, cache: Pat
     assert "changed since the checkpoint: actor_train.strategy_args.strategy_name" in text
 
 
+@pytest.mark.hand  # CI has the same without Ray in tests/strategies
 @pytest.mark.parametrize("direction", ["from native", "to native"])
 def test_a_checkpoint_moves_between_engines(on_engine, native, values, tmp_path, direction):
     engine, output, _ = on_engine

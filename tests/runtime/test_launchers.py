@@ -69,6 +69,7 @@ def test_the_launcher_trains_to_the_final_checkpoint(launched):
     assert [path.name for path in sorted((launched / "checkpoints").iterdir())][-1].endswith("4")
 
 
+@pytest.mark.hand  # CI has the launcher
 def test_the_script_of_an_example_equals_the_launcher(tiny, launched, tmp_path):
     script = EXAMPLES / "polite_smollm2" / "run_dpo_pipeline.sh"
     done = call("bash", script, *tiny, f"output_dir={tmp_path}")
@@ -213,6 +214,7 @@ def test_without_wait_the_command_prints_the_job_and_how_to_follow_it(tiny, dash
     assert_same_run(tmp_path / "out", launched)
 
 
+@pytest.mark.hand  # CI has a submitted job that is followed later
 def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):
     command = [sys.executable, "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
     command += [f"--address={dashboard}"]

@@ -87,6 +87,7 @@ def losses(log: list[dict[str, float]]) -> list[float]:
     return [record["loss"] for record in log if "loss" in record]
 
 
+@pytest.mark.hand  # CI has its config in tests/config and Megatron-Core in tests/strategies
 def test_the_dense_example_trains_to_the_end(ray_for_megatron, tmp_path, monkeypatch):
     log = train(write_config("qwen2.5-3B_dpo_megatron.yaml", tmp_path, Qwen2Config(**SHAPE), 2), monkeypatch)
     values = losses(log)

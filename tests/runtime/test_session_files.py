@@ -77,6 +77,7 @@ def test_a_home_that_cannot_be_written_is_left_to_ray(home, monkeypatch):
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.hand  # CI has the files of the token
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ray_leaves_its_session_after_a_failure_only(home):

@@ -56,6 +56,7 @@ def test_a_run_in_one_process_records_the_number_and_hash_of_the_pair(poisoned, 
     assert record["pairs"] == [{"pair": pair, "hash": content, "fault": "loss"}]
 
 
+@pytest.mark.hand  # CI has a resumed run in one process
 @distributed
 def test_a_killed_worker_leaves_one_record_of_a_repeated_skipped_step(poisoned, ray_here, tmp_path):
     """The worker dies after the step is logged; the run resumes before it and skips it again."""

@@ -116,6 +116,7 @@ def launched(config, tmp_path_factory):
     return run
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_of_torchrun_equal_two_workers_on_ray_bitwise(config, ray_here, launched, layout, tmp_path):
     values = yaml.safe_load(Path(write(config, tmp_path / "ray", {"actor_train": LAYOUTS[layout]})).read_text())
@@ -133,6 +134,7 @@ def test_commands_without_a_launcher_accept_the_runtime(config, command, tmp_pat
     assert "runtime is torchrun, but neither torchrun nor srun started this process" in capsys.readouterr().err
 
 
+@pytest.mark.hand  # CI has a killed run in one process and on Ray
 def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, launched, tmp_path):
     path = write(config, tmp_path / "out", {"actor_train": LAYOUTS["replicas"], "async_save": False})
     killed = torchrun("tests.support.launched", "1:kill:3", "train", path)
@@ -173,6 +175,7 @@ def test_the_error_of_a_rank_is_shown_once_and_ends_all_ranks_with_its_exit_code
     assert "environment: THRESHER_TEST=7" in (logs / "workers" / "actor_train-1.log").read_text()
 
 
+@pytest.mark.hand  # CI has a signal to a run in one process
 def test_a_signal_stops_all_ranks_after_the_same_step_and_saves_it(config, tmp_path):
     path = write(config, tmp_path / "out", {"max_steps": 100_000, "save_steps": 0, "eval_steps": 0})
     tasks = start_tasks("thresher", "train", path)

@@ -61,6 +61,7 @@ def saved(pool_of, model, tmp_path_factory):
     return find
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_same_stage_resumes_bitwise(name, saved, pool_of, tmp_path):
     run, uninterrupted = saved(name)
@@ -72,6 +73,7 @@ def test_the_same_stage_resumes_bitwise(name, saved, pool_of, tmp_path):
     assert verify(tmp_path / LAST).files == verify(run.root / LAST).files
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

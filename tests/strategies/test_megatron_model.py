@@ -123,6 +123,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_a
 OF_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [

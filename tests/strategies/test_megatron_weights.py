@@ -39,6 +39,7 @@ def check_round_trip(pool, path: Path, sizes: MegatronSizes) -> None:
         assert num_read == sum(piece.values.numel() for piece in pieces) <= num_parameters
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
@@ -47,6 +48,7 @@ def test_round_trip_on_two_ranks(family, tp, pp, tied, two_ranks, model_dir):
     check_round_trip(two_ranks, model_dir(family, tie_word_embeddings=tied), sizes)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

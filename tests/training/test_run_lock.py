@@ -224,6 +224,7 @@ def test_the_lock_file_has_no_secret_of_the_command_line(tmp_path, monkeypatch):
         assert "hunter2" not in (tmp_path / FILE_NAME).read_text()
 
 
+@pytest.mark.hand  # CI has the same of processes that only take the lock
 @pytest.mark.slow
 def test_of_two_starts_on_one_output_dir_one_runs_and_a_third_takes_over_after_sigkill(tmp_path):
     config, output = tmp_path / "config.yaml", tmp_path / "output"

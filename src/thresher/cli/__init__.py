@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -92,6 +93,8 @@ def set_up(
 
 def main() -> None:
     """Run the command line; a user error prints one message and exits with code 2."""
+    # bars of libraries, such as that of reading a GGUF file; read when tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion
     except PeerError as failed:  # another process has shown it
