@@ -76,4 +76,5 @@ except SystemExit:
     list(tqdm([1], file=sys.stdout))
 """
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("thresher ") and len(shown.splitlines()) == 1
+    assert shown.startswith("thresher ")
+    assert len(shown.splitlines()) == 1
