@@ -37,6 +37,7 @@ def test_on_ray_callbacks_are_called_in_the_driver(base, tmp_path, ray_here):
     check_events(recorder)
 
 
+@pytest.mark.hand  # CI has the roles of a program in one process
 def test_on_ray_the_roles_are_the_clusters_of_their_workers(base, tmp_path, ray_here):
     on_two = {"output_dir": str(tmp_path), "actor_train": {"num_workers": 2}, "reference": {"mode": "concurrent"}}
     pipeline = DPOPipeline(parse_config(merge(base, on_two)))

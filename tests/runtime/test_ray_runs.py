@@ -132,7 +132,6 @@ def test_resuming_on_two_workers_is_bitwise(base, ray_here, tmp_path):
     assert not torch.equal(streams["torch"], streams["rank.1.torch"])
 
 
-@pytest.mark.hand  # CI has checkpoints of other meshes in tests/strategies
 def test_a_run_resumes_with_fewer_workers_and_reports_unused_random_states(base, local, on_two, tmp_path):
     source, output = on_two[0], tmp_path / "out"
     shutil.copytree(source / "checkpoints" / "step-00000002", output / "checkpoints" / "step-00000002")
@@ -192,6 +191,7 @@ def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahea
     )
 
 
+@pytest.mark.hand  # CI has the names in tests/runtime/test_worker_deaths.py
 def test_an_error_names_the_worker_that_died(prefetching):
     _, inputs, runtime, started = prefetching
     import ray
