@@ -69,14 +69,14 @@ def on_engine(request, values, ray_for_megatron, tmp_path_factory) -> tuple[str,
     return request.param, output, text
 
 
-@pytest.mark.every(9)
+@pytest.mark.hand  # CI has the same without Ray in tests/strategies
 def test_a_run_agrees_with_the_native_strategy(on_engine, native):
     _, output, text = on_engine
     assert "reference: 0 pairs from the cache, 24 scored" in text
     assert_same_run(output, native)
 
 
-@pytest.mark.every(9)
+@pytest.mark.hand  # CI has the key of the cache
 def test_the_cache_of_one_engine_serves_the_others(on_engine, values, tmp_path):
     engine, output, _ = on_engine
     one = {"max_steps": 1, "eval_steps": 0, "runtime": "auto", "actor_train": {"num_workers": None}}

@@ -81,6 +81,7 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
         assert Path(f"{output}.quarantine.jsonl").read_bytes() == quarantined
 
 
+@pytest.mark.hand  # CI has the messages of one process
 def test_errors_have_the_same_message_as_in_one_process(tmp_path: Path, ray_here, small_spans: None) -> None:
     compressed = gzip.compress(
         "".join(f"{json.dumps(row(n, word=secrets.token_hex(40)))}\n" for n in range(5000)).encode()

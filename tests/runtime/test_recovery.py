@@ -99,6 +99,7 @@ def test_a_hung_worker_is_reported_with_its_last_activity(values, uninterrupted,
     assert_equal_runs(tmp_path / "hung", uninterrupted)
 
 
+@pytest.mark.hand  # CI has the timeout of a collective, and the report on missing progress (test_stalls.py)
 def test_a_worker_that_never_enters_a_collective_is_found_by_its_missing_progress(
     values, uninterrupted, tmp_path, monkeypatch
 ):

@@ -94,6 +94,7 @@ def test_a_separate_run_renames_the_log_of_an_earlier_one(poisoned, tmp_path):
     assert len((tmp_path / "logs" / "skipped_steps.1.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.hand  # CI has the same in one process
 @distributed
 def test_too_many_consecutive_skips_end_a_run_on_two_workers_with_every_record_written(poisoned, ray_here, tmp_path):
     values, pair, _ = poisoned

@@ -164,6 +164,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise
     assert_equal_runs(launched("replicas"), tmp_path / "out")
 
 
+@pytest.mark.hand  # CI has the same of a worker on Ray
 def test_the_error_of_a_rank_is_shown_once_and_ends_all_ranks_with_its_exit_code(config, tmp_path):
     path = write(config, tmp_path / "out", {"system_envs": {"THRESHER_TEST": 7}})
     codes, shown = finish(start_tasks("tests.support.launched", "1:fail:2", "train", path))

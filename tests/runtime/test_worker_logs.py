@@ -27,6 +27,7 @@ def run(values: dict, output: Path) -> list[str]:
     return [record.getMessage() for record in records]
 
 
+@pytest.mark.hand  # CI has the environment of workers on Ray, and logs of one process
 def test_each_worker_has_a_log_and_the_driver_logs_every_message_once(base, ray_here, tmp_path):
     values = merge(base, {**ON_RAY, "max_steps": 2})
     messages = run(values, tmp_path)

@@ -83,6 +83,7 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
 BY_HAND = ("synced reference",)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "extra",
     [pytest.param(run, id=name, marks=[pytest.mark.hand] * (name in BY_HAND)) for name, run in RUNS.items()],
@@ -112,6 +113,7 @@ def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, s
     assert (killed / last / "trainer.json").read_text() == (uninterrupted / last / "trainer.json").read_text()
 
 
+@pytest.mark.hand  # CI has the same of a killed `precompute-reference`
 def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, stories_dir, files):
     """Of 7 blocks of up to 8 pairs, the first process saves 2 in a shard and loses its third; the second adds 2."""
     config = write_config(tmp_path / "run.yaml", stories_dir, files, {"reference": {"infer_batch_size": 8}})
