@@ -5,8 +5,8 @@ thresher train DIR/sentiment.yaml
 python benchmarks/sentiment.py figures DIR
 
 The reward is the compound sentiment of VADER, from -1 to 1 (pip install vaderSentiment). The model answers 96 prompts
-four times, and every two answers with different rewards are a pair. At the end of the run policy and reference answer
-these prompts and 96 others: reward, win rate and KL are what the run has gained and what it cost.
+four times, and every two answers with clearly different rewards are a pair. At the end of the run policy and reference
+answer these prompts and 96 others: reward, win rate and KL are what the run has gained and what it cost.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from thresher.sampling.generation import GenerationSettings, generate
 from thresher.sampling.win_rate import wilson_interval
 
 PROMPTS, ANSWERS, ANSWER_TOKENS = 96, 4, 20
+LEAST_DIFFERENCE = 0.3  # of the rewards of a pair: smaller ones are mostly noise
 
 
 @cache
@@ -42,8 +43,10 @@ def score(_prompt: str, answer: str) -> float:
 
 
 def make_pairs(model_path: str, prompts: list[str]) -> list[dict[str, Any]]:
-    """Answer each prompt several times and pair answers of different rewards, as tokens: text would get an EOS where
-    an answer was only cut."""
+    """Answer each prompt several times and pair answers of clearly different rewards.
+
+    Pairs are tokens: text would get an EOS where an answer was only cut.
+    """
     model, tokenizer = load_model(model_path), load_tokenizer(model_path)
     prompt_ids = [
         tuple(
@@ -61,7 +64,7 @@ def make_pairs(model_path: str, prompts: list[str]) -> list[dict[str, Any]]:
     for prompt, *answers in zip(prompt_ids, *by_seed, strict=True):
         rewards = {ids: score("", tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers}
         for one, other in combinations(rewards, 2):
-            if rewards[one] != rewards[other]:
+            if abs(rewards[one] - rewards[other]) > LEAST_DIFFERENCE:
                 chosen, rejected = sorted((one, other), key=rewards.__getitem__, reverse=True)
                 rows.append(_row(prompt, "chosen", chosen) | _row(prompt, "rejected", rejected))
     return rows

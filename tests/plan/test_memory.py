@@ -30,6 +30,8 @@ LENGTHS = np.array([[len(p.prompt_ids), len(p.chosen_ids), len(p.rejected_ids)] 
 SHAPES = {
     "grouped": {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4},
     "wide": {"vocab_size": 700, "hidden_size": 192, "intermediate_size": 256, "num_key_value_heads": 8},
+    # the peak of a step of one micro-batch is at its end, in the backward of the embedding
+    "vocabulary": {"vocab_size": 24000, "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4},
 }
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["all-linear"]}
 
@@ -50,6 +52,10 @@ class Run:
 
 
 RUNS = [
+    *(Run(axes, shape="vocabulary", num_batches=1) for axes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
+    *(Run({}, shape="vocabulary", num_batches=1, num_ranks=1, settings=settings) for settings in ({}, LORA)),
+    *(Run(axes, num_batches=1) for axes in ({}, {"tp_size": 2})),
+    Run({"zero_stage": 1}, shape="vocabulary", num_batches=1, settings={"dtype": "bf16", "recompute": "full"}),
     *(Run({}, num_ranks=1, settings=settings) for settings in ({}, LORA, {"dtype": "bf16"}, {"recompute": "full"})),
     *(Run(axes) for axes in ({}, {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
     *(Run(axes, "padded") for axes in ({}, {"tp_size": 2}, {"pp_size": 2})),

@@ -113,7 +113,7 @@ def _facts(estimate: Estimate) -> list[str]:
         f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_axes(estimate)}",
         f"pairs: {estimate.pairs.source}",
         f"step: {plan.pairs_per_step:,} pairs, {useful:,.0f} useful tokens{assumed}, "
-        f"{estimate.memory_settings.micro_batches} micro-batches per data-parallel rank, the largest of "
+        f"micro-batches per data-parallel rank: {estimate.memory_settings.micro_batches}, the largest of "
         f"{workload.largest.total:,} tokens",
         f"epoch: {plan.num_pairs:,} pairs, {useful * plan.steps_per_epoch:,.0f} useful tokens, "
         f"{plan.steps_per_epoch:,} steps{assumed}; the run has {plan.num_steps:,} steps",
@@ -193,19 +193,29 @@ def _time_table(estimate: Estimate) -> Table:
     for stage in estimate.stages:
         table.add_column(_stage_title(stage), justify="right")
     lines = [stage.roofline for stage in estimate.stages]
-    table.add_row("matrix products", *(f"{r.products[0]:.3g} to {r.products[1]:.3g}" for r in lines))
-    table.add_row("elementwise", *(f"{r.elementwise:.3g}" for r in lines))
-    table.add_row("copies of FSDP2", *(f"{r.copies:.3g}" for r in lines))
-    table.add_row("optimizer", *(f"{r.optimizer:.3g}" for r in lines))
+    table.add_row("matrix products", *(f"{_seconds(r.products[0])} to {_seconds(r.products[1])}" for r in lines))
+    table.add_row("elementwise", *(_seconds(r.elementwise) for r in lines))
+    table.add_row("copies of FSDP2", *(_seconds(r.copies) for r in lines))
+    table.add_row("optimizer", *(_seconds(r.optimizer) for r in lines))
     for axis in sorted({axis for r in lines for axis in r.communication} - {"step"}):
-        table.add_row(f"sending, {axis}", *(f"{r.communication.get(axis, 0.0):.3g}" for r in lines))
+        table.add_row(f"sending, {axis}", *(_seconds(r.communication.get(axis, 0.0)) for r in lines))
     if any(r.communication for r in lines):
-        table.add_row("sending that is not hidden at best", *(f"{r.exposed:.3g}" for r in lines))
+        table.add_row("sending that is not hidden at best", *(_seconds(r.exposed) for r in lines))
     if estimate.dims.pp > 1:
-        table.add_row("pipeline bubble", *(f"{r.bubble:.3g}" for r in lines))
+        table.add_row("pipeline bubble", *(_seconds(r.bubble) for r in lines))
     table.add_section()
-    table.add_row("step", *(f"{r.best:.3g} to {r.worst:.3g}" for r in lines))
+    table.add_row("step", *(f"{_seconds(r.best)} to {_seconds(r.worst)}" for r in lines))
     return table
+
+
+def _seconds(value: float) -> str:
+    """Three digits, and nothing below a microsecond."""
+    return f"{round(value, 6):.3g}"
+
+
+def _hours(low: float, high: float) -> str:
+    digits = 2 if high >= 1 else 4
+    return f"{low:,.{digits}f} to {high:,.{digits}f}"
 
 
 def _conclusion(estimate: Estimate) -> list[str]:
@@ -216,7 +226,7 @@ def _conclusion(estimate: Estimate) -> list[str]:
         f"MFU {low:.0%} to {high:.0%}; assumed: matrix products at {PRODUCT_RATES[0]:.0%} to {PRODUCT_RATES[1]:.0%} of "
         f"the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 hidden or not, "
         f"{_COMPILED[estimate.compiled]} compiled",
-        f"training: {best:,.2f} to {worst:,.2f} hours, {best * num_gpus:,.1f} to {worst * num_gpus:,.1f} GPU-hours; "
+        f"training: {_hours(best, worst)} hours, {_hours(best * num_gpus, worst * num_gpus)} GPU-hours; "
         "evaluation, saving and scoring of the reference before training come on top",
         f"checkpoint: {filesize.decimal(max(stage.checkpoint for stage in estimate.stages))} per writing process; at "
         f"start a node reads {filesize.decimal(estimate.loaded_bytes_per_node)}",

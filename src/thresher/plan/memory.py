@@ -64,7 +64,26 @@ def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
     if settings.micro_batches > 1:
         fewer = replace(settings, micro_batches=settings.micro_batches - 1)
         moments.append(_peak_with_gradients(stage, rows, fewer))
+    else:
+        moments += _ends_of_backward(stage, rows, settings)
     return max(moments, key=lambda memory: memory.total)
+
+
+def _ends_of_backward(stage: Stage, rows: Rows, settings: MemorySettings) -> list[Memory]:
+    """The backward of the first layer and of the embedding in a step of one micro-batch: most gradients exist by then,
+    those of the modules before excepted."""
+    held = persistent_memory(stage, settings)
+    embedding = stage.outer_numel("embedding", "tied") if stage.is_first and stage.trains_embedding else 0
+    of_embedding = min(held.gradients, settings.precision.stored * embedding // stage.dims.fsdp_size)
+    of_layer = _moments_of_layers(stage, rows, settings)[-2:]
+    late = [(moment, of_embedding) for moment in of_layer]
+    late += [(moment, 0) for moment in _moments_of_embedding(stage, rows, settings)[1:]]
+    return [
+        replace(
+            held, gradients=held.gradients - missing, gather_buffers=gathered, activations=activations, lm_head=head
+        )
+        for (gathered, activations, head), missing in late
+    ]
 
 
 def _peak_with_gradients(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
@@ -169,7 +188,8 @@ def _moments_of_embedding(stage: Stage, rows: Rows, settings: MemorySettings) ->
     in_flight = round((_micro_batches_in_flight(stage, settings) - 1) * saved_activations(stage, rows, settings))
     around = in_flight + _tables(stage, rows, settings) + _pipeline_buffers(stage, rows, settings)
     kept = 0 if is_sharded else _kept_layers(stage, settings)
-    moments = [(2 * (root + precision.stored * numel) + kept, around, 0)]
+    entering = precision.stored * stage.outer_numel("root", "tied", "embedding")
+    moments = [(2 * entering + kept, around, 0)]
     if stage.trains_embedding:
         itemsize = precision.stored
         hidden = precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * shape.hidden
