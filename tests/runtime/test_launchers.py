@@ -164,7 +164,7 @@ def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-m", "thresher", "submit", CONFIG, *arguments, **changes)
 
 
-@pytest.mark.hand  # CI submits a job without waiting and follows it
+@pytest.mark.hand  # CI submits a job that fails
 def test_a_submitted_job_on_two_workers_equals_the_launcher(tiny, base, dashboard, launched, tmp_path):
     # relative paths of inputs refer to the uploaded files
     uploaded = tmp_path / "uploaded"
@@ -215,7 +215,7 @@ def test_without_wait_the_command_prints_the_job_and_how_to_follow_it(tiny, dash
     assert_same_run(tmp_path / "out", launched)
 
 
-@pytest.mark.hand  # CI has a submitted job that is followed later
+@pytest.mark.hand  # CI has a submitted job that fails
 def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):
     command = [sys.executable, "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
     command += [f"--address={dashboard}"]

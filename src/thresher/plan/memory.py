@@ -70,13 +70,15 @@ def peak_memory(stage: Stage, rows: Rows, settings: MemorySettings) -> Memory:
 
 
 def _ends_of_backward(stage: Stage, rows: Rows, settings: MemorySettings) -> list[Memory]:
-    """The backward of the first layer and of the embedding in a step of one micro-batch: most gradients exist by then,
-    those of the modules before excepted."""
+    """The backward of the first layer and of the embedding in a step of one micro-batch.
+
+    All gradients exist by then, in the first layer without that of the embedding.
+    """
     held = persistent_memory(stage, settings)
     embedding = stage.outer_numel("embedding", "tied") if stage.is_first and stage.trains_embedding else 0
     of_embedding = min(held.gradients, settings.precision.stored * embedding // stage.dims.fsdp_size)
-    of_layer = _moments_of_layers(stage, rows, settings)[-2:]
-    late = [(moment, of_embedding) for moment in of_layer]
+    # the first layer is last in the backward: its MLP and its attention
+    late = [(moment, of_embedding) for moment in _moments_of_layers(stage, rows, settings)[-2:]]
     late += [(moment, 0) for moment in _moments_of_embedding(stage, rows, settings)[1:]]
     return [
         replace(
@@ -191,12 +193,12 @@ def _moments_of_embedding(stage: Stage, rows: Rows, settings: MemorySettings) ->
     entering = precision.stored * stage.outer_numel("root", "tied", "embedding")
     moments = [(2 * entering + kept, around, 0)]
     if stage.trains_embedding:
-        itemsize = precision.stored
         hidden = precision.stored * rows.padded_to(stage.dims.cp) // stage.dims.cp * shape.hidden
         own = next(p.numel for p in stage.outer if p.name == shape.embedding)
-        gradient = itemsize * (shape.vocab * shape.hidden if stage.dims.tp > 1 else own if is_sharded else 0)
+        gradient = precision.stored * (shape.vocab * shape.hidden if stage.dims.tp > 1 else own if is_sharded else 0)
         if stage.dims.tp > 1 and stage.dims.pp > 1:
-            gradient += itemsize * own  # as counted in simulations: its own part, copied while the whole still exists
+            # as counted in simulations: its own part, copied while the whole still exists
+            gradient += precision.stored * own
         reducing = (precision.reduced or precision.stored) * numel
         first_layer = precision.stored * stage.layer(stage.layers[0]).trained_numel if is_sharded else 0
         moments.append((root + kept + gradient + max(reducing, first_layer), around + 2 * hidden, 0))
