@@ -98,6 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NUM_PAIRS, PAIRS_PER_STEP_AND_RANK, TOKENS_PER_MICRO_BATCH, PAIRS_PER_MICRO_BATCH = 96, 8, 1100, 4
 SHORTER = {"smollm2": 4}  # pairs and budgets of a large shape, so that a case takes minutes
+_SECONDS_FOR_A_CASE = 1800
 LORA: dict[str, Any] = {"lora_rank": 8, "lora_target": ["all-linear"]}
 
 
@@ -301,7 +302,8 @@ def _mean_of(rows: list[Rows]) -> Rows:
 def compare(models: Path, case: Case) -> list[dict[str, Any]]:
     """One row per rank."""
     model = models / case.shape
-    pool = RankPool(case.num_ranks, preload=["thresher.plan.estimate", "tests.support.strategies.live_memory"])
+    preload = ["thresher.plan.estimate", "tests.support.strategies.live_memory"]
+    pool = RankPool(case.num_ranks, preload, _SECONDS_FOR_A_CASE)
     try:
         counted: list[Counted] = pool.run(count, models, case)
     finally:

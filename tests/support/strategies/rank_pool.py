@@ -24,11 +24,13 @@ class RankPool:
     """`size` processes; `run` calls a function on all of them and returns the results by rank.
 
     preload: further modules to import before the fork; used by the first pool of a test run.
+    seconds: how long a case, and a collective in it, may take.
     """
 
-    def __init__(self, size: int, preload: Sequence[str] = ()):
+    def __init__(self, size: int, preload: Sequence[str] = (), seconds: int = _SECONDS_FOR_A_CASE):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers", "peft", *preload])
+        self._seconds = seconds
         self._pipes: list[Connection] = []
         self._processes = []
         # handed over open: another process could take a port that is free for a moment
@@ -36,7 +38,7 @@ class RankPool:
             port = int(listener.getsockname()[1])
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                arguments = (theirs, rank, size, port, listener if rank == 0 else None)
+                arguments = (theirs, rank, size, port, listener if rank == 0 else None, seconds)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 self._pipes.append(ours)
@@ -50,7 +52,7 @@ class RankPool:
         failures: list[str] = []
         while waiting:
             # after a failure the other ranks may wait for the failed one
-            ready = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else _SECONDS_FOR_A_CASE)
+            ready = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else self._seconds)
             if not ready:
                 failures += [f"rank {rank}: no answer" for rank in waiting.values()]
                 self.close()
@@ -80,7 +82,7 @@ class RankPool:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, listener: socket.socket | None) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, listener: socket.socket | None, seconds: int) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
     import torch
     import torch.distributed as dist
@@ -89,9 +91,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, listener: socket.s
     # a store that opens its own socket would listen on every interface
     hosting = {} if listener is None else {"master_listen_fd": listener.detach()}
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60), **hosting)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS_FOR_A_CASE)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     while True:
         try:
             function, args = pipe.recv()
