@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # for the ranks, which start after this: glibc returns freed tensors to the system; otherwise it keeps up to 32 MB each
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
+os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
 
 import numpy as np
 import torch

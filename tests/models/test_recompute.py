@@ -84,6 +84,18 @@ def test_gradients_are_bitwise_those_without_recomputation(trained):
         assert torch.equal(gradient, gradients[1][name]), name
 
 
+@pytest.mark.parametrize("recompute", ["off", "selective", "full"])
+def test_no_gradient_is_computed_below_the_first_adapter(recompute):
+    """transformers makes the output of a frozen embedding a leaf, which gets one."""
+    policy = policy_with(recompute, LORA)
+    outputs = []
+    embedding = base_model(policy.model).get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    policy.accumulate([MicroBatch(MIXED, None)], OBJECTIVE, len(MIXED))
+    assert outputs
+    assert not any(output.requires_grad for output in outputs)
+
+
 def test_between_forward_and_backward_selective_keeps_less_than_off_and_more_than_full():
     held = {}
     for recompute in ("off", "selective", "full"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from thresher.models.optimizations.recompute import Recompute
@@ -63,7 +62,7 @@ def saved_in_layer(stage: Stage, layer: int, rows: Rows, settings: MemorySetting
         keys = queries  # keys and values are repeated for each query head
     # queries, keys, values, output and log-sum-exp of attention; o_proj reads the output, or the exchanged one
     attention = compute * (2 * kept * queries + 2 * total * keys) + FP32 * kept * shape.heads // tp
-    if stage.dims.cp > 1 and trains_matrices(stage, layer)("self_attn.o_proj"):
+    if stage.dims.cp > 1 and "self_attn.o_proj" in stage.layer(layer).trained_modules:
         attention += compute * kept * queries
     norms = hidden  # the input of the layer
     norms += (stored * kept * shape.hidden + FP32 * (total + kept)) // row_shards(stage, settings)
@@ -108,8 +107,8 @@ def uses_lean_layers(stage: Stage, settings: MemorySettings) -> bool:
 def _norm_outputs(stage: Stage, layer: int, total: int, kept: int, settings: MemorySettings, *, is_lean: bool) -> int:
     """Outputs of the two norms, saved by the matrices that read them."""
     stored, compute, width = settings.precision.stored, settings.precision.compute, stage.shape.hidden
-    reads_inputs = trains_matrices(stage, layer)
-    attention_reads, mlp_reads = reads_inputs("self_attn."), reads_inputs("mlp.")
+    trained = stage.layer(layer).trained_modules
+    attention_reads, mlp_reads = "self_attn" in trained, "mlp" in trained
     adapted = stage.layer(layer).adapted_modules
     if stored == compute:
         saved = compute * width * (total * attention_reads + kept * mlp_reads)
@@ -118,7 +117,7 @@ def _norm_outputs(stage: Stage, layer: int, total: int, kept: int, settings: Mem
         # the compute precision
         readers = sum(name.endswith(_READERS_OF_NORMS) for name in adapted)
         queries = stage.shape.heads * stage.shape.head_dim // stage.dims.tp
-        saved = compute * kept * (readers * width + queries * reads_inputs("self_attn.o_proj"))
+        saved = compute * kept * (readers * width + queries * ("self_attn.o_proj" in trained))
     elif is_lean:
         saved = compute * width * (total * attention_reads + kept * mlp_reads)
     else:
@@ -138,12 +137,6 @@ def saved_in_mlp(stage: Stage, layer: int, kept: int, settings: MemorySettings, 
         # rows are copied per chosen expert; gate and up, activation, product and output of each
         per_expert = 4 * width + 2 * shape.hidden
         return compute * kept * shape.experts_per_token * per_expert + FP32 * kept * shape.experts
-    reads_inputs = trains_matrices(stage, layer)
+    trains_down = "mlp.down_proj" in stage.layer(layer).trained_modules
     # gate and up, their product as the input of down_proj, and the activation unless it is recomputed
-    return compute * kept * width * (2 + reads_inputs("mlp.down_proj") + (not is_lean))
-
-
-def trains_matrices(stage: Stage, layer: int) -> Callable[[str], bool]:
-    """Whether matrices of a layer whose path starts with a prefix are trained, or have trained adapters."""
-    trained = stage.layer(layer).trained_modules
-    return lambda prefix: any(module.startswith(prefix) for module in trained)
+    return compute * kept * width * (2 + trains_down + (not is_lean))

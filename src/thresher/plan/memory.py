@@ -18,7 +18,6 @@ from thresher.plan.activations import (
     saved_activations,
     saved_in_layer,
     saved_in_mlp,
-    trains_matrices,
     uses_lean_layers,
 )
 from thresher.plan.model import Stage
@@ -105,18 +104,17 @@ def _accumulated_gradients(stage: Stage, settings: MemorySettings) -> int:
     """Whole gradients that ZeRO-1 adds up before it reduces them; 0 in other stages."""
     if settings.zero_stage > 1 or stage.dims.fsdp_size == 1 or settings.micro_batches == 1:
         return 0
-    return settings.precision.stored * sum(
-        group.count * p.numel for group in stage.fsdp_groups for p in group.parameters if p.is_trained
-    )
+    return settings.precision.stored * sum(group.count * group.trained_numel for group in stage.fsdp_groups)
 
 
 def _partial_embedding_gradient(stage: Stage, settings: MemorySettings) -> int:
-    """What the gradient of an embedding sharded over tp has beyond its shard until the end of a step, without FSDP2.
+    """What the gradient of an embedding sharded over tp has beyond its shard until it is reduced.
 
-    Each process adds up a partial sum of the whole matrix.
+    Each process adds up a partial sum of the whole matrix, without FSDP2 and with ZeRO-1 until the end of a step.
     """
     shape = stage.shape
-    if stage.dims.tp == 1 or stage.dims.fsdp_size > 1 or not (stage.is_first and stage.trains_embedding):
+    is_added_up = stage.dims.fsdp_size == 1 or _accumulated_gradients(stage, settings) > 0
+    if stage.dims.tp == 1 or not is_added_up or not (stage.is_first and stage.trains_embedding):
         return 0
     whole = shape.vocab * shape.hidden
     return settings.precision.stored * (whole - whole // stage.dims.tp)
@@ -135,7 +133,11 @@ def persistent_memory(stage: Stage, settings: MemorySettings) -> Memory:
 
 
 def _moments_of_head(stage: Stage, rows: Rows, settings: MemorySettings) -> list[tuple[int, int, int]]:
-    """(gather buffers, activations, LM head) in the backward of the LM head, and when FSDP2 reduces its gradient."""
+    """(gather buffers, activations, LM head) in the forward and the backward of the LM head, and when FSDP2 reduces its
+    gradient.
+
+    The buffer of the all-gather of the head stays until the next one, in the backward of the last layer.
+    """
     if not stage.is_last:
         return []
     outer = _outer_gathered(stage, settings) + _kept_layers(stage, settings)
@@ -143,8 +145,12 @@ def _moments_of_head(stage: Stage, rows: Rows, settings: MemorySettings) -> list
     saved = saved_activations(stage, rows, settings)
     activations = round(in_flight * saved) + _tables(stage, rows, settings) + _final_norm(stage, rows, settings)
     activations += _pipeline_buffers(stage, rows, settings)
-    gathered = outer + (settings.precision.stored * stage.outer_numel("head") if settings.zero_stage > 1 else 0)
-    moments = [(gathered, activations, _lm_head(stage, rows, settings))]
+    head = settings.precision.stored * stage.outer_numel("head")
+    gathered = outer + (head if settings.zero_stage > 1 else 0)
+    moments = [
+        (gathered + head, activations, _lm_head_forward(stage, rows, settings)),
+        (gathered, activations, _lm_head(stage, rows, settings)),
+    ]
     if reducing := _reduced_head(stage, settings):
         moments.append((outer, activations, _head_gradient(stage, settings) + reducing))
     return moments
@@ -257,7 +263,7 @@ def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings)
     total, kept = local_rows(stage, layer, rows, settings)
     width = shape.intermediate // tp * (shape.experts_per_token if shape.experts > 1 else 1)
     # of the product, gate and up; the product itself is freed first
-    saves_product = trains_matrices(stage, layer)("mlp.down_proj")
+    saves_product = "mlp.down_proj" in stage.layer(layer).trained_modules
     mlp = compute * (2 if saves_product else 3) * kept * width
     itemsize = compute if settings.on_gpu else FP32  # the kernel of the CPU computes in fp32
     queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
@@ -269,14 +275,40 @@ def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings)
     return mlp + residual, attention + residual
 
 
-def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
-    """Scored rows, their gradient, slices of logits, and the gradient of the weight."""
+def _lm_head_forward(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
+    """Scored rows, their rounded copy, and slices of logits and of the rounded weight."""
     scored, width = rows.scored // stage.dims.cp, stage.shape.hidden
-    vocab = next(p.shape[0] for p in stage.outer if p.name == stage.shape.head)
-    columns = slice_width(vocab, scored, on_gpu=settings.on_gpu)
-    # one slice is computed while the one before it still exists
-    slices = FP32 * scored * min(2 * columns, vocab)
+    columns, num_slices = _slices_of_head(stage, scored, settings)
+    rounded = _rounded(settings) * (scored + columns) * width
+    return settings.precision.stored * scored * width + FP32 * scored * columns * num_slices + rounded
+
+
+def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
+    """Scored rows, their gradient, slices of logits, and the gradient of the weight.
+
+    One slice of logits is computed while the one before it still exists; that of the weight's gradient, beside the
+    rounded factors of the product.
+    """
+    scored, width = rows.scored // stage.dims.cp, stage.shape.hidden
+    columns, num_slices = _slices_of_head(stage, scored, settings)
+    slices = num_slices * FP32 * scored * columns
+    if _trained_head(stage):
+        product = FP32 * columns * (scored + width) + _rounded(settings) * columns * (scored + width)
+        slices = max(slices, product)
     return (settings.precision.stored + 3 * FP32) * scored * width + slices + _head_gradient(stage, settings)
+
+
+def _slices_of_head(stage: Stage, scored: int, settings: MemorySettings) -> tuple[int, int]:
+    """Columns of a slice of the vocabulary, and how many slices of logits exist at once."""
+    vocab = next(p.shape[0] for p in stage.outer if p.name == stage.shape.head)
+    columns = min(slice_width(vocab, scored, on_gpu=settings.on_gpu), vocab)
+    return columns, min(2, -(-vocab // columns))
+
+
+def _rounded(settings: MemorySettings) -> int:
+    """Bytes of an element of a rounded factor; 0 if factors are used as they are."""
+    precision = settings.precision
+    return precision.compute if settings.on_gpu and precision.compute != precision.stored else 0
 
 
 def _head_gradient(stage: Stage, settings: MemorySettings) -> int:

@@ -101,9 +101,10 @@ class Layer:
         return sum(p.numel for p in self.parameters if p.is_narrow)
 
     @cached_property
-    def trained_modules(self) -> tuple[str, ...]:
-        """Modules with trained matrices, or trained adapters."""
-        return tuple(p.module for p in self.parameters if p.is_trained and len(p.shape) > 1)
+    def trained_modules(self) -> frozenset[str]:
+        """Paths of modules with trained matrices or adapters, and of the modules that contain them."""
+        paths = [p.module.split(".") for p in self.parameters if p.is_trained and len(p.shape) > 1]
+        return frozenset(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))
 
     @cached_property
     def adapted_modules(self) -> frozenset[str]:
@@ -253,6 +254,14 @@ class FsdpGroup:
     count: int = 1
 
     @cached_property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(p.numel for p in self.parameters if p.is_trained)
+
+    @cached_property
     def shard_numel(self) -> int:
         return sum(p.fsdp_numel(self.size) for p in self.parameters)
 
@@ -392,7 +401,7 @@ class Stage:
 
     def outer_numel(self, *kinds: GroupKind) -> int:
         """Elements outside of layers that FSDP2 gathers in groups of these kinds; 0 without FSDP2."""
-        return sum(p.numel for group in self.fsdp_groups if group.kind in kinds for p in group.parameters)
+        return sum(group.numel for group in self.fsdp_groups if group.kind in kinds)
 
     @property
     def trains_embedding(self) -> bool:

@@ -56,6 +56,8 @@ def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offlo
         width = int(model.config.get_text_config().hidden_size)
         options["context_fn"] = partial(_contexts, width, _width_of_last_product(model))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # for reentrant checkpoints it lets the output of the embedding require a gradient, which nothing else needs
+    model.disable_input_require_grads()
     if offload:
         # transformers' own `offload` pins memory, which a machine without a GPU cannot
         module: Any

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -107,6 +108,20 @@ class LiveBytes(TorchDispatchMode):
         self.live += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self.peak = max(self.peak, self.live)
+
+
+def leave_shapes_uncounted() -> None:
+    """Let DTensor derive the shape of a result outside of all modes.
+
+    It computes with tensors of the whole shape that have no memory, which only in a simulation are like all others.
+    """
+    derive = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def derive_uncounted(propagator: ShardingPropagator, operation: Any) -> Any:
+        with _disable_current_modes():
+            return derive(propagator, operation)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = derive_uncounted  # type: ignore[assignment,method-assign]
 
 
 class Collective(NamedTuple):

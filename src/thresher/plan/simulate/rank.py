@@ -52,12 +52,18 @@ def run_rank(request: RankRequest) -> RankResult:
     from thresher.models.attention.interface import KERNELS
     from thresher.observability.memory import peak_rss_bytes
     from thresher.plan.simulate.attention import attention_without_values
-    from thresher.plan.simulate.counters import CommunicationCounter, LiveBytes, OperationCounter
+    from thresher.plan.simulate.counters import (
+        CommunicationCounter,
+        LiveBytes,
+        OperationCounter,
+        leave_shapes_uncounted,
+    )
     from thresher.plan.simulate.host_side import HostSide
 
     device = torch.device("cuda", 0)
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
     KERNELS["cuda"] = attention_without_values
+    leave_shapes_uncounted()
     live, host = LiveBytes(device.type), HostSide()
     counted, communication = OperationCounter(device.type), CommunicationCounter()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -93,14 +99,15 @@ class _Step:
         from thresher.builders.objective import build_objective
         from thresher.config import parse_config
         from thresher.distributed.groups import Group
-        from thresher.plan.simulate.source import SourceWithoutValues
+        from thresher.plan.simulate.source import SourceWithoutValues, TrainedPartsWithoutValues
         from thresher.strategies.native.build import build_infer, build_train
 
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
         layout = build_layout(config)[1]
         spec = policy_spec(config, layout, device, world)
+        source, trained = SourceWithoutValues.of(spec.source), TrainedPartsWithoutValues.of(spec.trained)
         # uncompiled: a compiler needs values
-        self._policy = build_train(replace(spec, source=SourceWithoutValues.of(spec.source), compilation=None))
+        self._policy = build_train(replace(spec, source=source, trained=trained, compilation=None))
         self._score: Callable[[PairBatch], ChosenRejectedLogps] | None = None
         if request.reference == "adapter":
             self._score = self._policy.score_base

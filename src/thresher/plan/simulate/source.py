@@ -1,4 +1,4 @@
-"""A model whose weights are allocated and never read."""
+"""A model whose weights and adapters are allocated and never read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from thresher.models.loading.load_sharded import build_without_weights
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.strategies.spec import ModelSource
 
@@ -30,7 +31,7 @@ class SourceWithoutValues(ModelSource):
 
     def move(self, module: nn.Module, device: torch.device) -> nn.Module:
         model = base_model(module)
-        # adapters that were made in fake mode cannot be changed in place, as `Module.to` does
+        # `Module.to` copies values, which there are none of on the meta device
         for each in model.modules():
             for name, parameter in each.named_parameters(recurse=False):
                 empty = torch.empty_like(parameter, device=device)
@@ -48,3 +49,16 @@ class SourceWithoutValues(ModelSource):
     @property
     def shards_path(self) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class TrainedPartsWithoutValues(TrainedParts):
+    """The trained part of such a model."""
+
+    @classmethod
+    def of(cls, trained: TrainedParts) -> TrainedPartsWithoutValues:
+        return cls(**{field.name: getattr(trained, field.name) for field in fields(trained)})
+
+    def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
+        with _disable_current_modes():
+            return super().apply(model, frozen_dtype)
