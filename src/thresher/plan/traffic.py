@@ -251,8 +251,7 @@ def _layer_reductions(
         rows = total if is_read_by_keys else kept
         if "lora_B" in p.name:
             yield rows * p.shape[1], compute
-        # gradient checkpointing makes the output of a frozen embedding require a gradient
-        elif settings.recompute != "off" or _input_has_gradient(stage, layer, p):
+        elif _input_has_gradient(stage, layer, p):
             yield rows * p.shape[1], normed
     if experts:
         # gradients of the experts' input, and of the weights of the chosen experts
@@ -284,7 +283,7 @@ def _context_parallel(stage: Stage, rows: Rows, settings: TrafficSettings, *, ha
         in_layer = [inputs, output] * (2 if has_backward and settings.recompute == "full" else 1)
         if has_backward:
             in_layer.append(output)
-            if settings.recompute != "off" or any(_has_gradient(stage, layer, f"{name}_proj") for name in "qkv"):
+            if any(_has_gradient(stage, layer, f"{name}_proj") for name in "qkv"):
                 in_layer.append(inputs)
         yield from (message.times(count) for message in in_layer)
     if stage.is_last:
