@@ -58,10 +58,12 @@ def saved_in_layer(stage: Stage, layer: int, rows: Rows, settings: MemorySetting
         return results + (0 if settings.offloads_inputs else hidden)
     is_lean = uses_lean_layers(stage, settings)
     queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    mask = 0
     if not settings.packs_rows:
         keys = queries  # keys and values are repeated for each query head
+        mask = compute * total * total // max(1, 2 * rows.pairs)  # of every padded sequence, as numbers
     # queries, keys, values, output and log-sum-exp of attention; o_proj reads the output, or the exchanged one
-    attention = compute * (2 * kept * queries + 2 * total * keys) + FP32 * kept * shape.heads // tp
+    attention = compute * (2 * kept * queries + 2 * total * keys) + FP32 * kept * shape.heads // tp + mask
     if stage.dims.cp > 1 and "self_attn.o_proj" in stage.layer(layer).trained_modules:
         attention += compute * kept * queries
     norms = hidden  # the input of the layer
