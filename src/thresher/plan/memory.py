@@ -278,9 +278,9 @@ def _temporaries(stage: Stage, layer: int, rows: Rows, settings: MemorySettings)
 def _lm_head_forward(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     """Scored rows, their rounded copy, and slices of logits and of the rounded weight."""
     scored, width = rows.scored // stage.dims.cp, stage.shape.hidden
-    columns, num_slices = _slices_of_head(stage, scored, settings)
+    columns, existing = _columns_of_logits(stage, scored, settings)
     rounded = _rounded(settings) * (scored + columns) * width
-    return settings.precision.stored * scored * width + FP32 * scored * columns * num_slices + rounded
+    return settings.precision.stored * scored * width + FP32 * scored * existing + rounded
 
 
 def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
@@ -290,19 +290,18 @@ def _lm_head(stage: Stage, rows: Rows, settings: MemorySettings) -> int:
     rounded factors of the product.
     """
     scored, width = rows.scored // stage.dims.cp, stage.shape.hidden
-    columns, num_slices = _slices_of_head(stage, scored, settings)
-    slices = num_slices * FP32 * scored * columns
+    columns, existing = _columns_of_logits(stage, scored, settings)
+    slices = FP32 * scored * existing
     if _trained_head(stage):
-        product = FP32 * columns * (scored + width) + _rounded(settings) * columns * (scored + width)
-        slices = max(slices, product)
+        slices = max(slices, (FP32 + _rounded(settings)) * columns * (scored + width))
     return (settings.precision.stored + 3 * FP32) * scored * width + slices + _head_gradient(stage, settings)
 
 
-def _slices_of_head(stage: Stage, scored: int, settings: MemorySettings) -> tuple[int, int]:
-    """Columns of a slice of the vocabulary, and how many slices of logits exist at once."""
+def _columns_of_logits(stage: Stage, scored: int, settings: MemorySettings) -> tuple[int, int]:
+    """Columns of a slice of logits, and of those that exist at once."""
     vocab = next(p.shape[0] for p in stage.outer if p.name == stage.shape.head)
     columns = min(slice_width(vocab, scored, on_gpu=settings.on_gpu), vocab)
-    return columns, min(2, -(-vocab // columns))
+    return columns, min(2 * columns, vocab)
 
 
 def _rounded(settings: MemorySettings) -> int:
