@@ -98,7 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NUM_PAIRS, PAIRS_PER_STEP_AND_RANK, TOKENS_PER_MICRO_BATCH, PAIRS_PER_MICRO_BATCH = 96, 8, 1100, 4
 SHORTER = {"smollm2": 4}  # pairs and budgets of a large shape, so that a case takes minutes
-_SECONDS_FOR_A_CASE = 1800
+SECONDS_FOR_A_CASE = 1800
 LORA: dict[str, Any] = {"lora_rank": 8, "lora_target": ["all-linear"]}
 
 
@@ -303,7 +303,7 @@ def compare(models: Path, case: Case) -> list[dict[str, Any]]:
     """One row per rank."""
     model = models / case.shape
     preload = ["thresher.plan.estimate", "tests.support.strategies.live_memory"]
-    pool = RankPool(case.num_ranks, preload, _SECONDS_FOR_A_CASE)
+    pool = RankPool(case.num_ranks, preload, SECONDS_FOR_A_CASE)
     try:
         counted: list[Counted] = pool.run(count, models, case)
     finally:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from thresher.models.loading.load_sharded import build_without_weights
+from thresher.models.loading.load_sharded import allocate, build_without_weights
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.strategies.spec import ModelSource
@@ -30,15 +30,7 @@ class SourceWithoutValues(ModelSource):
         return None
 
     def move(self, module: nn.Module, device: torch.device) -> nn.Module:
-        model = base_model(module)
-        # `Module.to` copies values, which there are none of on the meta device
-        for each in model.modules():
-            for name, parameter in each.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, device=device)
-                each.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-            for name, buffer in each.named_buffers(recurse=False):
-                setattr(each, name, buffer.to(device))
-        model.tie_weights()
+        allocate(base_model(module), device)  # `Module.to` copies values, and there are none
         return module
 
     def empty(self) -> PreTrainedModel:
