@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
 
+from tests.support.ci_cases import mark_other_cases
 from tests.support.paths import ROOT, shared_path
+from tests.support.strategies.rank_pool import RankPool, RankPools
 from thresher.runtime.ray.environment import set_environment
 
 # Ray reads its environment when it is first imported, so set what a run sets before any test file is. The token of the
@@ -33,14 +34,22 @@ settings.load_profile("no deadline")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave every n-th case of a test marked `every(n)` to CI, and mark the others `hand`."""
-    seen: Counter[str] = Counter()
-    for item in items:
-        if (mark := item.get_closest_marker("every")) is not None:
-            name = item.nodeid.partition("[")[0]
-            if seen[name] % mark.args[0]:
-                item.add_marker(pytest.mark.hand)
-            seen[name] += 1
+    mark_other_cases(items)
+
+
+@pytest.fixture(scope="session")
+def rank_pools(python_path_of_children) -> Iterator[RankPools]:
+    """Pools of gloo ranks that all test files share."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def pool_of(request, rank_pools) -> Callable[[int], RankPool]:
+    """Find a pool by its number of ranks. ENGINE of a test file: the engine of its cases, `native` without it."""
+    engine = getattr(request.module, "ENGINE", "native")
+    return lambda size: rank_pools.find(size, engine)
 
 
 @pytest.fixture(scope="session", autouse=True)

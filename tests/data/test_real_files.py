@@ -46,7 +46,7 @@ FILES: dict[str, tuple[str, int, int, dict[str, int]]] = {
 RAW = [name for name in FILES if "hh-rlhf" not in name or "online" in name]
 
 
-@pytest.mark.every(5)
+@pytest.mark.covered
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "template"), [*((name, "chatml") for name in FILES), *((name, "raw") for name in RAW)]

@@ -1,30 +1,14 @@
-"""Two and four gloo ranks and a small model, shared by the tests of a file."""
+"""Small models, shared by the tests of a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.strategies.parity import save_model
-from tests.support.strategies.rank_pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks, started on first use."""
-    pools: dict[int, RankPool] = {}
-
-    def find(size: int) -> RankPool:
-        if size not in pools or not pools[size].is_alive:
-            pools[size] = RankPool(size)
-        return pools[size]
-
-    yield find
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="session")

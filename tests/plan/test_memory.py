@@ -50,6 +50,21 @@ class Run:
         words = [axes, self.layout, self.shape, str(self.num_batches), *map(str, self.settings.values())]
         return "-".join(words).replace(" ", "_")
 
+    @property
+    def case_values(self) -> dict[str, str]:
+        axes = f"{self.axes or 'dp_shard'} on {self.num_ranks}"
+        return {
+            "axes": axes,
+            "layout": self.layout,
+            "settings": str(self.settings),
+            "shape": self.shape,
+            "micro-batches": str(self.num_batches),
+        }
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks
+
 
 RUNS = [
     *(Run(axes, shape="vocabulary", num_batches=1) for axes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
@@ -119,12 +134,12 @@ def count_with(model_dir, run: Run) -> StepBytes:
     return live_bytes_of_step(model_dir, run.axes, run.layout, PAIRS, run.num_batches, **run.settings)
 
 
-@pytest.mark.every(9)
+@pytest.mark.covered
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_step_holds_the_predicted_memory(run, models, ranks):
+def test_a_step_holds_the_predicted_memory(run, models, pool_of):
     model_dir = models / run.shape
 
-    for rank, counted in enumerate(ranks(run.num_ranks).run(count_with, model_dir, run)):
+    for rank, counted in enumerate(pool_of(run.num_ranks).run(count_with, model_dir, run)):
         held, peak = predicted(run, model_dir, rank)
         print(f"{run} rank {rank}: {counted.peak:,} counted, {peak.total / counted.peak - 1:+.1%} predicted")
         assert counted.weights == held.weights

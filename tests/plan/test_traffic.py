@@ -39,6 +39,11 @@ class Run:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "dp_shard"
         return "-".join([axes, self.layout, self.family, *map(str, self.settings.values())]).replace(" ", "_")
 
+    @property
+    def case_values(self) -> dict[str, str]:
+        axes = str(self.axes or "dp_shard")
+        return {"axes, layout": f"{axes}, {self.layout}", "settings": str(self.settings), "family": self.family}
+
 
 SHARD: dict[str, int] = {}
 REPLICATE, TP, CP, PP = {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
@@ -139,15 +144,15 @@ def count_with(model_dir, run: Run) -> dict[str, int]:
     return count_step_of_config(model_dir, run.axes, run.layout, **run.settings)
 
 
-@pytest.mark.every(9)
+@pytest.mark.covered
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_step_sends_exactly_the_predicted_bytes(run, model_dir, ranks):
-    assert_equal_bytes(run, model_dir(run.family), ranks(2))
+def test_a_step_sends_exactly_the_predicted_bytes(run, model_dir, pool_of):
+    assert_equal_bytes(run, model_dir(run.family), pool_of(2))
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", COMBINED, ids=str)
-def test_axes_together_send_exactly_the_predicted_bytes(run, model_dir, ranks):
-    assert_equal_bytes(run, model_dir(run.family), ranks(4))
+def test_axes_together_send_exactly_the_predicted_bytes(run, model_dir, pool_of):
+    assert_equal_bytes(run, model_dir(run.family), pool_of(4))

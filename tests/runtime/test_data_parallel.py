@@ -97,7 +97,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
     resources.close()
 
 
-@pytest.mark.every(9)
+@pytest.mark.covered
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_workers_equals_the_run_in_one_process(in_process, on_workers, tmp_path, name):
     local = in_process(name)

@@ -1,11 +1,14 @@
-"""Rank pools shared by the tests of a file, the expected outcomes, and the table of cases that agreed.
+"""Models, the expected outcomes, and the table of cases that agreed.
 
 `pytest tests/strategies --parity-table docs/concepts/parallelism.md` writes the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,29 +19,6 @@ from tests.support.strategies.parity import Case, Outcome, save_model, train_ora
 from tests.support.strategies.parity_cases import ALL_CASES, write_table
 from tests.support.strategies.rank_pool import RankPool
 from thresher.distributed.mesh import ParallelDims
-
-# idle gloo groups have threads that wake a hundred times per second
-_MAX_THREADS = 150
-
-
-@pytest.fixture(scope="module")
-def pool_of(request) -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks, started on first use; a dead pool or one with too many threads is replaced.
-
-    PRELOADED of a test file: modules that its ranks import.
-    """
-    pools: dict[int, RankPool] = {}
-
-    def find(size: int) -> RankPool:
-        if size in pools and pools[size].is_alive and pools[size].num_threads > _MAX_THREADS:
-            pools[size].close()
-        if size not in pools or not pools[size].is_alive:
-            pools[size] = RankPool(size, getattr(request.module, "PRELOADED", ()))
-        return pools[size]
-
-    yield find
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture
@@ -64,9 +44,30 @@ def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
 
 
 @pytest.fixture(scope="session")
-def oracle(model_dirs) -> Callable[[Case], Outcome]:
+def remembered(tmp_path_factory) -> Callable[[str, Callable[[Case], Outcome]], Callable[[Case], Outcome]]:
+    """Keep outcomes by case in files that the processes of a test run share."""
+    root = tmp_path_factory.getbasetemp()
+    directory = (root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root) / "outcomes"
+    directory.mkdir(exist_ok=True)
+
+    def remember(name: str, train: Callable[[Case], Outcome]) -> Callable[[Case], Outcome]:
+        def find(case: Case) -> Outcome:
+            file = directory / f"{name}-{hashlib.sha256(repr(case).encode()).hexdigest()}"
+            if not file.exists():
+                unfinished = file.with_suffix(f".{os.getpid()}")
+                unfinished.write_bytes(pickle.dumps(train(case)))
+                unfinished.rename(file)
+            return pickle.loads(file.read_bytes())  # noqa: S301  # written above
+
+        return cache(find)
+
+    return remember
+
+
+@pytest.fixture(scope="session")
+def oracle(model_dirs, remembered) -> Callable[[Case], Outcome]:
     """The outcome of examples/minimal_dpo.py, which ignores mesh, layout and micro-batches."""
-    train = cache(lambda case: train_oracle(case, *model_dirs(case.family)))
+    train = remembered("oracle", lambda case: train_oracle(case, *model_dirs(case.family)))
     plain = Case(ParallelDims())
     ignored_by_oracle = {
         name: getattr(plain, name)
@@ -80,9 +81,9 @@ def oracle(model_dirs) -> Callable[[Case], Outcome]:
 
 
 @pytest.fixture(scope="session")
-def one_process(model_dirs) -> Callable[[Case], Outcome]:
+def one_process(model_dirs, remembered) -> Callable[[Case], Outcome]:
     """The outcome of the native engine in one process."""
-    train = cache(lambda case: train_single_process(case, *model_dirs(case.family)))
+    train = remembered("one process", lambda case: train_single_process(case, *model_dirs(case.family)))
     plain = Case(ParallelDims())
     of_the_mesh = (
         "virtual_pp_size",

@@ -106,7 +106,7 @@ CASES = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_sends_the_bytes_of_the_formula(case, pool_of, model_dirs):
     sizes = case.sizes

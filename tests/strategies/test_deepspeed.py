@@ -28,6 +28,7 @@ from tests.support.strategies.deepspeed_runs import (
 from tests.support.strategies.skipped_runs import train_with_nonfinite_step
 
 pytestmark = pytest.mark.distributed
+ENGINE = "deepspeed"
 TWO_RANKS = ParallelDims(dp_shard=2)
 STAGES = [Zero(stage) for stage in range(4)]
 OFFLOADS = [Zero(2, offloads_optimizer=True), Zero(3, offloads_optimizer=True, offloads_param=True)]
@@ -64,7 +65,7 @@ AGAINST_ONE_PROCESS = [
 ]
 
 
-@pytest.mark.every(6)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_three_steps_of_every_stage_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
@@ -78,7 +79,7 @@ def test_three_steps_of_every_stage_equal_the_oracle(case, pool_of, model_dirs, 
     assert_logs_of_one_process(outcomes, one_process(case))
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
 def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
@@ -93,7 +94,7 @@ def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, on
     assert_logs_of_one_process(outcomes, alone)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covered
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.01), (torch.float16, 0.00125)], ids=str)
 def test_half_precision_agrees_to_its_precision(stage, dtype, tolerance, pool_of, model_dirs, oracle, one_process):
@@ -110,7 +111,7 @@ def test_half_precision_agrees_to_its_precision(stage, dtype, tolerance, pool_of
             assert_agree(logged, {"loss": of_oracle["loss"], "grad_norm": norm}, tolerance=tolerance)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("zero", [*STAGES, *OFFLOADS], ids=str)
 def test_a_non_finite_loss_of_one_rank_changes_nothing_on_any_rank(zero, pool_of, model_dirs):
     case = Case(TWO_RANKS, nonfinite_pair=0, engine=zero)
@@ -122,7 +123,7 @@ def test_a_non_finite_loss_of_one_rank_changes_nothing_on_any_rank(zero, pool_of
         assert sum(skipped is not None for skipped in outcome.skipped) == 1
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("zero", [*STAGES, *OFFLOADS], ids=str)
 def test_an_overflow_of_fp16_halves_the_scale_and_changes_nothing(zero, pool_of, model_dirs):
     case = Case(TWO_RANKS, loss="simpo", dtype=torch.float16, engine=zero)

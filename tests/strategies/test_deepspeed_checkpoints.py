@@ -25,6 +25,7 @@ from tests.support.strategies.deepspeed_engine import Zero
 from tests.support.strategies.deepspeed_runs import load_error, step_and_undo
 
 pytestmark = pytest.mark.distributed
+ENGINE = "deepspeed"
 TWO_RANKS = ParallelDims(dp_shard=2)
 STEP, LAST = f"step-{SAVED_STEP:08d}", f"step-{NUM_STEPS:08d}"
 TOLERANCE = 1e-5
@@ -61,7 +62,7 @@ def saved(pool_of, model, tmp_path_factory):
     return find
 
 
-@pytest.mark.every(2)
+@pytest.mark.covered
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_same_stage_resumes_bitwise(name, saved, pool_of, tmp_path):
     run, uninterrupted = saved(name)
@@ -73,7 +74,7 @@ def test_the_same_stage_resumes_bitwise(name, saved, pool_of, tmp_path):
     assert verify(tmp_path / LAST).files == verify(run.root / LAST).files
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

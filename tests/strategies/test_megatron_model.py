@@ -17,7 +17,7 @@ from thresher.strategies.megatron.sizes import MegatronSizes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; install thresher[megatron]")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-PRELOADED = ["megatron.core.models.gpt"]
+ENGINE = "megatron"
 
 LAYOUTS = ("shared", "packed", "padded")
 DENSE = ("llama", "qwen2", "qwen3")
@@ -123,7 +123,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_a
 OF_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")}
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [

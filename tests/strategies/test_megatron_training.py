@@ -35,7 +35,7 @@ from tests.support.strategies.megatron_engine import (
 )
 
 pytestmark = pytest.mark.distributed
-PRELOADED = ["thresher.strategies.megatron.build"]
+ENGINE = "megatron"
 DP, TP, PP, CP = (ParallelDims(**{axis: 2}) for axis in ("dp_replicate", "tp", "pp", "cp"))
 TP_PP, DP_TP, DP_PP = ParallelDims(tp=2, pp=2), ParallelDims(dp_replicate=2, tp=2), ParallelDims(dp_replicate=2, pp=2)
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -84,7 +84,7 @@ AGAINST_ONE_PROCESS = [
 ]
 
 
-@pytest.mark.every(6)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_three_steps_on_every_axis_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
@@ -98,7 +98,7 @@ def test_three_steps_on_every_axis_equal_the_oracle(case, pool_of, model_dirs, o
     assert_logs_of_one_process(outcomes, one_process(case))
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
 def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
@@ -112,7 +112,7 @@ def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, on
     assert_logs_of_one_process(outcomes, alone)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [DP, TP, PP], ids=["dp", "tp", "pp"])
 def test_three_steps_in_half_precision_agree_to_it(sizes, dtype, pool_of, model_dirs, oracle, one_process):

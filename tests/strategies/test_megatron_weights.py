@@ -17,7 +17,7 @@ from thresher.strategies.megatron.sizes import MegatronSizes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; install thresher[megatron]")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-PRELOADED = ["megatron.core.models.gpt"]
+ENGINE = "megatron"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def check_round_trip(pool, path: Path, sizes: MegatronSizes) -> None:
         assert num_read == sum(piece.values.numel() for piece in pieces) <= num_parameters
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
@@ -48,7 +48,7 @@ def test_round_trip_on_two_ranks(family, tp, pp, tied, two_ranks, model_dir):
     check_round_trip(two_ranks, model_dir(family, tie_word_embeddings=tied), sizes)
 
 
-@pytest.mark.every(5)
+@pytest.mark.covered
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

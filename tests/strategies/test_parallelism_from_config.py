@@ -49,7 +49,7 @@ def check(pool, model_dir, axes, layout, tolerance=1e-5, **model_args):
     assert abs(one.metrics[2]["loss"] - one.metrics[0]["loss"]) > 1e-3  # and the policy moved
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize("model_args", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}, {"cp_size": 2}, {"dp_replicate": 2}, {"zero_stage": 2}], ids=str)
 def test_two_ranks(two_ranks, model_dir, axes, model_args):
@@ -61,7 +61,7 @@ def test_lora_on_some_matrices_in_padded_rows(two_ranks, model_dir, axes):
     check(two_ranks, model_dir, axes, "padded", **SOME)
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("axes", [{"tp_size": 2}, {"dp_replicate": 2}, {"cp_size": 2}], ids=str)
 def test_lora_on_four_ranks(four_ranks, model_dir, axes):
     check(four_ranks, model_dir, axes, "shared", **LORA)

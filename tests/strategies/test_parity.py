@@ -72,7 +72,7 @@ def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> Non
             assert_agree(logged, {name: expected[name] for name in expected.keys() - OF_THE_CUT}, tolerance)
 
 
-@pytest.mark.every(6)
+@pytest.mark.covered
 @distributed
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_three_steps_on_every_mesh_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process, agreed):
@@ -91,7 +91,7 @@ def test_three_steps_on_every_mesh_equal_the_oracle(case, pool_of, model_dirs, o
     agreed(case)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covered
 @distributed
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
 def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process, agreed):
@@ -107,7 +107,7 @@ def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, on
     agreed(case)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @distributed
 @pytest.mark.parametrize("case", [*IN_BF16, *IN_FP16], ids=str)
 def test_three_steps_in_half_precision_agree_to_its_precision(case, pool_of, model_dirs, oracle, one_process, agreed):
@@ -125,7 +125,7 @@ def test_three_steps_in_half_precision_agree_to_its_precision(case, pool_of, mod
     agreed(case)
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @distributed
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: str(Case(sizes)))
 def test_a_parallel_reference_scores_as_in_one_process(sizes, pool_of, model_dirs):

@@ -43,7 +43,7 @@ def check_weights(expected: dict[str, Tensor], weights: dict[str, Tensor]) -> No
         torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=0, msg=name)
 
 
-@pytest.mark.every(6)
+@pytest.mark.covered
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, case):
@@ -130,7 +130,7 @@ def test_a_stage_holds_hidden_states_only_of_micro_batches_in_flight(four_ranks,
     assert four_ranks.run(max_held_inputs, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covered
 @pytest.mark.distributed
 @pytest.mark.parametrize("axes", [{"pp_size": 2}, {"pp_size": 2, "virtual_pp_size": 2, "tp_size": 2}], ids=str)
 def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):

@@ -27,7 +27,7 @@ def bytes_of(path: Path) -> int:
     return sum(parameter.nbytes for parameter in load_model(str(path)).parameters())
 
 
-@pytest.mark.every(4)
+@pytest.mark.covered
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     "sizes",

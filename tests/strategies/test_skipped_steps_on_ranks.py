@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_process_skips_the_step_and_names_the_non_finite_pair(case, pool_of, model_dirs):
     outcomes = pool_of(case.sizes.num_processes).run(train_with_nonfinite_step, case, *model_dirs(case.family))
@@ -71,7 +71,7 @@ def test_an_fp16_overflow_on_one_rank_halves_the_loss_scale_of_both(sizes, pool_
 AXES = [ParallelDims(**{axis: 2}) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]
 
 
-@pytest.mark.every(3)
+@pytest.mark.covered
 @pytest.mark.parametrize("sizes", AXES, ids=lambda sizes: str(Case(sizes)))
 def test_a_loss_scale_that_is_too_large_falls_alike_on_all_ranks_and_leaves_no_trace(sizes, pool_of, model_dirs):
     """The steps after the overflows equal those of a run that starts with the scale they end at, bitwise."""

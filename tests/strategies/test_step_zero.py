@@ -46,7 +46,7 @@ def test_one_process_starts_at_margin_0(model_dir, tmp_path, reference, model_ar
     assert_equal([measure(StepZero(reference, {}, model_args), model_dir, tmp_path, long_pairs(96))])
 
 
-@pytest.mark.every(5)
+@pytest.mark.covered
 @pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}], ids=str)
 @pytest.mark.parametrize(("reference", "model_args"), REFERENCES)
 def test_two_workers_start_at_margin_0(two_ranks, model_dir, tmp_path, reference, model_args, axes):

@@ -115,7 +115,7 @@ def gradients(stories_dir, pairs, sizes, objective, dtype=torch.float64):
     return found, {name: metric.mean for name, metric in metrics.items()}
 
 
-@pytest.mark.every(9)
+@pytest.mark.covered
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "simpo", "orpo", "aot", "aot_unpaired"])
 @pytest.mark.parametrize("sizes", [(8,) * 2, (4,) * 4, (2,) * 8, (1,) * 16, (7, 5, 3, 1)], ids=str)
 def test_accumulation_and_micro_batches_do_not_change_the_gradient(stories_dir, pairs, loss, sizes):

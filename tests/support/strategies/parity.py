@@ -113,6 +113,24 @@ class Case:
         return "-".join(filter(None, parts)).replace(" ", "_")
 
     @property
+    def case_values(self) -> dict[str, str]:
+        """What CI must run at least once (tests/support/ci_cases.py)."""
+        mesh = axes_text(self.sizes)
+        return {
+            "mesh": mesh,
+            "mesh, layout": f"{mesh}, {self.layout}",
+            "loss": self.loss,
+            "family": self.family,
+            "also, family": f"{self.also}, {self.family}" if self.also else "",
+            "dtype": str(self.dtype),
+            "engine": str(self.engine),
+        }
+
+    @property
+    def num_processes(self) -> int:
+        return self.sizes.num_processes
+
+    @property
     def plan(self) -> Plan:
         return Plan(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
 

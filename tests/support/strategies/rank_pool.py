@@ -1,7 +1,7 @@
-"""A pool of processes in a gloo group on this machine that run functions on every rank.
+"""Pools of processes in a gloo group on this machine that run functions on every rank.
 
-Importing torch and transformers takes longer than most cases, so ranks are forked from one process that has imported
-them, and run all cases of a test file.
+Importing what a case needs takes longer than most cases, so ranks are forked from one process that has imported it, and
+run the cases of all test files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,18 +18,20 @@ from typing import Any
 
 _SECONDS_FOR_A_CASE = 300
 _SECONDS_AFTER_A_FAILURE = 20
+# idle gloo groups have threads that wake a hundred times per second
+_MAX_THREADS = 150
+_PRELOADED = ["peft", "tests.support.strategies.config_runs", "tests.support.strategies.parity"]
 
 
 class RankPool:
     """`size` processes; `run` calls a function on all of them and returns the results by rank.
 
-    preload: further modules to import before the fork; used by the first pool of a test run.
     seconds: how long a case, and a collective in it, may take.
     """
 
-    def __init__(self, size: int, preload: Sequence[str] = (), seconds: int = _SECONDS_FOR_A_CASE):
+    def __init__(self, size: int, seconds: int = _SECONDS_FOR_A_CASE):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "peft", *preload])
+        context.set_forkserver_preload(_PRELOADED)
         self._seconds = seconds
         self._pipes: list[Connection] = []
         self._processes = []
@@ -80,6 +82,34 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
+
+
+class RankPools:
+    """Pools by number of ranks, started on first use.
+
+    One engine at a time, because Megatron-Core and DeepSpeed change the state of their process. A dead pool or one with
+    too many threads is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._engine = ""
+        self._pools: dict[int, RankPool] = {}
+
+    def find(self, size: int, engine: str) -> RankPool:
+        if engine != self._engine:
+            self.close()
+            self._engine = engine
+        pool = self._pools.get(size)
+        if pool is not None and pool.is_alive and pool.num_threads > _MAX_THREADS:
+            pool.close()
+        if pool is None or not pool.is_alive:
+            pool = self._pools[size] = RankPool(size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, listener: socket.socket | None, seconds: int) -> None:
