@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +34,15 @@ settings.load_profile("no deadline")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_other_cases(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    covered = mark_other_cases(items)
+    if (file := config.getoption("--covered-cases")) is not None:
+        file.write_bytes(pickle.dumps(covered))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--covered-cases", type=Path, help="write which cases of the tests marked `covered` CI runs")
+    parser.addoption("--write-tables", action="store_true", help="write the tables in the docs that tests compare")
 
 
 @pytest.fixture(scope="session")

@@ -155,7 +155,6 @@ def interrupted_trainer(base: dict[str, Any], output: Path, **arguments: Any) ->
     return DPOTrainer(config=DPOConfig(**values, output_dir=output), callbacks=[Interrupt()], **arguments)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("devices", [None, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.slow])])
 def test_after_an_interrupt_no_process_is_left_and_train_continues(devices, base, tmp_path):
     before = set(descendants(os.getpid()))

@@ -50,7 +50,6 @@ def train(directory: Path, run: str) -> str:
     return completed.stdout + completed.stderr
 
 
-@pytest.mark.covered
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["full", "lora", pytest.param("sharded", marks=pytest.mark.distributed)])
 def test_a_run_of_0_1_resumes_with_its_cached_reference(old_files, run):

@@ -135,7 +135,6 @@ class Terminator(Killer):
             os.kill(self.killed, signal.SIGTERM)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("where", [{}, TWO], ids=["in process", "two workers"])
 def test_sigterm_saves_the_current_step_and_the_same_command_resumes(base, ray_here, tmp_path, where):
     values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 150, "track_with": ["console"]})

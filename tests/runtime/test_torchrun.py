@@ -116,7 +116,6 @@ def launched(config, tmp_path_factory):
     return run
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_of_torchrun_equal_two_workers_on_ray_bitwise(config, ray_here, launched, layout, tmp_path):
     values = yaml.safe_load(Path(write(config, tmp_path / "ray", {"actor_train": LAYOUTS[layout]})).read_text())

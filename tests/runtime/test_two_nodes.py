@@ -55,7 +55,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_over_two_nodes_equals_one_process(base, local, address, tmp_path, layout):
     without_gpus = {"ray_address": address, "system_envs": {"THRESHER_DEVICE": "cpu"}}

@@ -35,7 +35,6 @@ def one_by_one(model: torch.nn.Module, prompt: tuple[int, ...], max_new_tokens: 
     return tuple(ids[len(prompt) :])
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_the_plain_forward(family: str) -> None:
     model = loud(family)

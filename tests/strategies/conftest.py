@@ -20,6 +20,8 @@ from tests.support.strategies.parity_cases import ALL_CASES, write_table
 from tests.support.strategies.rank_pool import RankPool
 from thresher.distributed.mesh import ParallelDims
 
+Train = Callable[[Case, int], Outcome]  # the case, and the number of layers of its models
+
 
 @pytest.fixture
 def two_ranks(pool_of) -> RankPool:
@@ -32,30 +34,31 @@ def four_ranks(pool_of) -> RankPool:
 
 
 @pytest.fixture(scope="session")
-def model_dirs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+def model_dirs(tmp_path_factory) -> Callable[..., tuple[Path, Path]]:
     """A policy and a different reference of an architecture."""
 
     @cache
-    def save(family: str) -> tuple[Path, Path]:
+    def save(family: str, num_layers: int = 4) -> tuple[Path, Path]:
         directory = tmp_path_factory.mktemp(family)
-        return save_model(directory / "policy", family, seed=0), save_model(directory / "reference", family, seed=1)
+        policy, reference = directory / "policy", directory / "reference"
+        return save_model(policy, family, 0, num_layers), save_model(reference, family, 1, num_layers)
 
     return save
 
 
 @pytest.fixture(scope="session")
-def remembered(tmp_path_factory) -> Callable[[str, Callable[[Case], Outcome]], Callable[[Case], Outcome]]:
-    """Keep outcomes by case in files that the processes of a test run share."""
+def remembered(tmp_path_factory) -> Callable[[str, Train], Train]:
+    """Keep outcomes by case and number of layers in files that the processes of a test run share."""
     root = tmp_path_factory.getbasetemp()
     directory = (root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root) / "outcomes"
     directory.mkdir(exist_ok=True)
 
-    def remember(name: str, train: Callable[[Case], Outcome]) -> Callable[[Case], Outcome]:
-        def find(case: Case) -> Outcome:
-            file = directory / f"{name}-{hashlib.sha256(repr(case).encode()).hexdigest()}"
+    def remember(name: str, train: Train) -> Train:
+        def find(case: Case, num_layers: int) -> Outcome:
+            file = directory / f"{name}-{num_layers}-{hashlib.sha256(repr(case).encode()).hexdigest()}"
             if not file.exists():
                 unfinished = file.with_suffix(f".{os.getpid()}")
-                unfinished.write_bytes(pickle.dumps(train(case)))
+                unfinished.write_bytes(pickle.dumps(train(case, num_layers)))
                 unfinished.rename(file)
             return pickle.loads(file.read_bytes())  # noqa: S301  # written above
 
@@ -67,7 +70,7 @@ def remembered(tmp_path_factory) -> Callable[[str, Callable[[Case], Outcome]], C
 @pytest.fixture(scope="session")
 def oracle(model_dirs, remembered) -> Callable[[Case], Outcome]:
     """The outcome of examples/minimal_dpo.py, which ignores mesh, layout and micro-batches."""
-    train = remembered("oracle", lambda case: train_oracle(case, *model_dirs(case.family)))
+    train = remembered("oracle", lambda case, layers: train_oracle(case, *model_dirs(case.family, layers)))
     plain = Case(ParallelDims())
     ignored_by_oracle = {
         name: getattr(plain, name)
@@ -77,13 +80,13 @@ def oracle(model_dirs, remembered) -> Callable[[Case], Outcome]:
             *("reduce_dtype", "pipeline", "compiles", "engine"),
         )
     }
-    return lambda case: train(replace(case, **ignored_by_oracle))
+    return lambda case: train(replace(case, **ignored_by_oracle), case.num_layers)
 
 
 @pytest.fixture(scope="session")
 def one_process(model_dirs, remembered) -> Callable[[Case], Outcome]:
     """The outcome of the native engine in one process."""
-    train = remembered("one process", lambda case: train_single_process(case, *model_dirs(case.family)))
+    train = remembered("one process", lambda case, layers: train_single_process(case, *model_dirs(case.family, layers)))
     plain = Case(ParallelDims())
     of_the_mesh = (
         "virtual_pp_size",
@@ -95,7 +98,7 @@ def one_process(model_dirs, remembered) -> Callable[[Case], Outcome]:
         "engine",
     )
     ignored = {name: getattr(plain, name) for name in ("sizes", "also", *of_the_mesh)}
-    return lambda case: train(replace(case, **ignored))
+    return lambda case: train(replace(case, **ignored), case.num_layers)
 
 
 @pytest.fixture

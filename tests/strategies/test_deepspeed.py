@@ -111,11 +111,10 @@ def test_half_precision_agrees_to_its_precision(stage, dtype, tolerance, pool_of
             assert_agree(logged, {"loss": of_oracle["loss"], "grad_norm": norm}, tolerance=tolerance)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("zero", [*STAGES, *OFFLOADS], ids=str)
 def test_a_non_finite_loss_of_one_rank_changes_nothing_on_any_rank(zero, pool_of, model_dirs):
     case = Case(TWO_RANKS, nonfinite_pair=0, engine=zero)
-    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family)):
+    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers)):
         digests = [outcome.before, *outcome.digests]
         for step, skipped in enumerate(outcome.skipped):
             assert (skipped is not None) == (0 in case.plan.pair_ids(step))
@@ -123,11 +122,10 @@ def test_a_non_finite_loss_of_one_rank_changes_nothing_on_any_rank(zero, pool_of
         assert sum(skipped is not None for skipped in outcome.skipped) == 1
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("zero", [*STAGES, *OFFLOADS], ids=str)
 def test_an_overflow_of_fp16_halves_the_scale_and_changes_nothing(zero, pool_of, model_dirs):
     case = Case(TWO_RANKS, loss="simpo", dtype=torch.float16, engine=zero)
-    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family), 1e6):
+    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers), 1e6):
         assert [skipped is not None for skipped in outcome.skipped] == [False, True, False]
         assert (outcome.skipped[1].reason, outcome.skipped[1].loss_scale) == ("overflow", 2**15)
         assert outcome.digests[0] == outcome.digests[1] != outcome.digests[2]
@@ -154,7 +152,7 @@ def test_the_base_of_an_adapter_scores_as_before_training(zero, pool_of, model_d
 
 def test_a_single_process_without_a_process_group_equals_the_oracle(pool_of, model_dirs, oracle):
     case = Case(ParallelDims(), engine=Zero(3))
-    (outcome,) = pool_of(1).run(train_without_a_process_group, case, *model_dirs(case.family))
+    (outcome,) = pool_of(1).run(train_without_a_process_group, case, *model_dirs(case.family, case.num_layers))
     expected = oracle(case)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, abs=1e-5)
     assert_same_weights(outcome.weights, expected.weights)

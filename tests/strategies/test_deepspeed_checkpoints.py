@@ -62,7 +62,6 @@ def saved(pool_of, model, tmp_path_factory):
     return find
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_same_stage_resumes_bitwise(name, saved, pool_of, tmp_path):
     run, uninterrupted = saved(name)

@@ -79,7 +79,6 @@ def native(run: Run, root: Path, **changes: Any) -> Run:
     return replace(run, root=root, sizes=None, engine=None, **changes)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_run_resumes_bitwise_and_native_loads_its_state(setup, pool_of, model_of, tmp_path):
     run = setup.run(model_of(setup.family), tmp_path / "run", saves_at=(SAVED_STEP, NUM_STEPS))
@@ -99,7 +98,6 @@ def test_a_run_resumes_bitwise_and_native_loads_its_state(setup, pool_of, model_
     assert continued.losses == pytest.approx(whole[0].losses[SAVED_STEP:], abs=TOLERANCE)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("name", ["dp x tp", "tp x pp, sequence parallel", "ep", "tp, LoRA"])
 def test_megatron_loads_a_native_checkpoint(name, pool_of, model_of, tmp_path):
     setup = SETUPS[name]

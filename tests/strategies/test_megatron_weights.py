@@ -48,7 +48,6 @@ def test_round_trip_on_two_ranks(family, tp, pp, tied, two_ranks, model_dir):
     check_round_trip(two_ranks, model_dir(family, tie_word_embeddings=tied), sizes)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

@@ -61,7 +61,6 @@ def test_lora_on_some_matrices_in_padded_rows(two_ranks, model_dir, axes):
     check(two_ranks, model_dir, axes, "padded", **SOME)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("axes", [{"tp_size": 2}, {"dp_replicate": 2}, {"cp_size": 2}], ids=str)
 def test_lora_on_four_ranks(four_ranks, model_dir, axes):
     check(four_ranks, model_dir, axes, "shared", **LORA)

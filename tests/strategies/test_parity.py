@@ -61,7 +61,7 @@ def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
 
 
 def run_parallel(case: Case, pool_of, model_dirs):
-    return pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family))
+    return pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family, case.num_layers))
 
 
 def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> None:
@@ -125,7 +125,6 @@ def test_three_steps_in_half_precision_agree_to_its_precision(case, pool_of, mod
     agreed(case)
 
 
-@pytest.mark.covered
 @distributed
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: str(Case(sizes)))
 def test_a_parallel_reference_scores_as_in_one_process(sizes, pool_of, model_dirs):

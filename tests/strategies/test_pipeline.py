@@ -47,7 +47,7 @@ def check_weights(expected: dict[str, Tensor], weights: dict[str, Tensor]) -> No
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_train_as_the_oracle_does(pool_of, model_dirs, oracle, agreed, case):
-    ranks = pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family))
+    ranks = pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family, case.num_layers))
     check_against(oracle(case), ranks)
     agreed(case)
 
@@ -130,7 +130,6 @@ def test_a_stage_holds_hidden_states_only_of_micro_batches_in_flight(four_ranks,
     assert four_ranks.run(max_held_inputs, case, model_dirs("llama")[0], 12) == [0, 3, 2, 1]
 
 
-@pytest.mark.covered
 @pytest.mark.distributed
 @pytest.mark.parametrize("axes", [{"pp_size": 2}, {"pp_size": 2, "virtual_pp_size": 2, "tp_size": 2}], ids=str)
 def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):
@@ -162,7 +161,7 @@ def test_dropout_with_a_coupled_loss_is_rejected(two_ranks, model_dirs):
     ids=str,
 )
 def test_the_start_up_check_accepts_valid_stages(two_ranks, model_dirs, case):
-    assert two_ranks.run(check_logps, case, model_dirs(case.family)[0], False) == [None, None]
+    assert two_ranks.run(check_logps, case, model_dirs(case.family, case.num_layers)[0], False) == [None, None]
 
 
 @pytest.mark.distributed

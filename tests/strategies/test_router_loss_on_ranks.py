@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 def test_replicas_balance_the_experts_like_one_process(two_ranks, one_process, model_dirs):
     case = Case(ParallelDims(dp_replicate=2), family="qwen3_moe", router_loss_coef=0.5)
-    found = two_ranks.run(train_replicated, case, *model_dirs(case.family))[0]
+    found = two_ranks.run(train_replicated, case, *model_dirs(case.family, case.num_layers))[0]
     expected = one_process(case)
     for one, other in zip(found.metrics, expected.metrics, strict=True):
         assert other["moe_aux_loss"] > 0.5

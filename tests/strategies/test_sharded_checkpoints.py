@@ -72,7 +72,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("sizes", OTHERS.values(), ids=OTHERS)
 def test_another_mesh_resumes_within_rounding(saved, pool_of, tmp_path, sizes):
     run, uninterrupted = saved
@@ -164,7 +163,6 @@ def test_hsdp_replicas_write_nothing(pool_of, model, tmp_path):
     assert_same_bits(load_tensors(checkpoint, "optimizer"), results[0].moments)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_pipeline_stages_write_their_parameters(pool_of, tmp_path, family):
     """In qwen2 the embedding is tied: the first and the last stage both hold it."""
@@ -247,7 +245,6 @@ def test_a_failed_save_on_one_rank_fails_on_all_and_keeps_older_checkpoints(
     verify(tmp_path / STEP)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
 def test_an_async_save_has_the_bytes_of_its_step(pool_of, model, tmp_path, sizes):
     sync = Run(model, tmp_path / "sync", sizes, saves_at=(2, 3, NUM_STEPS))

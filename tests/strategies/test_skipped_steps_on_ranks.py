@@ -26,10 +26,11 @@ CASES = [
 ]
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_process_skips_the_step_and_names_the_non_finite_pair(case, pool_of, model_dirs):
-    outcomes = pool_of(case.sizes.num_processes).run(train_with_nonfinite_step, case, *model_dirs(case.family))
+    outcomes = pool_of(case.sizes.num_processes).run(
+        train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers)
+    )
     step = next(step for step in range(3) if NONFINITE in case.plan.pair_ids(step))
     culprit = NonFinitePair(NONFINITE, hash_pair(PAIRS[NONFINITE]).pair.hex(), "reference logps")
     for outcome in outcomes:
@@ -48,7 +49,7 @@ def test_every_process_skips_the_step_and_names_the_non_finite_pair(case, pool_o
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_both(sizes, pool_of, model_dirs):
     """The loss stays finite, so no single pair is responsible and all pairs of the step are named."""
     case = Case(sizes)
-    outcomes = pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family), 1e30)
+    outcomes = pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers), 1e30)
     for outcome in outcomes:
         assert [skipped is not None for skipped in outcome.skipped] == [False, True, False]
         assert outcome.skipped[1].reason == "gradient"
@@ -60,7 +61,7 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_both(sizes, pool_of
 @pytest.mark.parametrize("sizes", [ParallelDims(dp_replicate=2), ParallelDims(dp_shard=2)], ids=["replicate", "shard"])
 def test_an_fp16_overflow_on_one_rank_halves_the_loss_scale_of_both(sizes, pool_of, model_dirs):
     case = Case(sizes, dtype=torch.float16)
-    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family), 1e6):
+    for outcome in pool_of(2).run(train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers), 1e6):
         assert [skipped is not None for skipped in outcome.skipped] == [False, True, False]
         overflow = outcome.skipped[1]
         assert (overflow.reason, overflow.pairs, overflow.consecutive) == ("overflow", (), 0)
@@ -71,16 +72,15 @@ def test_an_fp16_overflow_on_one_rank_halves_the_loss_scale_of_both(sizes, pool_
 AXES = [ParallelDims(**{axis: 2}) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize("sizes", AXES, ids=lambda sizes: str(Case(sizes)))
 def test_a_loss_scale_that_is_too_large_falls_alike_on_all_ranks_and_leaves_no_trace(sizes, pool_of, model_dirs):
     """The steps after the overflows equal those of a run that starts with the scale they end at, bitwise."""
     case = Case(sizes, dtype=torch.float16, initial_loss_scale=2.0**27)
-    first, second = pool_of(2).run(train_until_the_scale_fits, case, *model_dirs(case.family))
+    first, second = pool_of(2).run(train_until_the_scale_fits, case, *model_dirs(case.family, case.num_layers))
     assert first.scales == second.scales
     assert len(first.scales) > 1
     fits = replace(case, initial_loss_scale=first.scales[-1])
-    restarted = pool_of(2).run(train_until_the_scale_fits, fits, *model_dirs(case.family))
+    restarted = pool_of(2).run(train_until_the_scale_fits, fits, *model_dirs(case.family, case.num_layers))
     for found, expected in zip((first, second), restarted, strict=True):
         assert expected.scales == [first.scales[-1]]
         assert found.digests == expected.digests

@@ -45,6 +45,6 @@ def test_one_process_counts_the_zeros_of_plain_torch():
 def test_ranks_count_each_zero_once(two_ranks, one_process, model_dirs, sizes):
     case = Case(sizes, counts_zeros=True)
     expected = [metrics["num_zeros_in_grad"] for metrics in one_process(case).metrics]
-    for outcome in two_ranks.run(train_parallel, case, *model_dirs(case.family)):
+    for outcome in two_ranks.run(train_parallel, case, *model_dirs(case.family, case.num_layers)):
         assert [metrics["num_zeros_in_grad"] for metrics in outcome.metrics] == expected
     assert min(expected) > 0

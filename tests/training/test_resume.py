@@ -83,7 +83,6 @@ def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
 BY_HAND = ("synced reference",)
 
 
-@pytest.mark.covered
 @pytest.mark.parametrize(
     "extra",
     [pytest.param(run, id=name, marks=[pytest.mark.hand] * (name in BY_HAND)) for name, run in RUNS.items()],

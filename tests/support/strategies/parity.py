@@ -131,6 +131,11 @@ class Case:
         return self.sizes.num_processes
 
     @property
+    def num_layers(self) -> int:
+        """A layer like all others and the last one, which skips unscored rows; pipelines need one per stage."""
+        return 4 if self.sizes.pp > 1 else 2
+
+    @property
     def plan(self) -> Plan:
         return Plan(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
 
@@ -197,17 +202,17 @@ def axes_text(sizes: ParallelDims) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.sizes, strict=True) if size > 1) or "1 process"
 
 
-def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
-    """A model of four layers, with enough heads for every axis; large weights, so that its logits differ.
+def save_model(directory: Path, family: str, seed: int, num_layers: int = 4, **changes: Any) -> Path:
+    """A model with enough layers and heads for every axis; large weights, so that its logits differ.
 
     changes: other values of its config.
     """
     torch.manual_seed(seed)
     config: PreTrainedConfig = copy.deepcopy(FAMILIES[family])
-    config.num_hidden_layers = 4
+    config.num_hidden_layers = num_layers
     config.num_attention_heads, config.num_key_value_heads = 4, 4 if family == "llama" else 2
     if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(4)]
+        config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(num_layers)]
     config.initializer_range = 0.2
     for name, value in changes.items():
         setattr(config, name, value)
