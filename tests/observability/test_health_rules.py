@@ -181,6 +181,29 @@ def test_a_preference_for_a_length_is_one_beyond_the_data_and_beyond_chance(chos
     assert (rules.length_exploitation(history, FACTS) is not None) == fires
 
 
+def test_an_accuracy_window_that_begins_during_the_warm_up_is_not_judged():
+    """The policy learns from step 91 on; any 64 steps before that, 1,024 pairs, begin in the first 40 of 200."""
+    late = with_fault(healthy(), lambda _, record: {"rewards/accuracies": 0.5 if record["step"] <= 90 else 0.95})
+    assert list(replay(FACTS, late)) == []
+
+
+def test_the_newest_window_shares_no_record_with_the_first():
+    """Records of 64 pairs: the first window is steps 1 to 4, so the first one to compare with it is steps 5 to 8."""
+    history, windows = History(10_000, 100), []
+    for step in range(1, 9):
+        history.add(step, {"loss": 1.0, "pairs_seen": 64 * step})
+        window = history.recent()
+        windows.append(window and [record.step for record in window.records])
+    assert [record.step for record in history.first.records] == [1, 2, 3, 4]
+    assert windows == [None] * 7 + [[5, 6, 7, 8]]
+
+
+def test_a_spike_after_the_first_ten_records_does_not_excuse_later_ones():
+    """Step 12 is in the first window, which has 16 records, but not in the start that spikes are compared with."""
+    early = with_fault(healthy(), lambda _, record: {"grad_norm": 300.0} if record["step"] == 12 else {})
+    assert [event.rule for event in replay(FACTS, with_fault(early, spike))] == ["gradient_spikes"]
+
+
 def test_a_rule_fires_again_only_after_its_condition_has_been_absent():
     fault = FAULTS["entropy_collapse"][0]
     sick, well = with_fault(healthy(), fault), healthy(seed=1)
