@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.staged import staging
-from thresher.checkpoint.retention import best, latest, list_checkpoints, prune, resolve_resume
+from thresher.checkpoint.retention import DamagedCheckpoints, best, latest, list_checkpoints, prune, resolve_resume
 from thresher.errors import CheckpointError
 
 
@@ -36,6 +36,20 @@ def test_auto_finds_the_newest_valid_checkpoint(tmp_path: Path, caplog: pytest.L
     damage(save(tmp_path, 3))
     assert resolve_resume("auto", tmp_path) == good
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_step_that_is_saved_again_over_a_damaged_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+    """The ranks have found the damage; the driver, which checks sizes, would not see it."""
+    older, newer = save(tmp_path, 2), save(tmp_path, 3)
+    damage(newer)
+    damaged = DamagedCheckpoints()
+    damaged.add(newer, CheckpointError("model.bin does not match its digest"))
+    assert latest(tmp_path, digests=False, damaged=damaged) == older
+    with pytest.raises(CheckpointError, match="does not match its digest"):
+        resolve_resume(str(newer), tmp_path, digests=False, damaged=damaged)
+    save(tmp_path, 3)
+    assert latest(tmp_path, digests=False, damaged=damaged) == newer
+    assert resolve_resume(str(newer), tmp_path, digests=False, damaged=damaged) == newer
 
 
 @pytest.mark.parametrize("value", ["auto", False])

@@ -113,6 +113,15 @@ def test_an_invalid_header_is_rejected(tmp_path, header):
         load_tensors(tmp_path, "x")
 
 
+@pytest.mark.parametrize("start", [-2, 1, 16], ids=["before", "beyond the end", "after"])
+def test_a_flat_shard_outside_of_its_tensor_is_rejected(tmp_path, start):
+    """Its 16 elements are as many as the matrix has, so the count alone does not show that some are absent."""
+    header = {"flat": {"grid": [[4, 4], start]}}
+    save_file({"grid": torch.ones(16)}, tmp_path / "x.safetensors", metadata={"thresher": json.dumps(header)})
+    with pytest.raises(CheckpointError, match="has a shard of grid that does not match the others; resume from"):
+        load_tensors(tmp_path, "x")
+
+
 def test_shards_of_two_dtypes_are_rejected(tmp_path):
     save_shards(tmp_path, "x", {"a": TensorShard(torch.ones(2), (4,), (0,))}, ShardFile(0, 2))
     save_shards(tmp_path, "x", {"a": TensorShard(torch.ones(2).bfloat16(), (4,), (2,))}, ShardFile(1, 2))
