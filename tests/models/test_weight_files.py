@@ -19,7 +19,7 @@ from tests.support.tiny_llama import save_tiny_llama
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.models.loading import load, location
+from thresher.models.loading import load, load_sharded, location
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta, load_local_shards
 from thresher.reference.fingerprint import weights_digest
@@ -442,6 +442,17 @@ def test_tied_weights_stored_with_different_values_are_rejected(models_in):
     """transformers unties them with a warning, which sharded loading cannot know."""
     path = models_in("right")
     update_json(path / "config.json", tie_word_embeddings=True)
+    check_rejected_alike(path, "ties lm_head.weight to model.embed_tokens.weight, but the weight files have different")
+
+
+def test_tied_weights_that_differ_in_the_last_row_of_a_large_vocabulary_are_rejected(models_in):
+    """Sharded loading compares them in blocks of rows; only the second block differs."""
+    path, num_rows = models_in("right"), load_sharded._ROWS_AT_ONCE + 1
+    update_json(path / "config.json", tie_word_embeddings=True, vocab_size=num_rows)
+    matrix = torch.zeros(num_rows, 16)
+    other = matrix.clone()
+    other[-1] = 1.0
+    rewrite(path, lambda weights: weights.update({"model.embed_tokens.weight": matrix, "lm_head.weight": other}))
     check_rejected_alike(path, "ties lm_head.weight to model.embed_tokens.weight, but the weight files have different")
 
 
