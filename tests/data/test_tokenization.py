@@ -56,11 +56,13 @@ def test_bos_is_not_repeated_when_template_and_tokenizer_both_write_it(chat_toke
     assert repeated.count(bos) == 1
 
 
-def test_a_template_that_writes_bos_twice_gives_one(chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (tmp_path / "twice.jinja").write_text(
-        "{{ bos_token }}" * 2 + "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    )
-    ids = tokenize(texts("Why?"), chat_tokenizer, str(tmp_path / "twice.jinja")).pair.prompt_ids.tolist()
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_template_that_repeats_bos_gives_one(
+    chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, times: int
+) -> None:
+    file = tmp_path / "repeated.jinja"
+    file.write_text("{{ bos_token }}" * times + "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    ids = tokenize(texts("Why?"), chat_tokenizer, str(file)).pair.prompt_ids.tolist()
     assert ids.count(chat_tokenizer.bos_token_id) == 1
     assert ids[0] == chat_tokenizer.bos_token_id
 

@@ -57,6 +57,12 @@ def test_a_seed_repeats_the_answers_and_another_one_does_not(family: str) -> Non
     assert first == again != other
 
 
+@pytest.mark.parametrize("family", ["llama", "llama_stray_window"])
+def test_equal_prompts_get_different_answers(family: str) -> None:
+    one, two = generate(tiny_model(family).eval(), [PROMPTS[0]] * 2, GenerationSettings(10, 1.0, seed=1), [END])
+    assert one != two
+
+
 def test_answers_end_at_the_context_of_the_model() -> None:
     model = tiny_model("llama").eval()
     context = model.config.max_position_embeddings
