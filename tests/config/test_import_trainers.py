@@ -65,6 +65,18 @@ def test_trl_evaluates_and_saves_per_epoch(tmp_path: Path) -> None:
     assert value(imported(tmp_path, text.replace("epoch", "no")), "save_strategy") == "no"
 
 
+def test_a_reference_that_trl_syncs_follows_at_the_same_rate(tmp_path: Path) -> None:
+    """Both mix alpha of the policy into the reference every so many steps."""
+    text = "model_name_or_path: m\ndataset_name: d\nref_model_mixup_alpha: 0.9\nref_model_sync_steps: 64\n"
+    done = imported(tmp_path, f"{text}sync_ref_model: true\n")
+    assert (value(done, "reference.sync_alpha"), value(done, "reference.sync_steps")) == (0.9, 64)
+    assert not lost(done)
+    frozen = imported(tmp_path, f"{text}sync_ref_model: false\n")
+    assert (value(frozen, "reference.sync_alpha"), value(frozen, "reference.sync_steps")) == (None, None)
+    default = imported(tmp_path, "model_name_or_path: m\ndataset_name: d\nsync_ref_model: true\n")
+    assert (value(default, "reference.sync_alpha"), value(default, "reference.sync_steps")) == (0.6, 512)
+
+
 def test_a_share_to_hold_out_is_a_split_and_zero_is_not(tmp_path: Path) -> None:
     text = "stage: dpo\nmodel_name_or_path: m\ndataset: my_pairs\nval_size: "
     done = imported(tmp_path, f"{text}0.1\neval_strategy: steps\neval_steps: 5\n")
