@@ -95,6 +95,17 @@ def test_the_scale_follows_grad_scaler():
         assert ours.steps == theirs._get_growth_tracker()
 
 
+def test_the_window_of_the_scale_continues_after_a_resume():
+    """Three steps of a window of 4, then one in the resumed run."""
+    stopped, resumed = LossScale(2.0**10, window=4), LossScale(window=4)
+    for _ in range(3):
+        stopped.after_step(None)
+    resumed.load(stopped.state())
+    assert (resumed.value, resumed.steps) == (2.0**10, 3)
+    resumed.after_step(None)
+    assert (resumed.value, resumed.steps) == (2.0**11, 0)
+
+
 def test_an_overflow_at_the_minimum_scale_is_a_failure():
     scale = LossScale(value=2.0)
     assert [scale.after_step("gradient") for _ in range(3)] == ["overflow", "gradient", "gradient"]

@@ -127,6 +127,18 @@ def test_a_coupled_loss_names_only_the_pair_with_non_finite_logps(different_refe
     ] * 2
 
 
+def test_a_loss_that_does_not_couple_pairs_names_pairs_of_both_faults(different_reference, model_with_a_nan):
+    """Every step has all 12 pairs: one with NaN logps, and one with finite logps and an infinite loss."""
+    pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+    pairs.pairs[POISONED + 1] = replace(pairs.pairs[POISONED + 1], weight=HUGE, margin=20.0)
+    changes = {"actor_train": {"training_args": {"per_device_train_batch_size": 12}}}
+    run = build_run(merge(merge(different_reference, {"pretrain": str(model_with_a_nan)}), changes), pairs)
+    run.fit()
+    assert [{pair["pair"]: pair["fault"] for pair in record["pairs"]} for record in records(run)] == [
+        {POISONED: "policy logps", POISONED + 1: "loss"}
+    ] * 2
+
+
 def test_too_many_consecutive_skipped_steps_end_the_run_and_name_the_log(different_reference):
     pairs = PairsInMemory([replace(pair, weight=HUGE, margin=20.0) for pair in noise_pairs(12).pairs])
     run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2}), pairs)
