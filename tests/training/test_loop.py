@@ -69,6 +69,27 @@ def test_a_run_resumed_in_an_epoch_ends_as_if_it_had_never_stopped(base):
         assert torch.equal(weight, resumed.trainer.strategy.weights()[name]), name
 
 
+def test_a_finished_run_that_is_resumed_returns_its_last_evaluation(base):
+    pairs, held_out = noise_pairs(12), noise_pairs(3, seed=5)
+    expected = build_run(base, pairs, held_out).fit()
+    assert "eval/loss" in expected
+    again = build_run(base, pairs, held_out)
+    again.trainer.resume(Path(base["output_dir"]) / "checkpoints" / "step-00000006")
+    assert again.fit() == expected
+    assert again.log.records == []
+
+
+def test_a_resumed_run_does_not_evaluate_before_its_first_step(base):
+    """eval_on_start is about the initial policy."""
+    values = merge(base, {"eval_on_start": True, "save_steps": 4, "save_total_limit": 6})
+    whole, resumed = (build_run(values, noise_pairs(12), noise_pairs(3, seed=5)) for _ in range(2))
+    whole.fit()
+    resumed.trainer.resume(Path(base["output_dir"]) / "checkpoints" / "step-00000004")
+    resumed.fit()
+    evaluated = [[step for step, metrics in run.log.records if "eval/loss" in metrics] for run in (whole, resumed)]
+    assert evaluated == [[0, 6], [6]]
+
+
 def test_the_strategy_no_evaluates_and_saves_the_final_step_only(base):
     """YAML reads `no` as false."""
     run = build_run(

@@ -81,6 +81,23 @@ def test_a_checkpoint_is_rejected_after_a_change_of_a_models_config(base, tmp_pa
     assert "does not record the policy's config.json" in note
 
 
+def test_a_checkpoint_that_does_not_record_what_it_belongs_to_is_rejected(base):
+    """Only the settings of models may be absent, which 0.2 did not write."""
+    run = build_run(base, noise_pairs(12))
+    checkpoint = run.trainer.save()
+    run.trainer.wait_for_saves()
+    file = checkpoint / "trainer.json"
+    progress = json.loads(file.read_text())
+    for name in ("data", "pairs per step", "seed", "reference"):
+        identity = {key: value for key, value in progress["identity"].items() if key != name}
+        assert len(identity) == len(progress["identity"]) - 1
+        file.write_text(json.dumps(progress | {"identity": identity}))
+        with pytest.raises(CheckpointError, match=f"belongs to another run: its {name} is None"):
+            run.trainer.resume(checkpoint)
+    file.write_text(json.dumps(progress))
+    assert run.trainer.resume(checkpoint) == []
+
+
 def losses_of(values: dict) -> list[float]:
     run = build_run(values, noise_pairs(12))
     return [run.trainer.training_step()["loss"].mean for _ in range(6)]
