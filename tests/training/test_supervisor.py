@@ -119,9 +119,7 @@ def begin_without_log(expected):
 
 
 def test_restarts_use_the_initial_checkpoint_of_another_run_until_there_is_a_later_one(supervised, tmp_path):
-    with staging(tmp_path / "elsewhere", 50) as directory:
-        (directory / "weights").write_text("w")
-    given = tmp_path / "elsewhere" / "step-00000050"
+    given = save_elsewhere(tmp_path, 50)
     supervised.save(3)  # of an earlier run
     attempts = [die_at(supervised, 52), die_at(supervised, 56, saved=55), finish_from(supervised, "step-00000055", 56)]
     seen = []
@@ -133,6 +131,31 @@ def test_restarts_use_the_initial_checkpoint_of_another_run_until_there_is_a_lat
     supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
     assert supervisor.run(attempt, given) == 55
     assert seen == [given, given, tmp_path / "checkpoints" / "step-00000055"]
+
+
+def save_elsewhere(tmp_path, step):
+    with staging(tmp_path / "elsewhere", step) as directory:
+        (directory / "weights").write_text("w")
+    return tmp_path / "elsewhere" / f"step-{step:08d}"
+
+
+def fall_back(supervisor, _checkpoint):
+    return supervisor.fall_back(), supervisor.resume_step
+
+
+def test_a_first_attempt_with_a_damaged_checkpoint_falls_back_to_another_initial_one(supervised, tmp_path):
+    given, other = save_elsewhere(tmp_path, 50), save_elsewhere(tmp_path, 40)
+    supervised.save(55)  # of an earlier run
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
+    assert supervisor.run(fall_back, given, lambda: other) == (other, 40)
+
+
+def test_a_later_attempt_with_a_damaged_checkpoint_falls_back_to_the_newest_of_its_run(supervised, tmp_path):
+    given = save_elsewhere(tmp_path, 50)
+    attempts = iter([die_at(supervised, 56, saved=55), fall_back])
+    supervisor = Supervisor(3, supervised.newest, supervised.record, supervised.waits.append)
+    found = supervisor.run(lambda *arguments: next(attempts)(*arguments), given, lambda: given)
+    assert found == (tmp_path / "checkpoints" / "step-00000055", 55)
 
 
 def test_restarts_without_a_new_checkpoint_are_bounded_and_back_off(supervised):
