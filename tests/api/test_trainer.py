@@ -126,6 +126,23 @@ def test_a_model_object_gives_the_weights_of_its_directory(by_file, config, file
     assert again.config == trainer.config
 
 
+def test_a_model_object_with_another_tokenizer_is_saved_in_another_directory(files, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(files["model"])
+    tokenizer = AutoTokenizer.from_pretrained(files["model"])
+
+    def saved() -> str:
+        config = DPOConfig(output_dir=tmp_path)
+        trainer = DPOTrainer(model, config, train_dataset=files["train"], processing_class=tokenizer)
+        return trainer.config.pretrain
+
+    first = saved()
+    assert saved() == first
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    second = saved()
+    assert second != first
+    assert AutoTokenizer.from_pretrained(second).chat_template == tokenizer.chat_template
+
+
 def test_evaluation_equals_that_of_the_run_and_takes_other_data(config, files):
     trainer = DPOTrainer(files["model"], config, train_dataset=files["train"], eval_dataset=files["eval"])
     result = trainer.train()
