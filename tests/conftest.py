@@ -1,4 +1,4 @@
-"""Real data and models beside the checkout, and small parts that several tests build on."""
+"""A made model, the real data and models beside the checkout, and parts that several tests build on."""
 
 from __future__ import annotations
 
@@ -82,6 +82,14 @@ def reference_cache(no_cache_of_the_user, monkeypatch) -> Path:
     path = Path(os.environ["THRESHER_CACHE_DIR"]) / secrets.token_hex(8)
     monkeypatch.setenv("THRESHER_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory) -> Path:
+    """A made Llama of 136 thousand parameters, with a tokenizer and a chat template."""
+    from tests.support.tiny_chat_model import save_tiny_chat_model
+
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tokenized real pairs, models and objectives for tests that compare numbers."""
+"""Tokenized pairs, models and objectives for tests that compare numbers."""
 
 from __future__ import annotations
 
