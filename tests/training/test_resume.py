@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.real_pairs import polite_rows
+from tests.support.tiny_chat_model import quickstart_rows
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # 40 pairs in steps of 8: epochs end after steps 5 and 10; the run has 12 steps
 STEPS = 12
@@ -31,19 +32,21 @@ RUNS = {
 KILLS = ("step:1", "saving:2", "logged:3", "evaluated:4", "saved:4", "step:6", "saving:8", "evaluated:8", "step:11")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory, polite_file):
+def write_files(directory: Path, rows: list[dict[str, str]]) -> Path:
     """40 pairs to train on and 11 to evaluate on, a number that no batch size divides."""
-    directory = tmp_path_factory.mktemp("pairs")
-    rows = polite_rows(polite_file, 51)
     for name, part in (("train", rows[:40]), ("validation", rows[40:])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return directory
 
 
-def write_config(path: Path, stories_dir: Path, files: Path, extra: dict) -> Path:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    return write_files(tmp_path_factory.mktemp("pairs"), quickstart_rows(51))
+
+
+def write_config(path: Path, model_dir: Path, files: Path, extra: dict) -> Path:
     config = {
-        "pretrain": str(stories_dir),
+        "pretrain": str(model_dir),
         "max_steps": STEPS,
         "logging_steps": 3,
         "eval_steps": 4,
@@ -87,8 +90,20 @@ BY_HAND = ("synced reference",)
     "extra",
     [pytest.param(run, id=name, marks=[pytest.mark.hand] * (name in BY_HAND)) for name, run in RUNS.items()],
 )
-def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, stories_dir, files, extra):
-    config = write_config(tmp_path / "run.yaml", stories_dir, files, extra)
+def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, tiny_dir, files, extra):
+    check_a_killed_run(tmp_path, write_config(tmp_path / "run.yaml", tiny_dir, files, extra))
+
+
+@pytest.mark.hand  # CI has the same of a made model
+@pytest.mark.real
+def test_a_killed_run_of_a_real_model_equals_an_uninterrupted_one_bitwise(tmp_path, stories_dir, polite_file):
+    files = write_files(tmp_path, polite_rows(polite_file, 51))
+    extra = RUNS["all weights, loss with state"]
+    check_a_killed_run(tmp_path, write_config(tmp_path / "run.yaml", stories_dir, files, extra))
+
+
+def check_a_killed_run(tmp_path: Path, config: Path) -> None:
+    """Run a config without interruption and with all kills, and compare everything that both leave."""
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr
@@ -113,9 +128,9 @@ def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, s
 
 
 @pytest.mark.hand  # CI has the same of a killed `precompute-reference`
-def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, stories_dir, files):
+def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, tiny_dir, files):
     """Of 7 blocks of up to 8 pairs, the first process saves 2 in a shard and loses its third; the second adds 2."""
-    config = write_config(tmp_path / "run.yaml", stories_dir, files, {"reference": {"infer_batch_size": 8}})
+    config = write_config(tmp_path / "run.yaml", tiny_dir, files, {"reference": {"infer_batch_size": 8}})
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr
@@ -128,18 +143,18 @@ def test_a_run_killed_while_scoring_its_reference_resumes_there(tmp_path, storie
     assert (killed / last).read_bytes() == (uninterrupted / last).read_bytes()
 
 
-def test_the_final_step_is_saved_when_epochs_end_before_max_steps(tmp_path, stories_dir, files):
+def test_the_final_step_is_saved_when_epochs_end_before_max_steps(tmp_path, tiny_dir, files):
     extra = {"max_steps": 100, "num_train_epochs": 0.5, "save_steps": 50}
-    assert run(write_config(tmp_path / "run.yaml", stories_dir, files, extra), tmp_path / "out").returncode == 0
+    assert run(write_config(tmp_path / "run.yaml", tiny_dir, files, extra), tmp_path / "out").returncode == 0
     # half of 5 steps is rounded up to 3
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]
     assert metric_log(tmp_path / "out")[-1]["step"] == 3
 
 
-def test_a_checkpoint_of_other_data_is_rejected(tmp_path, stories_dir, files):
-    config = write_config(tmp_path / "run.yaml", stories_dir, files, {"max_steps": 2})
+def test_a_checkpoint_of_other_data_is_rejected(tmp_path, tiny_dir, files):
+    config = write_config(tmp_path / "run.yaml", tiny_dir, files, {"max_steps": 2})
     assert run(config, tmp_path / "out").returncode == 0
     other = {"max_steps": 4, "actor_train": {"data_args": {"file_name": str(files / "validation.jsonl")}}}
-    refused = run(write_config(tmp_path / "other.yaml", stories_dir, files, other), tmp_path / "out")
+    refused = run(write_config(tmp_path / "other.yaml", tiny_dir, files, other), tmp_path / "out")
     assert refused.returncode != 0
     assert "belongs to another run: its data is" in refused.stderr
