@@ -1,4 +1,4 @@
-"""The grid of a sweep: combinations, names, and mistakes that are reported before anything runs."""
+"""The grid of a sweep, mistakes that are reported before anything runs, and means and ranks of its results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from thresher.errors import UserError
 from thresher.sweep.grid import make_trials
-from thresher.sweep.results import mean_and_interval
+from thresher.sweep.results import Result, group_by_seed, mean_and_interval, ranked
+from thresher.sweep.trial_end import State, TrialEnd
 
 
 def names(*overrides: str) -> list[str]:
@@ -72,3 +73,33 @@ def test_the_interval_of_a_mean_is_that_of_students_t():
     assert mean == 2.0
     assert half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
     assert math.isnan(mean_and_interval([1.0])[1])
+
+
+def results_of(*outcomes: tuple[str, State, float]) -> list[Result]:
+    """Trials of a sweep over beta and seed, each with the state that it ended in and its loss."""
+    trials = {trial.name: trial for trial in make_trials(["beta=0.1,0.2", "seed=1,2,3"])}
+    return [Result(trials[name], TrialEnd(state), 4, {"eval/loss": loss}) for name, state, loss in outcomes]
+
+
+def test_a_mean_over_seeds_has_only_the_trials_that_finished():
+    groups = group_by_seed(
+        results_of(
+            ("beta=0.1,seed=1", "finished", 0.5),
+            ("beta=0.1,seed=2", "stopped early", 9.0),
+            ("beta=0.1,seed=3", "finished", 0.7),
+            ("beta=0.2,seed=1", "failed", 9.0),
+        )
+    )
+    assert [(group.values, group.num_trials) for group in groups] == [({"beta": "0.1"}, 2)]
+    assert groups[0].metrics["eval/loss"][0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [0.2, 0.5, math.nan]), ("max", [0.5, 0.2, math.nan])])
+def test_trials_are_ranked_by_the_metric_and_those_without_it_come_last(mode, expected):
+    outcomes = results_of(
+        ("beta=0.1,seed=1", "failed", math.nan),
+        ("beta=0.1,seed=2", "finished", 0.5),
+        ("beta=0.1,seed=3", "finished", 0.2),
+    )
+    losses = [result.metrics["eval/loss"] for result in ranked(outcomes, "eval/loss", mode)]
+    assert losses == pytest.approx(expected, nan_ok=True)
