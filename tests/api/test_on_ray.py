@@ -15,19 +15,18 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.hand  # CI has the same program in one process
-@pytest.mark.real
 def test_the_program_from_a_dataset_on_two_workers_gives_the_weights_of_the_command_line(
-    stories_dir, tmp_path, monkeypatch, ray_here
+    tiny_dir, tmp_path, monkeypatch, ray_here
 ):
     run_program(
-        stories_dir,
+        tiny_dir,
         tmp_path / "program",
         ("import json\n", "import json\n\nfrom datasets import Dataset\n"),
         ("rows[24:]", "Dataset.from_list(rows[24:])"),
         ("rows[:24]", "Dataset.from_list(rows[:24])"),
         ('target_modules="all-linear"),', 'target_modules="all-linear"),\n    devices=2,'),
     )
-    by_file = run_command_line(stories_dir, tmp_path / "file", monkeypatch, num_workers=2)
+    by_file = run_command_line(tiny_dir, tmp_path / "file", monkeypatch, num_workers=2)
     assert_equal(tmp_path / "program" / "python", by_file)
 
 

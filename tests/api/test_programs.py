@@ -97,13 +97,12 @@ def assert_equal(one: Path, other: Path) -> None:
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
-@pytest.mark.real
-def test_the_program_of_the_readme_gives_the_weights_of_the_command_line(stories_dir, tmp_path, monkeypatch):
-    names = run_program(stories_dir, tmp_path / "program")
-    by_file = run_command_line(stories_dir, tmp_path / "file", monkeypatch)
+def test_the_program_of_the_readme_gives_the_weights_of_the_command_line(tiny_dir, tmp_path, monkeypatch):
+    names = run_program(tiny_dir, tmp_path / "program")
+    by_file = run_command_line(tiny_dir, tmp_path / "file", monkeypatch)
     assert_equal(tmp_path / "program" / "python", by_file)
     # the saved model is the trained one, not the initial one
-    initial = AutoModelForCausalLM.from_pretrained(stories_dir)
+    initial = AutoModelForCausalLM.from_pretrained(tiny_dir)
     assert names["model"].num_parameters() == initial.num_parameters()
     assert not torch.equal(
         names["model"].model.layers[0].mlp.up_proj.weight, initial.model.layers[0].mlp.up_proj.weight

@@ -58,13 +58,13 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path, stories_dir):
+def config(tmp_path, tiny_dir):
     """Write a valid config, changed by keys joined with `__`; return its path."""
     write_rows(tmp_path / "pairs.jsonl", [{**ROW, "prompt": f"Say hello {i}.\n"} for i in range(8)])
 
     def write(**changes: object) -> str:
         values = {
-            "pretrain": str(stories_dir),
+            "pretrain": str(tiny_dir),
             "output_dir": "out",
             "max_steps": 1,
             "track_with": [],
@@ -86,13 +86,11 @@ def config(tmp_path, stories_dir):
     return write
 
 
-@pytest.mark.real
 def test_the_unmodified_config_runs(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     assert (tmp_path / "out" / "checkpoints" / "step-00000001").is_dir()
 
 
-@pytest.mark.real
 def test_a_data_set_smaller_than_one_batch(thresher, config, tmp_path):
     path = config(actor_train__training_args__per_device_train_batch_size=16)
     assert thresher("train", path) == (
@@ -104,7 +102,6 @@ def test_a_data_set_smaller_than_one_batch(thresher, config, tmp_path):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-@pytest.mark.real
 def test_an_empty_file(thresher, config, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert thresher("train", config(actor_train__data_args__file_name="empty.jsonl")) == (
@@ -113,13 +110,11 @@ def test_an_empty_file(thresher, config, tmp_path):
     )
 
 
-@pytest.mark.real
 def test_a_file_that_does_not_exist(thresher, config):
     code, message = thresher("train", config(actor_train__data_args__file_name="./pears.jsonl"))
     assert (code, message) == (2, "'./pears.jsonl' does not exist; did you mean ./pairs.jsonl?")
 
 
-@pytest.mark.real
 def test_no_file_at_all(thresher, config):
     assert thresher("train", config(actor_train__data_args__file_name=[])) == (
         2,
@@ -127,7 +122,6 @@ def test_no_file_at_all(thresher, config):
     )
 
 
-@pytest.mark.real
 def test_a_missing_column(thresher, config, tmp_path):
     write_rows(tmp_path / "odd.jsonl", [{"prompt": "a", "chosen": "b", "rejectd": "c"}] * 8)
     code, message = thresher("train", config(actor_train__data_args__file_name="odd.jsonl"))
@@ -138,7 +132,6 @@ def test_a_missing_column(thresher, config, tmp_path):
     )
 
 
-@pytest.mark.real
 def test_a_column_that_a_key_names_and_the_data_lacks(thresher, config):
     assert thresher("train", config(chosen_key="chosn")) == (
         2,
@@ -147,7 +140,6 @@ def test_a_column_that_a_key_names_and_the_data_lacks(thresher, config):
     )
 
 
-@pytest.mark.real
 def test_a_mistyped_key_in_a_subprocess(config, tmp_path):
     path = config(actor_train__training_args__lerning_rate=1e-6)
     assert run_in_subprocess(tmp_path, "train", path, "bta=0.2") == (
@@ -158,7 +150,6 @@ def test_a_mistyped_key_in_a_subprocess(config, tmp_path):
     )
 
 
-@pytest.mark.real
 @pytest.mark.slow
 def test_an_unknown_loss_in_a_subprocess(config, tmp_path):
     code, message = run_in_subprocess(tmp_path, "train", config(pref_loss="sigmod"))
@@ -166,38 +157,22 @@ def test_an_unknown_loss_in_a_subprocess(config, tmp_path):
     assert message.startswith("unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are aot, aot_unpaired, apo_")
 
 
-@pytest.fixture
-def stories_without(stories_dir, tmp_path):
-    """A copy of the model without some tokenizer settings."""
-
-    def copy(*entries: str) -> str:
-        target = shutil.copytree(stories_dir, tmp_path / "model")
-        path = target / "tokenizer_config.json"
-        values = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in values.items() if key not in entries}))
-        return "./model"
-
-    return copy
-
-
-@pytest.mark.real
-def test_a_pad_token_that_the_vocabulary_lacks(thresher, config, stories_dir):
+def test_a_pad_token_that_the_vocabulary_lacks(thresher, config, tiny_dir):
     assert thresher("train", config(actor_train__model_args__pad_token="<pad>")) == (
         2,
-        f"pad_token '<pad>' is not in the vocabulary of {stories_dir}; name an existing token",
+        f"pad_token '<pad>' is not in the vocabulary of {tiny_dir}; name an existing token",
     )
 
 
-@pytest.mark.real
-def test_a_model_directory_without_a_chat_template(thresher, config):
-    assert thresher("train", config(actor_train__data_args__template="auto")) == (
+def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, tmp_path):
+    shutil.copytree(tiny_dir, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    assert thresher("train", config(pretrain="./model", actor_train__data_args__template="auto")) == (
         2,
         "the tokenizer has no chat template; use data_args.template=raw for plain text, or "
         "data_args.template=FILE.jinja for a custom template",
     )
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -269,7 +244,6 @@ def test_an_invalid_setting(thresher, config, tmp_path, changes, message):
         assert not (tmp_path / "out").exists()  # rejected before the data was prepared
 
 
-@pytest.mark.real
 def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     assert thresher("train", config())[0] == 0
     code, message = thresher("train", config(seed=7))
@@ -285,7 +259,6 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     )
 
 
-@pytest.mark.real
 def test_rerunning_a_finished_run_changes_nothing(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     log = (tmp_path / "out" / "logs" / "metrics.jsonl").read_bytes()
@@ -293,7 +266,6 @@ def test_rerunning_a_finished_run_changes_nothing(thresher, config, tmp_path):
     assert (tmp_path / "out" / "logs" / "metrics.jsonl").read_bytes() == log
 
 
-@pytest.mark.real
 def test_a_checkpoint_of_other_lora_settings(thresher, config):
     assert thresher("train", config(actor_train__model_args__lora_rank=2))[0] == 0
     path = config(actor_train__model_args__lora_rank=4, max_steps=2, resume_from_checkpoint="auto")
@@ -319,7 +291,6 @@ def test_exporting_in_an_unknown_precision(thresher):
     )
 
 
-@pytest.mark.real
 def test_exporting_a_run_and_its_best_checkpoint(thresher, config, tmp_path):
     assert thresher("train", config())[0] == 0
     assert thresher("export", "out", "--output", "best", "--best") == (
@@ -418,13 +389,12 @@ def test_the_console_script_is_this_command_line():
     assert script.value == "thresher.cli:main"
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("place", ["pairs.jsonl", "pairs.jsonl/out"])
-def test_an_output_dir_that_cannot_be_written_is_a_user_error(thresher, config, place, stories_dir):
+def test_an_output_dir_that_cannot_be_written_is_a_user_error(thresher, config, place, tiny_dir):
     file = config(output_dir=place)
     for command in (
         ("train", file),
-        ("prepare", "pairs.jsonl", "--model", str(stories_dir), "--template", "raw", "--output", "pairs.jsonl/out"),
+        ("prepare", "pairs.jsonl", "--model", str(tiny_dir), "--template", "raw", "--output", "pairs.jsonl/out"),
     ):
         code, message = thresher(*command)
         assert code == 2

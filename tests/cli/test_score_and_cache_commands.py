@@ -14,8 +14,6 @@ import yaml
 from thresher.cli.cache import _age
 from thresher.reference.cache_admin import CachedReference
 
-pytestmark = pytest.mark.real
-
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "the", "big", "red", "sun", "go", "down"]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -36,7 +34,7 @@ def thresher(command_line):
 
 
 @pytest.fixture
-def config(tmp_path, stories_dir) -> Path:
+def config(tmp_path, tiny_dir) -> Path:
     """20 training pairs of 4 to 23 words per side, and 5 validation pairs."""
 
     def row(number: int) -> dict[str, str]:
@@ -47,7 +45,7 @@ def config(tmp_path, stories_dir) -> Path:
     (tmp_path / "train.jsonl").write_text("".join(rows[:NUM_PAIRS]))
     (tmp_path / "validation.jsonl").write_text("".join(rows[NUM_PAIRS:]))
     values = {
-        "pretrain": str(stories_dir),
+        "pretrain": str(tiny_dir),
         "output_dir": "out",
         "max_steps": 2,
         "track_with": [],
@@ -135,14 +133,14 @@ def test_precomputing_for_a_mode_that_reads_no_cache_is_rejected(thresher, confi
         assert "set reference.mode=precompute" in printed
 
 
-def test_ls_lists_the_cached_references(thresher, config, stories_dir, reference_cache):
+def test_ls_lists_the_cached_references(thresher, config, tiny_dir, reference_cache):
     code, printed = thresher("cache", "ls")
     assert (code, "is empty; " in printed) == (0, True)
     thresher("precompute-reference", config, "max_steps=5")
     thresher("precompute-reference", config, "max_steps=5", "actor_train.model_args.dtype=bf16")
     code, printed = thresher("cache", "ls")
     assert code == 0
-    rows = [line.split("│") for line in printed.splitlines() if str(stories_dir) in line]
+    rows = [line.split("│") for line in printed.splitlines() if str(tiny_dir) in line]
     assert sorted(row[3].strip() for row in rows) == ["bf16", "fp32"]
     assert [(row[4].strip(), row[-2].strip()) for row in rows] == [("25", "just now")] * 2
     assert {row[1].strip() for row in rows} == {path.name[:12] for path in references_in(reference_cache)}
@@ -165,7 +163,7 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
     assert thresher("cache", "verify")[0] == 0
 
 
-def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, reference_cache):
+def test_prune_lists_first_and_removes_with_yes(thresher, config, tiny_dir, reference_cache):
     thresher("precompute-reference", config)
     thresher("precompute-reference", config, "actor_train.model_args.dtype=bf16")
     old, new = references_in(reference_cache)
@@ -176,7 +174,7 @@ def test_prune_lists_first_and_removes_with_yes(thresher, config, stories_dir, r
 
     code, printed = thresher("cache", "prune", "--older-than", "3")
     assert code == 0
-    assert f"{old.name[:12]}: 13 pairs of {stories_dir}" in printed
+    assert f"{old.name[:12]}: 13 pairs of {tiny_dir}" in printed
     assert "nothing was removed; pass --yes" in printed
     assert old.exists()
     assert thresher("cache", "prune", "--older-than", "3", "--yes")[1].endswith("removed\n")

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.data import data_settings
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.prepare.fingerprint import store_fingerprint
@@ -237,16 +238,18 @@ def tokenize_both_ways(rows: list[PreferenceRow], template: Template, tokenizer:
     )
 
 
-@pytest.mark.real
+@pytest.mark.parametrize("source", ["made", pytest.param("real", marks=pytest.mark.real)])
 @pytest.mark.parametrize("name", ["raw", CHATML])
 def test_placeholders_give_the_same_tokens_for_rows_that_spell_no_control_token(
-    shared_data: Path, stories_tokenizer: Any, chat_tokenizer: Any, name: str
+    chat_tokenizer: Any, name: str, source: str, request: pytest.FixtureRequest
 ) -> None:
     several = texts([turn("user", "a")], [turn("assistant", "b"), turn("user", "c"), turn("assistant", "d e")])
-    for tokenizer in (stories_tokenizer, chat_tokenizer):
-        ordinary, escaped = tokenize_both_ways(
-            [*real_rows(shared_data), row_of(several)], load_template(tokenizer, name, {}), tokenizer
-        )
+    rows, tokenizers = [row_of(each) for each in quickstart_rows(40)], [chat_tokenizer]
+    if source == "real":
+        rows = real_rows(request.getfixturevalue("shared_data"))
+        tokenizers.append(request.getfixturevalue("stories_tokenizer"))
+    for tokenizer in tokenizers:
+        ordinary, escaped = tokenize_both_ways([*rows, row_of(several)], load_template(tokenizer, name, {}), tokenizer)
         assert len(ordinary) > 30
         for one, other in zip(ordinary, escaped, strict=True):
             assert one.split_moved == other.split_moved

@@ -355,18 +355,18 @@ def test_the_last_rows_of_a_file_are_kept(
 
 
 def test_max_samples_limits_each_file_and_is_part_of_the_fingerprint(
-    tmp_path: Path, stories_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     rows = [{"prompt": "Why? ", "chosen": f"yes {number}", "rejected": "no"} for number in range(6)]
     names = [write_rows(*rows, name="a.jsonl"), write_rows(*rows[::-1], name="b.jsonl")]
     limited = DataSettings(names, template="raw", max_samples=2)
-    report = prepare(limited, stories_tokenizer, tmp_path / "store")
+    report = prepare(limited, chat_tokenizer, tmp_path / "store")
     assert [file.rows for file in report.files] == [2, 2]
     assert report.pairs_kept == 4
     store = PairStore.open(tmp_path / "store")
-    texts = [stories_tokenizer.decode(store[number].chosen_ids, skip_special_tokens=True) for number in range(4)]
+    texts = [chat_tokenizer.decode(store[number].chosen_ids, skip_special_tokens=True) for number in range(4)]
     assert [text[-1] for text in texts] == ["0", "1", "5", "4"]
-    fingerprints = {store_fingerprint(replace(limited, max_samples=n), stories_tokenizer) for n in (None, 2, 3)}
+    fingerprints = {store_fingerprint(replace(limited, max_samples=n), chat_tokenizer) for n in (None, 2, 3)}
     assert len(fingerprints) == 3
     assert "max_samples" not in fingerprinted_settings(replace(limited, max_samples=None))
 

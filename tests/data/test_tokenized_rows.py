@@ -93,7 +93,7 @@ def test_a_row_that_is_not_a_prompt_with_two_responses_is_bad(changes: dict[str,
 
 
 def test_a_directory_of_arrow_parts_and_json_lines_give_the_same_pairs(
-    tmp_path: Path, stories_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
 ) -> None:
     """ColossalChat writes part-00000, part-00001, ... with `save_to_disk`, and the same rows as JSON lines."""
     rows = [{**ROW, "chosen_input_ids": [5, 6, 7, 8, 20 + number], "margin": number} for number in range(5)]
@@ -101,7 +101,7 @@ def test_a_directory_of_arrow_parts_and_json_lines_give_the_same_pairs(
         datasets.Dataset.from_list(part).save_to_disk(str(tmp_path / "arrow" / f"part-{number:05d}"))
     stores = []
     for name, source in (("a", str(tmp_path / "arrow")), ("b", write_rows(*rows))):
-        report = prepare(DataSettings(source, template="raw"), stories_tokenizer, tmp_path / name)
+        report = prepare(DataSettings(source, template="raw"), chat_tokenizer, tmp_path / name)
         assert (report.rows_read, report.pairs_kept) == (5, 5)
         stores.append(PairStore.open(tmp_path / name))
     assert stores[0].digest == stores[1].digest
@@ -112,18 +112,19 @@ def test_a_directory_of_arrow_parts_and_json_lines_give_the_same_pairs(
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_preparation(
-    tmp_path: Path, stories_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
 ) -> None:
-    source = write_rows({**ROW, "rejected_input_ids": [5, 6, 512, 11]})
-    with pytest.raises(UserError, match="the token id 512, but the tokenizer has 512 tokens"):
-        prepare(DataSettings(source, template="raw"), stories_tokenizer, tmp_path / "store")
+    size = len(chat_tokenizer)
+    source = write_rows({**ROW, "rejected_input_ids": [5, 6, size, 11]})
+    with pytest.raises(UserError, match=f"the token id {size}, but the tokenizer has {size} tokens"):
+        prepare(DataSettings(source, template="raw"), chat_tokenizer, tmp_path / "store")
 
 
 def test_long_rows_are_truncated_and_empty_values_are_bad(
-    tmp_path: Path, stories_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
 ) -> None:
     source = write_rows(ROW, {**ROW, "chosen_input_ids": None})
     settings = DataSettings(source, template="raw", sequence_length=4, truncation="response_end", on_bad_row="skip")
-    report = prepare(settings, stories_tokenizer, tmp_path / "store")
+    report = prepare(settings, chat_tokenizer, tmp_path / "store")
     assert (report.pairs_kept, report.truncated) == (1, {"response_end": 1})
     assert PairStore.open(tmp_path / "store")[0].chosen_ids.tolist() == [7, 8]

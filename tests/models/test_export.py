@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import build_layout
@@ -18,8 +19,6 @@ from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.logps import original_forward
 from thresher.pipeline import DPOPipeline
-
-pytestmark = pytest.mark.real
 
 KINDS = {
     "all weights": {},
@@ -29,14 +28,13 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def trained(request, stories_dir, polite_file, tmp_path_factory):
+def trained(request, tiny_dir, tmp_path_factory):
     """The config and the last checkpoint of a run of two large steps."""
     directory = tmp_path_factory.mktemp("run")
-    rows = json.loads(polite_file.read_text())[:16]
-    (directory / "rows.json").write_text(json.dumps(rows))
+    (directory / "rows.json").write_text(json.dumps(quickstart_rows(16)))
     config = parse_config(
         {
-            "pretrain": str(stories_dir),
+            "pretrain": str(tiny_dir),
             "output_dir": str(directory),
             "max_steps": 2,
             "track_with": [],
@@ -59,16 +57,16 @@ def exported(trained, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ids(stories_dir) -> torch.Tensor:
-    return AutoTokenizer.from_pretrained(stories_dir)("Once upon a time there was a", return_tensors="pt")["input_ids"]
+def ids(tiny_dir) -> torch.Tensor:
+    return AutoTokenizer.from_pretrained(tiny_dir)("Once upon a time there was a", return_tensors="pt")["input_ids"]
 
 
-def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, stories_dir, ids):
+def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, tiny_dir, ids):
     config, checkpoint = trained
     policy = build_policy(config, build_layout(config)[1])
     policy.load(checkpoint)
     exported_model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    initial = AutoModelForCausalLM.from_pretrained(stories_dir, dtype=torch.float32).eval()
+    initial = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
     with torch.no_grad(), original_forward(policy.model):
         logits = policy.model.eval()(input_ids=ids).logits
         # merging rounds each weight once more, so a few LoRA logits change by slightly more than 1e-5
@@ -76,8 +74,9 @@ def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, st
         assert (initial(input_ids=ids).logits - logits).abs().max() > 0.1  # training changed the weights
 
 
-def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, stories_dir):
+def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, tiny_dir):
     assert {path.name for path in exported.iterdir()} == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -89,7 +88,7 @@ def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, stor
     assert config["dtype"] == "float32"
     for trace in ("thresher", "lora", "peft", "quantization"):
         assert trace not in (exported / "config.json").read_text()
-    original = load_file(stories_dir / "model.safetensors")
+    original = load_file(tiny_dir / "model.safetensors")
     assert load_file(exported / "model.safetensors").keys() == original.keys()
     assert not [path for path in exported.parent.iterdir() if path != exported]  # no staging directory is left
 

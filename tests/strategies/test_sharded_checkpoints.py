@@ -127,10 +127,9 @@ def test_one_process_reads_a_sharded_checkpoint_without_a_process_group(saved):
     assert_same_bits(load_tensors(run.root / LAST, "optimizer"), uninterrupted[0].moments)
 
 
-@pytest.mark.real
-def test_the_export_of_four_ranks_has_their_weights(pool_of, stories_dir, tmp_path):
-    config = {"pretrain": str(stories_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
-    run = Run(stories_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
+def test_the_export_of_four_ranks_has_their_weights(pool_of, tiny_dir, tmp_path):
+    config = {"pretrain": str(tiny_dir), "actor_train": {"model_args": {"dtype": "fp32"}}}
+    run = Run(tiny_dir, tmp_path / "run", SPLIT, until=1, saves_at=(1,), config=config)
     weights = run_all(pool_of, run)[0].weights
     export_checkpoint(run.root / "step-00000001", tmp_path / "model")
     assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), weights)

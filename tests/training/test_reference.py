@@ -281,9 +281,8 @@ def test_trust_remote_code_applies_to_one_model(base, different_reference, polic
     assert parse_config(merge(base if same_model else different_reference, trust)).trusts_reference_code is expected
 
 
-@pytest.mark.real
 def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
-    different_reference, models, monkeypatch, stories_dir
+    different_reference, models, monkeypatch, tiny_dir
 ):
     trusted = {}
     load = inputs.load_model_config
@@ -294,7 +293,7 @@ def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
 
     monkeypatch.setattr(inputs, "load_model_config", load_and_note)
     values = merge(
-        different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(stories_dir)}
+        different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(tiny_dir)}
     )
     build_layout(parse_config(values))
-    assert trusted == {str(stories_dir): False, str(models[1]): True}
+    assert trusted == {str(tiny_dir): False, str(models[1]): True}
