@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ci_cases import mark_other_cases
-from tests.support.paths import ROOT, shared_path
+from tests.support.paths import ROOT, note_test, shared_path
 from tests.support.strategies.rank_pool import RankPool, RankPools
 from thresher.runtime.ray.environment import set_environment
 
@@ -60,6 +60,11 @@ def pool_of(request, rank_pools) -> Callable[[int], RankPool]:
     return lambda size: rank_pools.find(size, engine)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    note_test(item)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def python_path_of_children() -> Iterator[None]:
     """Let child processes and Ray workers import `tests.support`, whatever their directory."""
@@ -92,13 +97,14 @@ def tiny_dir(tmp_path_factory) -> Path:
     return save_tiny_chat_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture(scope="session")
+# fixtures of real files belong to one test: a wider one would hand a file to tests without the mark `real`
+@pytest.fixture
 def stories_dir() -> Path:
     """A real Llama of 260 thousand parameters."""
     return shared_path("models", "stories260K_hf")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def polite_file() -> Path:
     """1,100 real pairs: polite answers against rude ones."""
     return shared_path("data", "rasbt-preference", "instruction-data-with-preference.json")

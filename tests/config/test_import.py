@@ -49,6 +49,7 @@ LOST = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", LOST)
 def test_a_published_config_is_translated(tmp_path: Path, name: str) -> None:
     done = convert(shared_path("peer-configs", *name.split("/")))
@@ -58,6 +59,7 @@ def test_a_published_config_is_translated(tmp_path: Path, name: str) -> None:
     load_config(tmp_path / "ours.yaml")
 
 
+@pytest.mark.real
 def test_every_published_config_is_listed() -> None:
     root = shared_path("peer-configs")
     assert {str(path.relative_to(root)) for path in root.glob("*/*")} == set(LOST), SHARED

@@ -16,13 +16,13 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 WriteRows = Callable[..., str]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def shared_data() -> Path:
     """Directory of the real data files."""
     return shared_path("data")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def stories_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 512 tokens without a chat template, in which `<s>` is both BOS and EOS."""
     return AutoTokenizer.from_pretrained(shared_path("models", "stories260K_hf"))

@@ -18,7 +18,7 @@ from thresher.checkpoint.retention import list_checkpoints
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.real]
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
 
 VOCAB = 272

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.paths import shared_path
 from thresher.sampling.answers import Answer, SampledPrompt
 from thresher.sampling.endpoint import EndpointJudge
 from thresher.sampling.judges import JudgeError
@@ -24,10 +25,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
 
 
 @pytest.fixture(scope="module")
-def model(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the stories model with a chat template."""
     directory = tmp_path_factory.mktemp("judge") / "model"
-    shutil.copytree(stories_dir, directory)
+    shutil.copytree(shared_path("models", "stories260K_hf"), directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 

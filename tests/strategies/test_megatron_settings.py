@@ -27,6 +27,7 @@ LLAMA = LlamaConfig(**SHAPE, **HEADS)
 EXPERTS = Qwen3MoeConfig(**SHAPE, **HEADS, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("role", ["actor_train", "reference"])
 @pytest.mark.parametrize("name", ["qwen2.5-3B_dpo_megatron.yaml", "qwen3-30BA3B-dpo_megatron_80GB.yaml"])
 def test_the_settings_of_rolls_examples_are_accepted(name, role):
