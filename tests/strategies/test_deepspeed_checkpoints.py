@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.strategies.test_sharded_checkpoints import assert_same_bits
 from tests.support.strategies import parity
-from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, train
+from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, loss_scales_of_a_resume, train
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.sharded_reader import load_tensors
@@ -146,6 +147,14 @@ def test_a_checkpoint_before_the_first_step_has_no_moments(name, pool_of, model,
     for loss, loss_after_load in pool_of(2).run(step_and_undo, run):
         assert loss == loss_after_load
     assert load_tensors(tmp_path, "optimizer") == {}
+
+
+def test_a_run_in_fp16_resumes_with_its_loss_scale(pool_of, model, tmp_path):
+    engine = ENGINES["zero 1"]
+    case = parity.Case(TWO_RANKS, loss="simpo", dtype=torch.float16, initial_loss_scale=2.0**12, engine=engine)
+    for saved, before, after in pool_of(2).run(loss_scales_of_a_resume, case, model, tmp_path):
+        assert before == {"value": 2.0**16, "steps": 0}
+        assert saved == after == {"value": 2.0**12, "steps": 1}
 
 
 def test_moments_with_different_step_counts_are_rejected(saved, pool_of, model, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tests.strategies.test_parity import assert_same_weights
 from tests.strategies.test_sharded_checkpoints import assert_same_bits
 from tests.support.strategies import parity
-from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, train
+from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, loss_scales_of_a_resume, train
 from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.sharded_reader import load_tensors
@@ -148,6 +148,14 @@ def test_checkpoints_of_bf16_have_the_fp32_weights_of_the_files(sizes, pool_of, 
     for dtypes, weights in pool_of(2).run(saved_dtypes, case, model_of("llama")):
         assert dtypes == {"F32"}
         assert_same_bits(weights, {name: expected[name] for name in weights})
+
+
+def test_a_run_in_fp16_resumes_with_its_loss_scale(pool_of, model_of, tmp_path):
+    engine = MegatronEngine(TP)
+    case = parity.Case(TP, loss="simpo", dtype=torch.float16, initial_loss_scale=2.0**12, engine=engine)
+    for saved, before, after in pool_of(2).run(loss_scales_of_a_resume, case, model_of("llama"), tmp_path):
+        assert before == {"value": 2.0**16, "steps": 0}
+        assert saved == after == {"value": 2.0**12, "steps": 1}
 
 
 def test_a_checkpoint_of_another_model_is_rejected(pool_of, model_of, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
@@ -110,6 +110,19 @@ def train(run: Run) -> Result:
 def build_policy(run: Run) -> Any:
     optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
     return (run.engine or NativeEngine()).policy_for_saving(run, optimizer)
+
+
+def loss_scales_of_a_resume(case: parity.Case, model: Path, directory: Path) -> tuple[dict[str, float], ...]:
+    """Save after a step on this rank and load with the default scale; return the scale when saved, before and after."""
+    policy = case.engine.policy(case, model)
+    parity.make_trainer(policy, None, case).training_step()
+    policy.snapshot({})(directory)
+    saved = policy._loss_scale.state()
+    dist.barrier()
+    resumed = case.engine.policy(replace(case, initial_loss_scale=parity.Case.initial_loss_scale), model)
+    before = resumed._loss_scale.state()
+    resumed.load(directory)
+    return saved, before, resumed._loss_scale.state()
 
 
 def _native_policy(run: Run, optimizer: OptimizerSettings) -> NativeTrain:
