@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import thresher
 from tests.support.compared_runs import merge
@@ -124,6 +124,21 @@ def test_a_model_object_gives_the_weights_of_its_directory(by_file, config, file
     # the same objects give the same config, so that the run resumes
     again = DPOTrainer(model, args=config, ref_model=model, processing_class=tokenizer, **arguments)
     assert again.config == trainer.config
+
+
+def test_a_model_object_that_was_never_loaded_is_saved_once(files, tmp_path):
+    """Its config has no architecture and no dtype, which transformers adds when it saves a model."""
+    config = AutoConfig.from_pretrained(files["model"])
+    config.architectures = config.dtype = None
+    model = AutoModelForCausalLM.from_config(config)
+    before = model.config.to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(files["model"])
+    arguments = {"train_dataset": files["train"], "processing_class": tokenizer}
+    first, second = (DPOTrainer(model, DPOConfig(output_dir=tmp_path), **arguments) for _ in range(2))
+    assert second.config == first.config
+    assert model.config.to_dict() == before
+    stored = AutoConfig.from_pretrained(first.config.pretrain)
+    assert (stored.architectures, stored.dtype) == (["LlamaForCausalLM"], torch.float32)
 
 
 def test_a_model_object_with_another_tokenizer_is_saved_in_another_directory(files, tmp_path):

@@ -5,6 +5,7 @@ A name contains a digest of the content, so that the same object gives the same 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -124,11 +125,16 @@ def model_path(model: Any, directory: Path, tokenizer: PreTrainedTokenizerBase |
     path = directory / f"model-{_model_digest(model, tokenizer)[:16]}"
 
     def write(staging: Path) -> None:
+        config = model.config
+        # save_pretrained writes into the config, and the digest of the object must stay the same
+        model.config = copy.deepcopy(config)
         try:
             model.save_pretrained(staging)
             tokenizer.save_pretrained(staging)
         except (ValueError, NotImplementedError) as error:  # such as an invalid generation config
             raise UserError(f"{argument} cannot be saved: {error}; save it yourself and give its path") from error
+        finally:
+            model.config = config
 
     _write_directory(path, write)
     return str(path)
