@@ -229,10 +229,11 @@ def test_other_precisions_log_and_save_no_scale(different_reference):
 def test_a_stopped_run_resumes_bitwise_also_just_after_an_overflow(fp16, tmp_path):
     values = merge(fp16, {"num_train_epochs": 7, "save_total_limit": 100, **scaled(28, loss_scale_window=3)})
     whole = build_run(merge(values, {"output_dir": str(tmp_path / "whole")}), PAIRS)
-    overflows, checkpoints = [], []
+    overflows, scales, checkpoints = [], [], []
     for _ in range(whole.trainer.plan.num_steps):
         whole.trainer.training_step()
         overflows.append(whole.trainer.skipped is not None)
+        scales.append(whole.trainer.strategy.loss_scale)
         checkpoints.append(whole.trainer.save())
     last_overflow = len(overflows) - 1 - overflows[::-1].index(True)
     # from just after the first, the last of the first series, and the last overflow, and from the middle of a window
@@ -242,8 +243,10 @@ def test_a_stopped_run_resumes_bitwise_also_just_after_an_overflow(fp16, tmp_pat
     for stop in stops:
         resumed = build_run(merge(values, {"output_dir": str(tmp_path / f"resumed-{stop}")}), PAIRS)
         resumed.trainer.resume(checkpoints[stop])
-        while resumed.trainer.state.step < whole.trainer.plan.num_steps:
+        # of every step: a later overflow can make different scales equal again, and all of them give the same weights
+        for scale in scales[stop + 1 :]:
             resumed.trainer.training_step()
+            assert resumed.trainer.strategy.loss_scale == scale
         assert_bitwise_equal(state_of(resumed.trainer.strategy), state_of(whole.trainer.strategy))
         assert resumed.trainer.state == whole.trainer.state
 
