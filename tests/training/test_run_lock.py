@@ -179,13 +179,15 @@ def test_an_old_lock_of_another_host_is_taken_over_at_once(tmp_path, caplog):
     assert " on node7 " in message
 
 
-def test_a_heartbeat_in_the_future_is_waited_for_no_longer_than_one_now(tmp_path):
+def test_a_heartbeat_in_the_future_is_waited_for_no_longer_than_one_now(tmp_path, caplog):
     """The clocks of two hosts may differ; here by half a minute."""
+    caplog.set_level("INFO")
     path = left_behind(tmp_path, machine="another machine", host="node7")
     os.utime(path, (0, time.time() + 30))
     started = time.monotonic()
     with lock_run(tmp_path, stale_seconds=0.5):
         assert 0.4 <= time.monotonic() - started < 25
+    assert caplog.messages[0].startswith(f"waiting up to 0 s for a heartbeat of the last holder of {tmp_path}: process")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"pid": {}}', b"\xff" * 9, b"[" * 9999])

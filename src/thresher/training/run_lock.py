@@ -186,8 +186,9 @@ def _wait_until_stale(path: Path, holder: Holder, stale_seconds: float) -> None:
     with tempfile.TemporaryFile(dir=path.parent) as probe:
         now = os.fstat(probe.fileno()).st_mtime  # by the clock of the file server, like the heartbeats
     last = _modified(path)
-    remaining = stale_seconds - (now - last) if last is not None else 0.0
-    end = time.monotonic() + min(remaining, stale_seconds)
+    # a heartbeat in the future, by a clock that was set back, counts as one of now
+    remaining = stale_seconds - max(0.0, now - last) if last is not None else 0.0
+    end = time.monotonic() + remaining
     if remaining > 0:
         logger.info("waiting up to %.0f s for a heartbeat of the last holder of %s: %s", remaining, path.parent, holder)
     while (remaining := end - time.monotonic()) > 0:
