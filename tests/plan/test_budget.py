@@ -15,10 +15,10 @@ from tests.support.published_models import save_config
 from tests.support.small_runs import make_base, open_small_inputs
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.config import parse_config
-from thresher.plan.budget import Gpu, budget_of, choose_budget, with_token_budget
+from thresher.plan.budget import budget_of, choose_budget, with_token_budget
 from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS
+from thresher.plan.hardware import GPUS, Gpu
 from thresher.plan.pairs import PairLengths
 from thresher.runtime.local import LocalRuntime
 

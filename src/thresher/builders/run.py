@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.inputs import RunInputs
@@ -14,7 +15,6 @@ from thresher.checkpoint.manifest import read_manifest
 from thresher.checkpoint.retention import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
-from thresher.config.dialects.hints import flat_names
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
 from thresher.losses.objective import Objective
@@ -22,8 +22,6 @@ from thresher.losses.registry import parameter_defaults
 from thresher.observability.log_files import RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
-from thresher.observability.trackers.console import ConsoleTracker
-from thresher.observability.trackers.factory import TrackerSettings, make_trackers
 from thresher.observability.trackers.tracker import RunInfo, Trackers
 from thresher.redact import redact
 from thresher.strategies.strategy import ParameterCounts
@@ -31,6 +29,9 @@ from thresher.training import preemption
 from thresher.training.loop import LoopSettings
 from thresher.training.skipped_steps import SkippedStepLog
 from thresher.training.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from thresher.observability.trackers.console import ConsoleTracker
 
 
 def stop_file(config: DPOConfig) -> Path:
@@ -67,6 +68,9 @@ def build_supervisor(config: DPOConfig, damaged: DamagedCheckpoints, clock: Phas
 def build_tracking(
     config: DPOConfig, console: ConsoleTracker | None, callbacks: CallbackTracker | None = None
 ) -> Trackers:
+    # only the process that leads a run has trackers
+    from thresher.observability.trackers.factory import TrackerSettings, make_trackers
+
     settings = TrackerSettings(**config.tracker_kwargs.model_dump())
     return make_trackers(config.track_with, settings, console=console, callbacks=callbacks)
 
@@ -86,6 +90,8 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
 
 def _training_arguments(config: DPOConfig) -> SimpleNamespace:
     """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig, and those of ours."""
+    from thresher.config.dialects.hints import flat_names
+
     renamed = {name: reduce(getattr, key.split("."), config) for name, key in flat_names().items()}
     return SimpleNamespace(
         **{name: getattr(config, name) for name in type(config).model_fields}

@@ -33,7 +33,8 @@ def precompute_reference(
     from thresher.builders.reference import precompute_reference
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
-    from thresher.plan.budget import gpu_of, with_token_budget
+    from thresher.plan.budget import with_token_budget
+    from thresher.plan.hardware import gpu_of
 
     quiet_libraries()
     precompute_reference(

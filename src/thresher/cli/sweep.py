@@ -127,7 +127,8 @@ def _prepare_inputs(config: DPOConfig) -> None:
     from thresher.builders.reference_mode import reference_mode
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines
-    from thresher.plan.budget import gpu_of, with_token_budget
+    from thresher.plan.budget import with_token_budget
+    from thresher.plan.hardware import gpu_of
 
     objective = build_objective(config)
     # with workers, the first trial scores the reference, on the devices that the config gives it

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.checkpoint.json_io import load_json
@@ -20,7 +19,7 @@ from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
 from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import DEFAULT_GPU, GPUS, Hardware
+from thresher.plan.hardware import Gpu, Hardware
 from thresher.plan.pairs import PairLengths
 from thresher.plan.search import GPUS_PER_NODE, with_settings
 
@@ -31,24 +30,6 @@ _SHARE_OF_MEMORY = 0.9
 # a larger budget must shorten the predicted step by more than this, since it takes memory
 _LEAST_GAIN = 0.02
 _DOUBLINGS = 3
-# of a GPU's memory, by its context and the desktop; more belongs to other processes
-_SHARE_IN_USE = 0.05
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as its driver reports it. memory: bytes that a run can use."""
-
-    name: str
-    memory: int
-
-    @property
-    def hardware(self) -> Hardware:
-        """Rates of the GPU of this name, or of the default one if it is not known, with this memory."""
-        words = {name: name.split("-") for name in GPUS}
-        matching = [name for name, parts in words.items() if all(part in self.name.lower() for part in parts)]
-        found = GPUS[max(matching, key=len, default=DEFAULT_GPU)]
-        return replace(found, name=self.name, memory=self.memory)
 
 
 @dataclass(frozen=True)
@@ -57,15 +38,6 @@ class TokenBudget:
 
     tokens: int | None
     reason: str
-
-
-def gpu_of(device: torch.device) -> Gpu | None:
-    """Ask the driver for a GPU's memory: all of it, unless other processes use some. None for a CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    # the total where possible: it is the same in every run, so that equal runs choose equal budgets
-    return Gpu(torch.cuda.get_device_name(device), total if total - free <= _SHARE_IN_USE * total else free)
 
 
 def with_token_budget(

@@ -1,12 +1,16 @@
-"""GPUs by name: the rates that the estimate of time and the limit of memory use, from the vendors' data sheets."""
+"""GPUs: as the driver reports them, and by name with the rates of the vendors' data sheets, for estimates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from thresher.errors import UserError
 
 GIGA = 1e9
+# of a GPU's memory, by its context and the desktop; more belongs to other processes
+_SHARE_IN_USE = 0.05
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,28 @@ def find_gpu(name: str) -> Hardware:
             f"--gpu {name} is not known; use one of {', '.join(GPUS)}, or also pass --peak-flops, --memory and "
             "--bandwidth"
         ) from None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver reports it. memory: bytes that a run can use."""
+
+    name: str
+    memory: int
+
+    @property
+    def hardware(self) -> Hardware:
+        """Rates of the GPU of this name, or of the default one if it is not known, with this memory."""
+        words = {name: name.split("-") for name in GPUS}
+        matching = [name for name, parts in words.items() if all(part in self.name.lower() for part in parts)]
+        found = GPUS[max(matching, key=len, default=DEFAULT_GPU)]
+        return replace(found, name=self.name, memory=self.memory)
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Ask the driver for a GPU's memory: all of it, unless other processes use some. None for a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    # the total where possible: it is the same in every run, so that equal runs choose equal budgets
+    return Gpu(torch.cuda.get_device_name(device), total if total - free <= _SHARE_IN_USE * total else free)

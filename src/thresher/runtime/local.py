@@ -21,7 +21,8 @@ from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import WORKERS
-from thresher.plan.budget import Gpu, gpu_of, with_token_budget
+from thresher.plan.budget import with_token_budget
+from thresher.plan.hardware import Gpu, gpu_of
 from thresher.runtime import RunHandle
 from thresher.runtime.cuda_environment import prepare_cuda
 

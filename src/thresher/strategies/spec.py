@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from thresher.distributed.groups import Group
 from thresher.models.layouts import Layout
@@ -141,4 +142,8 @@ def seed_dropout(seed: int, *ranks: int) -> None:
     """Seed dropout differently on each of the ranks that draw masks of their own, such as data-parallel ones."""
     while ranks and not ranks[-1]:
         ranks = ranks[:-1]
-    set_seed(int(np.random.SeedSequence([seed, *ranks]).generate_state(1)[0]) if ranks else seed)
+    seed = int(np.random.SeedSequence([seed, *ranks]).generate_state(1)[0]) if ranks else seed
+    # as transformers' set_seed, whose module imports PEFT; torch seeds every device
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout
 from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import Compilation
-from thresher.strategies.accumulate import MicroBatchExecutor
 from thresher.strategies.native.fsdp import reshard
 from thresher.strategies.native.parallelize import ParallelContext
-from thresher.strategies.native.pipeline_check import check_stages
-from thresher.strategies.native.pipeline_executor import PipelineExecutor
 from thresher.strategies.native.router_loss import RouterLoss
 from thresher.strategies.native.sequential import SequentialExecutor
+
+if TYPE_CHECKING:
+    from thresher.strategies.native.pipeline_executor import PipelineExecutor
 
 
 class NativeInfer:
@@ -48,12 +48,14 @@ class NativeInfer:
             device=parallel.device,
             num_row_shards=parallel.num_row_shards,
         )
-        stage = parallel.stage
-        self.executor: MicroBatchExecutor = (
-            SequentialExecutor(self.pair_model, layout, self._router_loss(router_loss_coef), _backward(parallel))
-            if stage is None
-            else PipelineExecutor(self.pair_model, layout, stage, parallel.gradient_sync, parallel.pipeline)
-        )
+        self.executor: SequentialExecutor | PipelineExecutor
+        if (stage := parallel.stage) is None:
+            router_loss = self._router_loss(router_loss_coef)
+            self.executor = SequentialExecutor(self.pair_model, layout, router_loss, _backward(parallel))
+        else:
+            from thresher.strategies.native.pipeline_executor import PipelineExecutor
+
+            self.executor = PipelineExecutor(self.pair_model, layout, stage, parallel.gradient_sync, parallel.pipeline)
 
     def _router_loss(self, coef: float) -> RouterLoss | None:
         model: Any = self.pair_model.base_model
@@ -72,10 +74,12 @@ class NativeInfer:
 
     def check_logps(self, batch: PairBatch) -> None:
         """Compare the logps with those of the model's original forward; raise UserError if they differ."""
-        if isinstance(self.executor, PipelineExecutor):
-            check_stages(self.executor, batch)
-        else:
+        if isinstance(self.executor, SequentialExecutor):
             check_logps(self.pair_model, self._layout, batch)
+        else:
+            from thresher.strategies.native.pipeline_check import check_stages
+
+            check_stages(self.executor, batch)
         reshard(self.model)
 
     def compile(self, compilation: Compilation) -> None:
