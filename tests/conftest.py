@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.support.ci_cases import mark_other_cases
 from tests.support.paths import ROOT, note_test, shared_path
+from tests.support.scheduling import GroupsOfFiles, sort_long_files_first
 from tests.support.strategies.rank_pool import RankPool, RankPools
 from thresher.runtime.ray.environment import set_environment
 
@@ -38,6 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     covered = mark_other_cases(items)
     if (file := config.getoption("--covered-cases")) is not None:
         file.write_bytes(pickle.dumps(covered))
+    sort_long_files_first(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupsOfFiles:
+    return GroupsOfFiles(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
