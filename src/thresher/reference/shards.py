@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from thresher import durable
 from thresher.data.store.arrow_schema import list_array
-from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, Hashes, fixed_width_values, sha256_of_file
+from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, Hashes, fixed_width_values, list_views, sha256_of_file
 
 Logps = npt.NDArray[np.float32]
 
@@ -84,7 +84,7 @@ class CacheShard:
         # without this, lists that extend beyond the file would crash the process
         batch.validate()
         self.keys: Hashes = fixed_width_values(batch.column(0), HASH_DTYPE)
-        self._sides = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in (1, 2)]
+        self._sides = [list_views(batch.column(at)) for at in (1, 2)]
 
     def logps(self, row: int) -> tuple[Logps, Logps]:
         """Return the logps of one pair, chosen and rejected, as views of the file."""
@@ -161,7 +161,8 @@ def write_shard(
 
 
 def _to_arrow(keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]) -> Any:
-    columns = [pa.array(keys, pa.binary(HASH_BYTES)), list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
+    hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
+    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))

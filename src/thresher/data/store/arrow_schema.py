@@ -63,9 +63,17 @@ def list_array(values: Sequence[npt.NDArray[Any] | None], list_type: Any) -> Any
 def _to_lists(
     lengths: npt.NDArray[np.int64], flat: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_], list_type: Any
 ) -> Any:
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    offsets = _number_array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    item = list_type.value_type
+    values = pa.array(flat, item) if pa.types.is_boolean(item) else _number_array(flat, item)
     nulls = None if is_valid.all() else pa.array(~is_valid)
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, list_type.value_type), type=list_type, mask=nulls)
+    return pa.ListArray.from_arrays(offsets, values, type=list_type, mask=nulls)
+
+
+def _number_array(values: npt.NDArray[Any], arrow_type: Any) -> Any:
+    # not pa.array, which imports pandas: every worker that scores a reference writes lists of logps
+    content = values.astype(arrow_type.to_pandas_dtype(), copy=False)
+    return pa.Array.from_buffers(arrow_type, len(content), [None, pa.py_buffer(content)])
 
 
 def rebuild_buffers(batch: Any) -> Any:

@@ -57,10 +57,10 @@ class _BatchView:
     """A record batch as numpy views, because indexing Arrow scalars costs more than reading the tokens."""
 
     def __init__(self, batch: Any) -> None:
-        self._ids = [(batch.column(at).offsets.to_numpy(), batch.column(at).values.to_numpy()) for at in range(3)]
+        self._ids = [list_views(batch.column(at)) for at in range(3)]
         # None if the whole column is null, as mask columns usually are
         self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
-        self._weights, self._margins = (batch.column(at).to_numpy() for at in (5, 6))
+        self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
 
     def pair(self, row: int) -> Pair:
         # copies, not views: a pair stays valid and writable after its shard is unmapped
@@ -113,6 +113,12 @@ class StoreShard:
 def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
     # stored as bits, so this always copies
     return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
+
+
+def list_views(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """View the offsets and the values of a list column; raise if there are nulls."""
+    # not to_numpy, which imports pandas
+    return np.from_dlpack(column.offsets), np.from_dlpack(column.values)
 
 
 def fixed_width_values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
