@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -303,3 +305,19 @@ def test_the_default_size_of_a_shard_is_the_documented_one():
     """Another size changes the bytes of every store."""
     documented = (ROOT / "docs" / "guides" / "data.md").read_text()
     assert f"A shard has {DataSettings('a.jsonl').shard_rows:,} pairs" in documented
+
+
+def test_a_worker_reads_pairs_and_caches_logps_without_pandas(tmp_path: Path) -> None:
+    """pyarrow imports pandas to convert columns, which takes each worker of a run a third of a second."""
+    write_store(tmp_path / "s", [make_pair(0)])
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from thresher.data.store.reader import PairStore\n"
+        "from thresher.reference.shards import CacheShard, write_shard\n"
+        "ids = PairStore.open('s')[0].chosen_ids\n"
+        "shard = write_shard(Path(), [bytes(16)], [ids.astype('f4')], [ids.astype('f4')])\n"
+        "assert CacheShard(shard.path).logps(0)[0].tolist() == ids.tolist()\n"
+        "print('pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
