@@ -11,7 +11,7 @@ import pytest
 from thresher.observability.health import rules
 from thresher.observability.health.history import History
 from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine, replay
-from thresher.observability.health.rules import RULES, RunFacts
+from thresher.observability.health.rules import RULES, Rule, RunFacts
 
 STEPS, PAIRS = 200, 16
 FACTS = RunFacts(
@@ -212,6 +212,16 @@ def test_a_rule_fires_again_only_after_its_condition_has_been_absent():
         fired += [each.step for each in engine.add(step, record | {"step": step, "pairs_seen": step * PAIRS})]
     assert len(fired) == 2
     assert fired[1] > STEPS + REARM_RECORDS
+
+
+def test_a_condition_that_comes_and_goes_does_not_fire_again():
+    """Only records in a row without the condition count: here there are never as many."""
+    rule = Rule("flicker", "it flickers", "none", lambda history, facts: {"step": 1.0} if next(holds) else None)
+    pattern = [True, *[False] * (REARM_RECORDS - 1)]
+    holds = iter(pattern * 3 + [False, True])
+    engine = RuleEngine(FACTS, [rule])
+    fired = [step for step in range(len(pattern) * 3 + 2) if engine.check(step)]
+    assert fired == [0, len(pattern) * 3 + 1]
 
 
 def test_a_record_of_an_evaluation_or_of_skipped_steps_is_ignored():
