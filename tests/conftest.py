@@ -15,9 +15,12 @@ from hypothesis import settings
 
 from tests.support.ci_cases import mark_other_cases
 from tests.support.paths import ROOT, note_test, shared_path
+from tests.support.ray_fixtures import forked_workers, ray_for_megatron, ray_here, shared_node
 from tests.support.scheduling import GroupsOfFiles, sort_long_files_first
 from tests.support.strategies.rank_pool import RankPool, RankPools
 from thresher.runtime.ray.environment import set_environment
+
+__all__ = ["forked_workers", "ray_for_megatron", "ray_here", "shared_node"]
 
 # Ray reads its environment when it is first imported, so set what a run sets before any test file is. The token of the
 # tests is in a directory of its own, so that none is written into a home directory.
@@ -28,6 +31,8 @@ if "RAY_AUTH_TOKEN_PATH" not in os.environ:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 # a busy machine takes longer than Ray's 30 seconds to start an agent
 os.environ.setdefault("RAY_agent_register_timeout_ms", "200000")
+# or 60 seconds for a worker, of which the first ones wait until the fork server has imported their code
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "240")
 set_environment(None)
 
 # a shared machine pauses at any moment: the time of one example says nothing

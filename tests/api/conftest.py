@@ -1,5 +1,5 @@
-"""A config of a small run, without output_dir, and a Ray session."""
+"""A config of a small run, without output_dir."""
 
-from tests.support.small_run_fixtures import base, ray_here
+from tests.support.small_run_fixtures import base
 
-__all__ = ["base", "ray_here"]
+__all__ = ["base"]

@@ -1,4 +1,4 @@
-"""Fixtures of the runtime tests: small models and pairs, a Ray session, and a reference cluster."""
+"""Fixtures of the runtime tests: small models and pairs, and a reference cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_run_fixtures import base, ray_for_megatron, ray_here
+from tests.support.small_run_fixtures import base
 
-__all__ = ["base", "ray_for_megatron", "ray_here", "reference_cluster"]
+__all__ = ["base", "reference_cluster"]
 
 
 @pytest.fixture(scope="module")
