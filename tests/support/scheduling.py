@@ -1,7 +1,7 @@
 """Divide the test files among the processes of a test run.
 
-Files that share something slow to start go to one process: ranks that have imported an engine. Long files begin first,
-so that the processes end at about the same time.
+Files that share something slow to start go to one process: a Ray node, or ranks that have imported an engine. Long
+files begin first, so that the processes end at about the same time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,36 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# files whose names begin so
-_TOGETHER = ("tests/strategies/test_megatron", "tests/strategies/test_deepspeed")
+_TOGETHER = {
+    "Ray": (
+        "tests/api/test_on_ray.py",
+        *(
+            f"tests/runtime/test_{name}.py"
+            for name in (
+                "damaged_checkpoints",
+                "data_parallel",
+                "prepare_on_ray",
+                "ray_runs",
+                "recovery",
+                "skipped_steps_on_ray",
+                "spares",
+                "torchrun",
+                "worker_logs",
+            )
+        ),
+    ),
+    "Megatron-Core": ("tests/strategies/test_megatron",),
+    "DeepSpeed": ("tests/strategies/test_deepspeed",),
+}
 _LONGEST = (
-    "tests/strategies/test_megatron",
+    "Ray",
+    "Megatron-Core",
     "tests/strategies/test_parity.py",
-    "tests/runtime/",
     "tests/repository/test_gpu_acceptance.py",
+    "tests/plan/test_simulation.py",
+    "tests/runtime/",
     "tests/plan/",
+    "DeepSpeed",
     "tests/strategies/",
     "tests/models/test_compile.py",
     "tests/docs/",
@@ -27,12 +49,13 @@ _LONGEST = (
 
 def group_of(node_id: str) -> str:
     file = node_id.partition("::")[0]
-    return next((prefix for prefix in _TOGETHER if file.startswith(prefix)), file)
+    return next((name for name, files in _TOGETHER.items() if file.startswith(files)), file)
 
 
 def sort_long_files_first(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        return next((rank for rank, prefix in enumerate(_LONGEST) if item.nodeid.startswith(prefix)), len(_LONGEST))
+        group = group_of(item.nodeid)
+        return next((rank for rank, start in enumerate(_LONGEST) if group.startswith(start)), len(_LONGEST))
 
     items.sort(key=rank)
 
