@@ -27,7 +27,7 @@ def tests(tmp_path_factory) -> Mapping[str, Sequence[Case]]:
     """The cases of the tests marked `covered`, in a selection of whole files."""
     file = tmp_path_factory.mktemp("cases") / "covered"
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.covered" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "--covered-cases", str(file)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--covered-cases", str(file)]
     done = subprocess.run([*command, *map(str, marked)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     found: Mapping[str, Sequence[Case]] = pickle.loads(file.read_bytes())  # noqa: S301  # written by the command
