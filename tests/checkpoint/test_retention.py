@@ -108,6 +108,18 @@ def test_prune_never_deletes_the_only_valid_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-00000002"
 
 
+def test_prune_keeps_the_published_checkpoint_if_newer_ones_are_damaged(tmp_path: Path) -> None:
+    """A run that resumed from step 10, because the later ones are damaged, has saved step 15."""
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    for step in (20, 30):
+        damage(tmp_path / f"step-{step:08d}")
+    published = save(tmp_path, 15)
+    prune(tmp_path, keep_last=2, trusted=published)
+    assert steps(tmp_path) == [15, 20, 30]
+    assert latest(tmp_path) == published
+
+
 def test_prune_does_not_read_a_trusted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 4):
         save(tmp_path, step)

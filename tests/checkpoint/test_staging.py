@@ -83,11 +83,11 @@ def test_an_equal_checkpoint_of_the_same_step_is_kept(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-@pytest.mark.parametrize("tear", [False, True])
-def test_a_different_or_torn_checkpoint_of_the_same_step_is_replaced(tmp_path: Path, tear: bool) -> None:
-    path = save(tmp_path, 5, b"new" if tear else b"old")
-    if tear:
-        (path / "model.bin").write_bytes(b"torn")
+@pytest.mark.parametrize("damage", [None, b"torn", b"NEW"], ids=["different", "torn", "of the same size"])
+def test_a_different_or_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path, damage: bytes | None) -> None:
+    path = save(tmp_path, 5, b"old" if damage is None else b"new")
+    if damage is not None:
+        (path / "model.bin").write_bytes(damage)
     save(tmp_path, 5, b"new")
     verify(path)
     assert (path / "model.bin").read_bytes() == b"new"
