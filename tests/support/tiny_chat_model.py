@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.paths import ROOT
@@ -23,6 +24,8 @@ def save_tiny_chat_model(directory: Path) -> Path:
     tokenizer = make_tokenizer(pad_token="</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -42,8 +45,12 @@ def save_tiny_chat_model(directory: Path) -> Path:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(1.0, 0.1)  # norms of 1 would hide a norm whose weight is not applied
-    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    # not model.save_pretrained: it imports deepspeed, which takes longer than all the rest
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
