@@ -302,8 +302,7 @@ def _mean_of(rows: list[Rows]) -> Rows:
 def compare(models: Path, case: Case) -> list[dict[str, Any]]:
     """One row per rank."""
     model = models / case.shape
-    preload = ["thresher.plan.estimate", "tests.support.strategies.live_memory"]
-    pool = RankPool(case.num_ranks, preload, SECONDS_FOR_A_CASE)
+    pool = RankPool(case.num_ranks, seconds=SECONDS_FOR_A_CASE)
     try:
         counted: list[Counted] = pool.run(count, models, case)
     finally:

@@ -1,7 +1,8 @@
 """Divide the test files among the processes of a test run.
 
 Files that share something slow to start go to one process: a Ray node, or ranks that have imported an engine. Long
-files begin first, so that the processes end at about the same time.
+files begin first, so that the processes end at about the same time; Megatron-Core before other ranks, because the first
+pool of a process decides what all its ranks have imported.
 """
 
 from __future__ import annotations

@@ -21,17 +21,19 @@ _SECONDS_AFTER_A_FAILURE = 20
 # idle gloo groups have threads that wake a hundred times per second
 _MAX_THREADS = 150
 _PRELOADED = ["peft", "tests.support.strategies.config_runs", "tests.support.strategies.parity"]
+_PRELOADED_OF_ENGINES = {"megatron": ["thresher.strategies.megatron.build"]}
 
 
 class RankPool:
     """`size` processes; `run` calls a function on all of them and returns the results by rank.
 
-    seconds: how long a case, and a collective in it, may take.
+    engine: what its ranks import before the fork, if it is the first pool of its process. seconds: how long a case, and
+    a collective in it, may take.
     """
 
-    def __init__(self, size: int, seconds: int = _SECONDS_FOR_A_CASE):
+    def __init__(self, size: int, engine: str = "native", seconds: int = _SECONDS_FOR_A_CASE):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_ENGINES.get(engine, ())])
         self._seconds = seconds
         self._pipes: list[Connection] = []
         self._processes = []
@@ -103,7 +105,7 @@ class RankPools:
         if pool is not None and pool.is_alive and pool.num_threads > _MAX_THREADS:
             pool.close()
         if pool is None or not pool.is_alive:
-            pool = self._pools[size] = RankPool(size)
+            pool = self._pools[size] = RankPool(size, engine)
         return pool
 
     def close(self) -> None:
