@@ -12,8 +12,9 @@ from tests.support.compared_runs import merge
 from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
-from thresher.errors import ResourceError
+from thresher.errors import RescaleRequested, ResourceError
 from thresher.pipeline import DPOPipeline
+from thresher.runtime.group import TrainerGroup
 from thresher.runtime.ray.elastic import ElasticScaler, fit_to_nodes
 from thresher.runtime.ray.placement import Node
 
@@ -70,6 +71,40 @@ def test_the_pairs_of_a_step_do_not_depend_on_the_available_workers():
     assert scaler.can_scale_up() is None  # used by other work
     free = 4.0
     assert scaler.can_scale_up() == "the cluster has room for 4 more workers"
+
+
+class Ranks:
+    """Ranks of a policy that record the calls to them."""
+
+    num_nodes = 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def call(self, method: str, *_: object) -> list[Any]:
+        self.calls.append(method)
+        return [None, None]
+
+    def stream(self, method: str, *_: object) -> Iterator[Any]:
+        self.calls.append(method)
+        return iter(())
+
+
+def test_a_run_grows_only_between_a_checkpoint_and_the_next_step():
+    """Later, the steps since the checkpoint would be repeated."""
+    ranks, room = Ranks(), [None, "the cluster has room for 4 more workers"]
+    trainer = TrainerGroup(ranks, lambda: room[0])
+    trainer.save()
+    list(trainer.run(2))  # no room yet
+    room.reverse()
+    list(trainer.run(3))  # room, but a step since the checkpoint
+    trainer.save()
+    with pytest.raises(RescaleRequested, match="room for 4 more workers"):
+        trainer.run(4)
+    assert ranks.calls == ["save", "run", "run", "save", "wait_for_saves"]
 
 
 def test_a_reference_that_lost_its_devices_shares_the_remaining_ones():

@@ -140,3 +140,23 @@ def test_a_stopped_worker_is_ended_before_a_spare_takes_its_place(ray_here):
     assert stopped.wait(timeout=60) == -signal.SIGKILL
     ray.get(reaped)
     ray.kill(spare)
+
+
+def test_a_worker_that_is_still_starting_is_not_lost(ray_here):
+    """The imports and the load of a worker may take longer than heartbeat_timeout."""
+    import ray
+
+    from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
+    from thresher.runtime.ray.workers import ActorWorker
+
+    class SlowWorker(ActorWorker):
+        def __init__(self, *arguments: object) -> None:
+            time.sleep(4)
+            super().__init__(*arguments)
+
+    worker = ray.remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(SlowWorker).remote(0, 1, 1, str(Path.cwd()))
+    monitor = HeartbeatMonitor(heartbeat_timeout=2.0)
+    monitor.add("actor_train", [worker])
+    started = worker.heartbeat.remote()
+    assert monitor.wait_any([started]) == (started, [])
+    ray.kill(worker)

@@ -87,6 +87,13 @@ def test_a_lost_worker_repeats_the_steps_since_the_newest_checkpoint(supervised,
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO, logging.INFO]
 
 
+def test_a_failure_before_the_next_step_repeats_no_steps_of_the_attempt_before(supervised):
+    attempts = [die_at(supervised, 7, saved=5), die_at(supervised, 0), finish_from(supervised, "step-00000005", 6)]
+    supervised.run(attempts)
+    lines = [json.loads(line) for line in supervised.record.read_text().splitlines()]
+    assert [(line["step"], line["from_step"], line["steps_repeated"]) for line in lines] == [(7, 5, 2), (5, 5, 0)]
+
+
 def test_a_run_that_had_no_checkpoint_starts_over_with_an_empty_log(supervised):
     assert supervised.run([die_at(supervised, 2), finish_from(supervised, None, 1)]) == -1
     line = json.loads(supervised.record.read_text())
