@@ -139,14 +139,13 @@ class Callbacks:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(forked_workers) -> Iterator[Any]:
     """A head node without cores, which notices a dead node within seconds."""
     from ray.cluster_utils import Cluster
 
     fast_checks = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
     cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": fast_checks},
+        initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": fast_checks, **forked_workers}
     )
     yield cluster
     cluster.shutdown()
@@ -154,8 +153,9 @@ def cluster() -> Iterator[Any]:
 
 @pytest.mark.hand  # CI has the choice of axes and pairs, and a worker that dies
 @pytest.mark.distributed
-def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluster, tmp_path):
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluster, forked_workers, tmp_path):
+    node = {"num_cpus": 1, **forked_workers}
+    nodes = [cluster.add_node(**node) for _ in range(2)]
     values = merge(
         base,
         {
@@ -181,7 +181,7 @@ def test_a_run_shrinks_when_a_node_is_lost_and_grows_when_one_joins(base, cluste
     events = Callbacks(
         {
             (1, 5): lose_node,
-            (2, 8): lambda: cluster.add_node(num_cpus=1),
+            (2, 8): lambda: cluster.add_node(**node),
         }
     )
     config = parse_config({**values, "output_dir": str(tmp_path / "elastic")})

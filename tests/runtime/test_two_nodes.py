@@ -20,11 +20,12 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(forked_workers) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=4, num_gpus=2)
+    node = {"num_cpus": 4, "num_gpus": 2, **forked_workers}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
     yield cluster.address
     cluster.shutdown()
 

@@ -30,7 +30,7 @@ def forked_workers(python_path_of_children) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def shared_node(forked_workers) -> Iterator[str]:
     """The address of a Ray node with enough logical cores for several clusters of workers."""
-    with node(num_cpus=8, **forked_workers) as address:
+    with ray_node(num_cpus=8, **forked_workers) as address:
         yield address
 
 
@@ -49,14 +49,15 @@ def ray_for_megatron() -> Iterator[None]:
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         with (
             fork_server() as program,
-            node(num_cpus=32, setup_worker_path=program, **FEW_PROCESSES) as address,
+            ray_node(num_cpus=32, setup_worker_path=program, **FEW_PROCESSES) as address,
             connection(address),
         ):
             yield
 
 
 @contextmanager
-def node(**settings: Any) -> Iterator[str]:
+def ray_node(**settings: Any) -> Iterator[str]:
+    """Start a Ray node; yield its address."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args=settings)

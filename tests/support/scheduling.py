@@ -20,12 +20,16 @@ _TOGETHER = {
             for name in (
                 "damaged_checkpoints",
                 "data_parallel",
+                "elastic",
                 "prepare_on_ray",
                 "ray_runs",
                 "recovery",
                 "skipped_steps_on_ray",
+                "spare_devices",
                 "spares",
+                "timeouts",
                 "torchrun",
+                "two_nodes",
                 "worker_logs",
             )
         ),
