@@ -58,19 +58,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-tables", action="store_true", help="write the tables in the docs that tests compare")
 
 
-@pytest.fixture(scope="session")
-def rank_pools(python_path_of_children) -> Iterator[RankPools]:
-    """Pools of gloo ranks that all test files share."""
-    pools = RankPools()
-    yield pools
-    pools.close()
+_pools = RankPools()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Keep pools of ranks for the files of a folder: idle ones use a few percent of a core per rank."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _pools.close()
 
 
 @pytest.fixture(scope="module")
-def pool_of(request, rank_pools) -> Callable[[int], RankPool]:
+def pool_of(request, python_path_of_children) -> Callable[[int], RankPool]:
     """Find a pool by its number of ranks. ENGINE of a test file: the engine of its cases, `native` without it."""
     engine = getattr(request.module, "ENGINE", "native")
-    return lambda size: rank_pools.find(size, engine)
+    return lambda size: _pools.find(size, engine)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,7 @@
 """Pools of processes in a gloo group on this machine that run functions on every rank.
 
 Importing what a case needs takes longer than most cases, so ranks are forked from one process that has imported it, and
-run the cases of all test files.
+run the cases of many test files.
 """
 
 from __future__ import annotations
