@@ -26,7 +26,7 @@ def test_scoring_between_steps_sees_the_new_weights_and_does_not_change_a_step(
     two_ranks, model_dirs, oracle, zero_stage
 ):
     case = Case(TWO_SHARDS, loss="simpo", zero_stage=zero_stage)
-    model_dir, _ = model_dirs("llama")
+    model_dir, _ = model_dirs(case.family, case.num_layers)
     expected = oracle(case)
     alone = train_and_score(replace(case, sizes=ParallelDims()), model_dir)
 
