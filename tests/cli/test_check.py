@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -124,7 +123,7 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
 
 
 @pytest.mark.parametrize("command", ["check", "train", "precompute-reference"])
-def test_a_wrong_path_is_reported_quickly_and_without_torch(config, tmp_path, command):
+def test_a_wrong_path_is_reported_without_importing_much(config, tmp_path, command):
     path = config({"actor_train": {"data_args": {"file_name": "pears.jsonl"}}})
     script = (
         f"import sys; sys.argv = ['thresher', {command!r}, {path!r}]\n"
@@ -132,19 +131,14 @@ def test_a_wrong_path_is_reported_quickly_and_without_torch(config, tmp_path, co
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code == 2\n"
         "heavy = {'torch', 'transformers', 'pyarrow', 'datasets', 'peft', 'ray'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "assert not heavy, heavy\n"
+        "print(len(sys.modules))"
     )
-    seconds = []
-    for _ in range(3 if command == "check" else 1):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # CPU time: nothing waits for the network, and other processes may use the machine
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.strip() == "error: 'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"
-    # about 0.7 s on an idle core; a shared core of a busy machine is several times slower
-    assert command != "check" or min(seconds) < 3.0, seconds
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "error: 'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"
+    # counted, not timed: about 0.7 s on an idle core, and several times more on a busy machine
+    assert int(done.stdout) < 1000
 
 
 class Mistake(NamedTuple):
