@@ -41,4 +41,4 @@ def test_the_script_installs_the_torch_of_scripts_install() -> None:
         next(line for line in (ROOT / "scripts" / name).read_text(encoding="utf-8").splitlines() if "torch==" in line)
         for name in ("install", "test-oldest")
     ]
-    assert {re.search(r"pip install .*", line)[0] for line in lines} == {"pip install --quiet torch==2.13.0"}  # type: ignore[index]
+    assert {re.search(r"torch==\S+", line)[0] for line in lines} == {"torch==2.13.0"}  # type: ignore[index]
