@@ -94,6 +94,14 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        raise UserError(
+            f"the file system of {path} has no file locks ({error.strerror}); mount it with them (Lustre: `-o flock`), "
+            "or use a directory on another one"
+        ) from None
     return True
 
 

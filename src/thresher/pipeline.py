@@ -120,7 +120,7 @@ class DPOPipeline:
         """Do the work in this process, or follow rank 0 until it has done it."""
         with launch_session() as session:
             if session is not None and session.launch.rank:
-                session.follow()
+                session.follow(lambda: self.config.model_dump(mode="json", exclude_unset=True))
                 return {}
             return work()
 

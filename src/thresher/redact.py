@@ -7,7 +7,7 @@ are kept.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,21 @@ _KNOWN_TOKEN = re.compile(
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a configuration with every secret masked. Redacting twice changes nothing."""
     return {key: _mask_all(value) if _is_secret(str(key), value) else _clean(value) for key, value in config.items()}
+
+
+def restore_secrets(redacted: Mapping[str, Any], own: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Replace what `redact` has masked by the values of a config that has them; own: is called if there are any."""
+    restored: dict[str, Any] = _restore(redacted, own()) if MASK in str(redacted) else dict(redacted)
+    return restored
+
+
+def _restore(redacted: Any, own: Any) -> Any:
+    if isinstance(redacted, Mapping):
+        known = own if isinstance(own, Mapping) else {}
+        return {key: _restore(value, known.get(key)) for key, value in redacted.items()}
+    if isinstance(redacted, list) and isinstance(own, list) and len(redacted) == len(own):
+        return [_restore(*both) for both in zip(redacted, own, strict=True)]
+    return own if isinstance(redacted, str) and MASK in redacted and own is not None else redacted
 
 
 def _clean(value: Any) -> Any:

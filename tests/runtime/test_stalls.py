@@ -19,7 +19,7 @@ TIMEOUT, INTERVAL = 16.0, 2.0  # 5 polls without progress are too many: 16 - 3 *
 
 
 def seconds_by_poll(polls: list[list[Heartbeat]]) -> list[float | None]:
-    from thresher.runtime.ray.stalls import StallDetector  # imports nothing of Ray, but its package sets Ray up
+    from thresher.runtime.stalls import StallDetector
 
     detector = StallDetector(TIMEOUT, INTERVAL)
     return [detector.seconds_stuck(heartbeats) for heartbeats in polls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,16 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from tests.support.cli_runner import exit_code_of
 from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import ROOT
+from tests.support.processes import descendants
 from tests.support.small_runs import last_weights
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
@@ -57,10 +61,14 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start_tasks(*arguments: str) -> list[subprocess.Popen[str]]:
-    """Start two processes with the variables that srun sets; torch's variables are not there."""
+def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+        return str(server.getsockname()[1])
+
+
+def start_tasks(*arguments: str, port: str | None = None) -> list[subprocess.Popen[str]]:
+    """Start two processes with the variables that srun sets; torch's variables are not there."""
+    port = port or free_port()
     step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "MASTER_PORT": port}
     return [
         subprocess.Popen(
@@ -83,6 +91,16 @@ def finish(tasks: Sequence[subprocess.Popen[str]]) -> tuple[list[int], list[str]
         for task in tasks:
             task.kill()
     return [task.returncode for task in tasks], shown
+
+
+def wait_for_steps(output: Path, number: int, tasks: Sequence[subprocess.Popen[str]]) -> Path:
+    """Return the log of metrics when it has this many records."""
+    log, deadline = output / "logs" / "metrics.jsonl", time.monotonic() + SECONDS
+    while not (log.exists() and log.read_text().count("\n") >= number):
+        assert time.monotonic() < deadline
+        assert all(task.poll() is None for task in tasks)
+        time.sleep(0.1)
+    return log
 
 
 def errors(shown: str) -> list[str]:
@@ -155,12 +173,94 @@ def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, lau
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise(config, launched, tmp_path):
     changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10, "runtime": "torchrun"}
     path = write(config, tmp_path / "out", changes)
-    hung = torchrun("tests.support.launched", "1:hang:3", "train", path)
+    hung = torchrun("tests.support.launched", "1:hang:4", "train", path)
     assert hung.returncode == 1
     (line,) = errors(hung.stderr)
-    assert line.startswith("error: another rank hangs: it did not enter a collective in time (Timed out waiting 10000")
+    assert line.startswith("error: no progress for ")
+    assert "in step 4: training: another rank hangs, or the step needs longer than heartbeat_timeout=10" in line
     assert torchrun("thresher", "train", path).returncode == 0
     assert_equal_runs(launched("replicas"), tmp_path / "out")
+
+
+MESHES = {"fsdp2": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}
+TIMEOUT = 12
+
+
+@pytest.mark.hand  # CI has a stopped worker on Ray, and a rank 0 that is stopped under srun
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_stopped_rank_ends_the_run_within_the_timeout(config, tmp_path, launcher, mesh, stopped):
+    check_that_a_stopped_rank_is_found(config, tmp_path, launcher, mesh, stopped)
+
+
+def test_a_stopped_rank_0_that_hosts_the_store_is_found_in_a_pipeline(config, tmp_path):
+    check_that_a_stopped_rank_is_found(config, tmp_path, "srun", "pp", 0)
+
+
+def check_that_a_stopped_rank_is_found(config, tmp_path: Path, launcher: str, mesh: str, stopped: int) -> None:
+    endless = {"max_steps": 100_000, "num_train_epochs": 100_000, "save_steps": 0, "eval_steps": 0}
+    changes = {**endless, "heartbeat_timeout": TIMEOUT, "runtime": "torchrun"}
+    layout = {"strategy_args": {"strategy_config": MESHES[mesh]}}
+    path = write(config, tmp_path / "out", merge(changes, {"actor_train": layout}))
+    if launcher == "srun":
+        tasks = start_tasks("thresher", "train", path)
+    else:
+        command = [*TORCHRUN, "thresher", "train", path]
+        tasks = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
+    wait_for_steps(tmp_path / "out", 6, tasks)
+    ranks = {rank_of(pid): pid for task in tasks for pid in descendants(task.pid) if rank_of(pid) is not None}
+    os.kill(ranks[stopped], signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        while is_running(ranks[1 - stopped]) and time.monotonic() < started + 60:
+            time.sleep(0.1)
+        seconds = time.monotonic() - started
+    finally:
+        for pid in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _, shown = finish(tasks)
+    print(f"{launcher}, {mesh}, rank {stopped} stopped: found after {seconds:.1f} s")
+    assert seconds < TIMEOUT + 10
+    (line,) = errors("".join(shown))
+    assert line.startswith("error: no progress for ")
+
+
+def rank_of(pid: int) -> int | None:
+    """Return the rank of a process by its environment, None if it has none."""
+    names = ("RANK=", "SLURM_PROCID=")
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    found = [each.partition("=")[2] for each in variables if each.startswith(names)]
+    return int(found[0]) if found else None
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_an_outsider_in_the_store_finds_no_secrets_and_is_not_obeyed(config, tmp_path):
+    """As a process of another user on this machine, which reaches the port of the store."""
+    changes = {"max_steps": 30, "num_train_epochs": 30, "save_steps": 0, "eval_steps": 10}
+    secret = {"system_envs": {"PLAIN": "private value"}}
+    path, port = write(config, tmp_path / "out", changes | secret), free_port()
+    tasks = start_tasks("thresher", "train", path, port=port)
+    wait_for_steps(tmp_path / "out", 1, tasks)
+    store = dist.TCPStore("127.0.0.1", int(port), None, is_master=False, timeout=timedelta(seconds=10))
+    calls = {name: store.get(name).decode() for name in store.list_keys() if "/call/" in name}
+    assert any("output_dir" in value for value in calls.values())
+    assert not any("private value" in value for value in calls.values())
+    prefix, newest = next(iter(calls)).rpartition("/")[0], max(int(name.rpartition("/")[2]) for name in calls)
+    forged = calls[f"{prefix}/1"].replace(str(tmp_path / "out"), str(tmp_path / "elsewhere"))
+    for number in (newest + 1, newest + 2):
+        store.set(f"{prefix}/{number}", forged)
+    codes, shown = finish(tasks)
+    assert codes == [0, 0], shown
+    assert not list(tmp_path.glob("elsewhere*"))
+    refusal = "refused a message that no rank of this run has signed: another process writes to its store"
+    assert refusal in (tmp_path / "out" / "logs" / "workers" / "actor_train-1.log").read_text()
 
 
 @pytest.mark.hand  # CI has the same of a worker on Ray
@@ -179,11 +279,7 @@ def test_the_error_of_a_rank_is_shown_once_and_ends_all_ranks_with_its_exit_code
 def test_a_signal_stops_all_ranks_after_the_same_step_and_saves_it(config, tmp_path):
     path = write(config, tmp_path / "out", {"max_steps": 100_000, "save_steps": 0, "eval_steps": 0})
     tasks = start_tasks("thresher", "train", path)
-    log, deadline = tmp_path / "out" / "logs" / "metrics.jsonl", time.monotonic() + SECONDS
-    while not (log.exists() and log.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline
-        assert all(task.poll() is None for task in tasks)
-        time.sleep(0.1)
+    log = wait_for_steps(tmp_path / "out", 2, tasks)
     for task in tasks:
         task.send_signal(signal.SIGTERM)
     codes, shown = finish(tasks)

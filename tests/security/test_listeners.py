@@ -1,13 +1,15 @@
-"""Open ports of a run that starts its own Ray: per process, and on loopback only.
+"""Open ports of a run that starts its own Ray: per process, and on loopback only; its files are private.
 
 SECURITY.md lists the ports of one such run; the numbers may change with Ray, the addresses may not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -71,9 +73,12 @@ def test_a_run_listens_on_loopback_only_or_not_at_all(finished_run: Run, tmp_pat
     )
     command = [sys.executable, "-m", "thresher", "train", str(config)]
     seen: set[tuple[str, int, str]] = set()
+    modes: set[int] = set()  # of what Ray's files are in
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         while run.poll() is None:
             seen |= listeners_of(run.pid, listening())
+            with contextlib.suppress(FileNotFoundError):  # the run removes it when it ends
+                modes |= {stat.S_IMODE(directory.stat().st_mode) for directory in Path(session).iterdir()}
             time.sleep(0.3)
         printed = run.stdout.read().decode() if run.stdout else ""
     shutil.rmtree(session)
@@ -82,7 +87,8 @@ def test_a_run_listens_on_loopback_only_or_not_at_all(finished_run: Run, tmp_pat
     for (kind, _), count in sorted(counts.items()):
         print(f"{kind}: {count}")
     if runtime == "local":
-        assert seen == set()
+        assert (seen, modes) == (set(), set())
         return
+    assert modes == {0o700}
     assert {"driver", "raylet", "gcs_server", "ActorWorker"} <= {kind for kind, _ in counts}
     assert {address.partition(":")[0] for _, _, address in seen} <= LOOPBACK, counts

@@ -94,8 +94,9 @@ def canaries_in(content: bytes) -> list[str]:
 KEEP_RAYS_SESSION = """
 from thresher.runtime.ray import environment
 environment.set_environment(None)
+from types import SimpleNamespace
 from thresher.runtime.ray import session
-session._remove_session = lambda directory: None
+session.shutil = SimpleNamespace(rmtree=lambda *_, **__: None)
 from thresher.cli import main
 main()
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -261,3 +262,13 @@ def test_of_two_starts_on_one_output_dir_one_runs_and_a_third_takes_over_after_s
     assert "resuming from" in third.stderr
     assert (output / "checkpoints" / "step-00000200").is_dir()
     assert not (output / FILE_NAME).exists()
+
+
+def test_a_file_system_without_locks_is_an_error_that_names_the_mount_option(tmp_path, monkeypatch):
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as Lustre without the option does
+
+    monkeypatch.setattr(durable.fcntl, "flock", no_locks)
+    message = r"has no file locks \(Function not implemented\); mount it .*`-o flock`"
+    with pytest.raises(UserError, match=message), lock_run(tmp_path):
+        pass

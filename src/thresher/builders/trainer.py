@@ -79,8 +79,6 @@ def build_trainer(
             stop_file=stop_file(config),
             async_save=config.async_save,
             collective_timeout=timedelta(seconds=config.heartbeat_timeout),
-            # on Ray the driver finds ranks that hang, and says which
-            limits_hosts=config.runtime == "torchrun",
         ),
         checkpoints=build_checkpoint_manager(config),
         identity={

@@ -28,16 +28,20 @@ def train(
 
             quiet_libraries()
             show_errors_only()
-            session.follow()
+            session.follow(lambda: _load(path, overrides).model_dump(mode="json", exclude_unset=True))
         else:
-            _train(path, overrides or [])
+            _train(_load(path, overrides))
 
 
-def _train(path: Path, overrides: list[str]) -> None:
-    from thresher.cli.terminal import print_line
+def _load(path: Path, overrides: list[str] | None) -> DPOConfig:
     from thresher.config import load_config
 
-    config = load_config(path, overrides)
+    return load_config(path, overrides or [])
+
+
+def _train(config: DPOConfig) -> None:
+    from thresher.cli.terminal import print_line
+
     for checkpoint in run(config)[-1:]:  # the result; there is none if a checkpoint of another run completed all steps
         print_line(str(checkpoint))
 

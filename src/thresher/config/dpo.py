@@ -221,8 +221,9 @@ class DPOConfig(LossConfig):
     """On Ray: idle processes per worker that replace it after a failure, so that a restart need not start processes.
     Each takes about 350 MB of host memory, and none of a GPU; they start 20 s after the workers."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. In
-    steps after warm-up, also the timeout of collectives: of NCCL, and with torchrun of gloo."""
+    """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. With
+    torchrun: seconds without progress of a rank in a step after warm-up, after which the run ends. Also the timeout of
+    NCCL's collectives in such steps."""
     elastic: bool = False
     """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
     the next checkpoint."""

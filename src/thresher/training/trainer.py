@@ -67,7 +67,7 @@ class ScoredDataset:
 class TrainerSettings:
     """Evaluation batches, logging interval, limit of skipped steps, seed, stop file and asynchronous saving.
 
-    collective_timeout: limit of a collective inside a step after warm-up. limits_hosts: of gloo's collectives as well.
+    collective_timeout: limit of NCCL's collectives inside a step after warm-up.
     """
 
     evaluation: ScoringBatching
@@ -77,7 +77,6 @@ class TrainerSettings:
     stop_file: Path | None = None
     async_save: bool = False
     collective_timeout: timedelta = PEER_TIMEOUT
-    limits_hosts: bool = False
 
 
 Record = tuple[int, dict[str, float] | SkippedStep]
@@ -168,12 +167,12 @@ class RankTrainer:
             yield from self._run(until)
         finally:  # between two calls, and while they save, ranks wait for each other as long as it takes
             end_activity()
-            limit_collectives(PEER_TIMEOUT, on_hosts=self._settings.limits_hosts)
+            limit_collectives(PEER_TIMEOUT)
 
     def _run(self, until: int) -> Iterator[Record]:
         while self.state.step < until:
             if self._num_steps_made >= NUM_WARM_UP_OPERATIONS:
-                limit_collectives(self._settings.collective_timeout, on_hosts=self._settings.limits_hosts)
+                limit_collectives(self._settings.collective_timeout)
             self.training_step()
             if self.skipped is not None:
                 yield self.state.step, self.skipped

@@ -18,11 +18,8 @@ from ray.exceptions import ActorDiedError, RayError
 
 from thresher.errors import WorkerLostError
 from thresher.observability.heartbeat import Heartbeat
-from thresher.runtime.ray.stalls import StallDetector
+from thresher.runtime.stalls import StallDetector, poll_interval
 
-# polls per timeout; a long timeout has more of them, so that the last known activity is recent
-_NUM_POLLS = 8
-_MAX_POLL_INTERVAL = 10.0
 # the fraction of the timeout that a reply may take; the rest covers the polls before and after it
 _REPLY_FRACTION = 0.75
 _SECONDS_TO_START = 300.0
@@ -53,7 +50,7 @@ class HeartbeatMonitor:
     def __init__(self, heartbeat_timeout: float = math.inf, on_poll: Callable[[], None] = lambda: None):
         self._on_poll = on_poll
         self._reply_timeout = _REPLY_FRACTION * heartbeat_timeout
-        self._interval = min(heartbeat_timeout / _NUM_POLLS, _MAX_POLL_INTERVAL)
+        self._interval = poll_interval(heartbeat_timeout)
         self._next_poll = time.monotonic()
         self._monitored: list[_Monitored] = []
         self._stalls = StallDetector(heartbeat_timeout, self._interval)

@@ -1,7 +1,8 @@
 """The Ray session of a run: an existing cluster, or a local one that is started for the run.
 
 A local cluster listens on loopback only, requires a token and sends no usage statistics; `environment` configures this.
-Its files in the temporary directory are removed at the end, except after a failure, whose cause may be in Ray's logs.
+Ray lets everybody write to its files, so they are in a directory that only their owner can enter. They are removed at
+the end, except after a failure, whose cause may be in Ray's logs.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stub lacks it
 from ray.exceptions import AuthenticationError, RayError
 
 from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserError
+from thresher.private_token import ensure_token
+
+logger = logging.getLogger(__name__)
 
 SECONDS_TO_CONNECT = 10
+_TIMED_OUT = "timed out during startup"
 
 
 @dataclass
@@ -40,14 +45,11 @@ def ray_session(address: str | None) -> Iterator[SessionFiles]:
     if ray.is_initialized():
         yield files
         return
-    session: Path | None = None  # the directory of a cluster that is started here
+    directory: Path | None = None  # of a cluster that is started here
     try:
         if address is None:
             protect_token()
-            context = ray.init(
-                address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-            )
-            session = Path(context.address_info["session_dir"])
+            directory = _start_ray()
         else:
             _check_cluster(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -68,8 +70,31 @@ def ray_session(address: str | None) -> Iterator[SessionFiles]:
         raise
     finally:
         ray.shutdown()
-        if session is not None and succeeded:
-            _remove_session(session)
+        if directory is not None and succeeded:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray() -> Path:
+    """Start a cluster on this machine, on a busy one with a second try; return the private directory of its files."""
+    # Ray's sockets are below it, and the path of a socket has at most 107 bytes
+    directory = Path(tempfile.mkdtemp(prefix="thresher-", dir=os.environ.get("RAY_TMPDIR")))
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    for tries_left in (1, 0):
+        try:
+            ray.init(address="local", _temp_dir=str(directory / "ray"), **quiet)
+            break
+        except Exception as error:  # Ray has no class of its own for it
+            ray.shutdown()
+            if _TIMED_OUT not in str(error):
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+            if not tries_left:
+                raise ResourceError(
+                    f"Ray did not start in time on this machine, twice: it is overloaded, or the disk of "
+                    f"{directory.parent} is full; see {directory}, and run the same command when it has less to do"
+                ) from None
+            logger.warning("Ray did not start in time; trying once more")
+    return directory
 
 
 def protect_token() -> None:
@@ -80,26 +105,8 @@ def protect_token() -> None:
     names_another = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or names_another:
         return
-    path = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):  # Ray reports a home directory that it cannot use
-        path.parent.mkdir(exist_ok=True)
-        if not path.exists():
-            with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # its mode is 0600
-                file.write(secrets.token_hex(32))
-                file.flush()
-                with contextlib.suppress(FileExistsError):  # another process has just created it
-                    os.link(file.name, path)
-        if path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
-            path.chmod(0o600)
-
-
-def _remove_session(directory: Path) -> None:
-    """Remove the directory of a cluster that has ended, and Ray's link to the latest one if that is it."""
-    latest = directory.with_name("session_latest")
-    with contextlib.suppress(OSError):
-        if latest.is_symlink() and latest.readlink().name == directory.name:
-            latest.unlink()
-    shutil.rmtree(directory, ignore_errors=True)
+        ensure_token(Path.home() / ".ray" / "auth_token")
 
 
 def auth_error(cluster: str, error: AuthenticationError) -> UserError:

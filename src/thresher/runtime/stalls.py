@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
-from thresher.observability.heartbeat import Heartbeat
+from thresher.observability.heartbeat import Heartbeat, heartbeat
 
+# polls per timeout; a long timeout has more of them, so that the last known activity is recent
+_NUM_POLLS = 8
+_MAX_POLL_INTERVAL = 10.0
 # progress is seen up to two polls late, and the third is the one that decides
 _POLLS_OF_DELAY = 3
 # an operation may take this many times as long as the longest before it
@@ -39,3 +43,32 @@ class StallDetector:
         seconds = self._num_polls * self._interval
         is_allowed = seconds < max(self._allowed, _MAX_SLOWDOWN * self._longest)
         return None if is_allowed or all(each.pace != "steady" for each in heartbeats) else seconds
+
+
+def poll_interval(timeout: float) -> float:
+    """Return the seconds between two polls of processes that must be found stuck within a timeout."""
+    return min(timeout / _NUM_POLLS, _MAX_POLL_INTERVAL)
+
+
+class StallWatch:
+    """Polls the heartbeat of this process in a thread; ranks that no driver polls find by it that they wait in vain."""
+
+    def __init__(self) -> None:
+        self._end = threading.Event()
+
+    def start(self, timeout: float, when_stuck: Callable[[float], None]) -> None:
+        """Call `when_stuck` once, with the seconds without progress; an earlier watch ends."""
+        self.end()
+        self._end = end = threading.Event()
+        detector = StallDetector(timeout, poll_interval(timeout))
+
+        def watch() -> None:
+            while not end.wait(poll_interval(timeout)):
+                if (seconds := detector.seconds_stuck([heartbeat()])) is not None:
+                    when_stuck(seconds)
+                    return
+
+        threading.Thread(target=watch, name="stall watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._end.set()

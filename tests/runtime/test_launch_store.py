@@ -1,0 +1,178 @@
+"""Messages between launched ranks: only signed ones count, secrets are not sent, the store listens on one address."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from thresher.errors import ResourceError, UserError
+from thresher.redact import MASK, restore_secrets
+from thresher.runtime.launch import Launch
+from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
+from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks, LaunchSession
+
+SECRETS = {
+    "tracker_kwargs": {"wandb_api_key": "0123456789secret", "project": "mine"},
+    "system_envs": {"PLAIN": "secret of the environment"},
+    "actor_train": {"system_envs": {"OTHER": "secret of the role"}},
+    "output_dir": "here",
+}
+
+
+def launch_of(rank: int, size: int = 2) -> Launch:
+    return Launch("srun", rank, size, rank, ("127.0.0.1", 1))
+
+
+def on_both(work: Callable[[int], object]) -> list[object]:
+    """Run two ranks in threads; return their results or errors."""
+
+    def run(rank: int) -> object:
+        try:
+            return work(rank)
+        except (UserError, SystemExit) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, (0, 1)))
+
+
+def sessions(store: dist.Store, token: bytes = b"token") -> list[LaunchSession]:
+    launches = [launch_of(rank) for rank in (0, 1)]
+    messages = on_both(lambda rank: sign_messages(store, launches[rank], token))
+    return [LaunchSession(launch, store, each) for launch, each in zip(launches, messages, strict=True)]
+
+
+def test_a_message_that_no_rank_has_signed_is_refused_and_the_right_one_replaces_it(caplog):
+    store = dist.HashStore()
+    first, second = (SignedMessages(store, b"key") for _ in range(2))
+    store.set("call/1", "0" * 64 + '["open", [{}], null]')
+    assert second.find("call/1") is None
+    assert second.find("call/1") is None
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "refused a message that no rank of this run has signed"
+    ]
+    first.send("call/1", ["join", [], None])
+    assert second.find("call/1") == ["join", [], None]
+
+
+@pytest.mark.parametrize("stored", ["", "short", "\x00" * 80])
+def test_a_message_of_any_bytes_is_refused(stored):
+    store = dist.HashStore()
+    store.set("call/1", stored)
+    assert SignedMessages(store, b"key").find("call/1") is None
+
+
+def test_a_message_is_valid_under_its_own_name_alone():
+    store = dist.HashStore()
+    messages = SignedMessages(store, b"key")
+    messages.send("call/1", ["join", [], None])
+    store.set("call/2", store.get("call/1").decode())
+    assert messages.find("call/2") is None
+
+
+def test_a_message_of_an_earlier_session_with_the_same_token_is_refused():
+    earlier, later = dist.HashStore(), dist.HashStore()
+    sessions(earlier)[0]._messages.send("call/1", ["join", [], None])
+    follower = sessions(later)[1]
+    later.set("call/1", earlier.get("call/1").decode())
+    assert follower._messages.find("call/1") is None
+
+
+def test_a_rank_with_another_token_says_what_to_set():
+    store = dist.HashStore()
+    tokens = [b"one", b"other"]
+    first, second = on_both(lambda rank: sign_messages(store, launch_of(rank), tokens[rank]))
+    assert isinstance(first, SignedMessages)
+    assert isinstance(second, ResourceError)
+    assert "does not have the token of rank 0" in str(second)
+    assert "set THRESHER_TOKEN to the same random text on all nodes" in str(second)
+
+
+def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
+    first, second = sessions(dist.HashStore())
+    first._messages.send("call/1", ["log_stacks", [], None])
+    with pytest.raises(UserError, match="'log_stacks', which is no call of a run"):
+        second.follow(dict)
+
+
+def test_secrets_and_the_environment_are_not_sent_and_each_rank_adds_its_own(monkeypatch):
+    store = dist.HashStore()
+    first, second = sessions(store)
+    opened: dict[int, object] = {}
+    monkeypatch.setattr(LaunchedRank, "open", lambda rank, values: opened.__setitem__(rank._rank, dict(values)))
+
+    def run(rank: int) -> None:
+        if rank:
+            second.follow(lambda: SECRETS)
+        else:
+            LaunchedRanks(first).open(SECRETS)
+            first.close(None)
+
+    on_both(run)
+    assert opened == {0: SECRETS, 1: SECRETS}
+    sent = store.get("call/1").decode()
+    assert "here" in sent
+    assert "secret" not in sent
+
+
+def test_secrets_are_restored_in_nested_values_and_unknown_ones_stay_masked():
+    redacted = {"a": {"b": [MASK, "c"]}, "d": f"https://{MASK}@host", "e": MASK}
+    own = {"a": {"b": ["secret", "other"]}, "d": "https://login@host"}
+    assert restore_secrets(redacted, lambda: own) == {
+        "a": {"b": ["secret", "c"]},
+        "d": "https://login@host",
+        "e": MASK,
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def addresses_of(port: int) -> set[str]:
+    """Addresses on which a socket of this machine listens at the port, in the kernel's notation."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_rank_0_listens_on_the_master_address_alone(host, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = free_port()
+    store = open_store(Launch("srun", 0, 1, 0, (host, port)))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert addresses_of(port) <= {"0100007F", "00000000000000000000000001000000"}
+    assert addresses_of(port)
+
+
+def test_a_port_in_use_is_an_error_that_names_the_variables():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        with pytest.raises(ResourceError, match=r"set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a free"):
+            open_store(Launch("srun", 0, 1, 0, ("127.0.0.1", port)))
+
+
+def test_the_token_is_a_private_file_that_the_environment_replaces(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("THRESHER_TOKEN", raising=False)
+    token = read_token()
+    assert stat.S_IMODE((tmp_path / ".thresher" / "token").stat().st_mode) == 0o600
+    assert (len(token), read_token()) == (64, token)
+    monkeypatch.setenv("THRESHER_TOKEN", "another")
+    assert read_token() == b"another"
+
+
+def test_a_home_that_cannot_be_written_is_an_error_that_names_the_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("THRESHER_TOKEN", raising=False)
+    with pytest.raises(ResourceError, match="set THRESHER_TOKEN to the same random text on all nodes"):
+        read_token()
