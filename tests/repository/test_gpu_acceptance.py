@@ -13,7 +13,8 @@ import torch
 
 from tests.support.paths import ROOT
 
-NUM_PARTS = 9
+QUICK = ("environment", "attention", "lm_head", "host_reads", "speed", "collectives")
+LONG = ("parity", "failure", "stall")  # runs, of which CI has tests
 
 
 def accept(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -25,18 +26,27 @@ def accept(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_all_parts_pass_on_a_cpu(tmp_path):
+@pytest.mark.hand
+def test_the_parts_that_train_pass_on_a_cpu(tmp_path):
     code, report = accept(tmp_path / "report.json")
     assert {part["status"] for part in report["parts"].values()} == {"ok"}, report
     assert code == 0
-    assert len(report["parts"]) == NUM_PARTS
+    assert report["parts"].keys() == {*QUICK, *LONG}
+    assert report["parts"]["failure"]["bitwise"] is True
+
+
+@pytest.mark.slow
+def test_the_other_parts_pass_on_a_cpu(tmp_path):
+    code, report = accept(tmp_path / "report.json", "--parts", *QUICK)
+    assert {part["status"] for part in report["parts"].values()} == {"ok"}, report
+    assert code == 0
+    assert report["parts"].keys() == set(QUICK)
     assert report["parts"]["environment"]["torch"] == torch.__version__
     assert len(set(report["parts"]["host_reads"]["reads_per_step"])) == 1
     assert 0 < report["parts"]["attention"]["largest_error"] < 1e-5
     # 6 FLOPs per parameter and token: the model of the part has this many parameters
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert report["parts"]["speed"]["parameters"] == 2 * layer + 2 * 64 * 64 + 64
-    assert report["parts"]["failure"]["bitwise"] is True
 
 
 def test_a_part_that_fails_or_cannot_run_does_not_stop_the_others(tmp_path, monkeypatch):

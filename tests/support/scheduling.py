@@ -41,14 +41,20 @@ _LONGEST = (
     "Ray",
     "Megatron-Core",
     "tests/strategies/test_parity.py",
-    "tests/repository/test_gpu_acceptance.py",
     "tests/plan/test_simulation.py",
+    "tests/training/test_resume.py",
     "tests/runtime/",
     "tests/plan/",
     "DeepSpeed",
     "tests/strategies/",
-    "tests/models/test_compile.py",
+    "tests/compatibility/",
     "tests/docs/",
+    "tests/security/",
+    "tests/sweep/",
+    "tests/api/",
+    "tests/models/test_compile.py",
+    "tests/cli/test_logging.py",
+    "tests/repository/",
 )
 
 

@@ -1,4 +1,4 @@
-"""Timeouts of collectives: long while ranks may legitimately wait for each other, short inside steps after warm-up."""
+"""Limits of collectives: long while ranks may wait for each other, short in steps after warm-up; lost connections."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def limit_collectives(timeout: timedelta, backend_type: type | None = _NCCL) -> 
             for backend in {group._get_backend(device) for device in group._device_types}:
                 if isinstance(backend, backend_type):
                     backend._set_default_timeout(timeout)
+
+
+def is_lost_connection(error: object) -> bool:
+    """Return whether a collective or the store failed because another process has ended."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -34,7 +34,7 @@ from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.builders.run import logging_dir, stop_file
 from thresher.config import DPOConfig, parse_config
-from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.distributed.timeouts import PEER_TIMEOUT, is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL
@@ -225,7 +225,7 @@ class LaunchSession:
                     raise UserError(f"the arguments of {method} were changed on the way; check who is in this network")
                 arguments = pickle.loads(pickled)  # noqa: S301  # of rank 0
         except RuntimeError as error:
-            if not _is_lost_connection(error):
+            if not is_lost_connection(error):
                 raise
             logger.error("%s", _RANK_0_ENDED)
             raise SystemExit(exit_code_of(UserError(_RANK_0_ENDED))) from None
@@ -253,7 +253,7 @@ class LaunchSession:
         if isinstance(error, PeerError):
             return error
         try:
-            if _is_lost_connection(error):
+            if is_lost_connection(error):
                 failure: PeerError | None = self._poll(self._failure_of_peer, _SECONDS_FOR_CAUSE)
                 if failure is not None:
                     return failure
@@ -502,10 +502,6 @@ def _broadcast(content: bytearray) -> bytearray:
     """Fill the bytes with those of rank 0."""
     dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0)
     return content
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _destroy_process_group() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from thresher.distributed.timeouts import is_lost_connection
 from thresher.errors import UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
@@ -21,6 +22,8 @@ from thresher.runtime.ray.spares import SparePool, WorkerProcess
 from thresher.runtime.ray.starter import WorkerConfig, WorkerStarter
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_FOR_CAUSE = 5.0
 
 
 class Cluster:
@@ -112,8 +115,22 @@ class Call:
         try:
             return ray.get(self.ref)
         except RayError as error:
+            failed = self._dead_peer(error) or (error, self)
             self.cluster.close()
-            _fail(error, self)
+            _fail(*failed)
+
+    def _dead_peer(self, error: RayError) -> tuple[RayError, Call] | None:
+        """Return the death of another worker, which this one may have noticed in a collective before Ray does."""
+        if not (isinstance(error, RayTaskError) and is_lost_connection(error.cause)):
+            return None
+        replies = {worker.heartbeat.remote(): rank for rank, worker in enumerate(self.cluster.workers)}
+        ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=_SECONDS_FOR_CAUSE)
+        for reply in ready:
+            try:
+                ray.get(reply)
+            except RayActorError as death:
+                return death, replace(self, rank=replies[reply])
+        return None
 
 
 def wait_for(calls: Sequence[Call]) -> list[Any]:
