@@ -24,12 +24,25 @@ _WHOSE_TOKENS = re.compile(r"api|auth|access|hub|hf|refresh|bearer")
 # One slash: pathlib collapses two.
 _AUTHORITY = re.compile(r"(:/{1,2})(?:[^/\s?#]*|[^/\s@:]*:(?!\d+(?:/|$))\S{0,500})@")
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]+)")
-# `api_key=...` on a command line or in a library's message
-_ASSIGNED = re.compile(r"(?<![\w?&.-])([\w.-]{1,200})=([^\s&'\"]+)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# `api_key=...` on a command line, in a connection string (`...;AccountKey=...`) or in a library's message
+_ASSIGNED = re.compile(r"(?<![\w?&.-])([\w.-]{1,200})=((?:(?!;[\w.-]+=)[^\s&'\"])+)")
+# `"hf_token": "..."`, as in JSON
+_QUOTED = re.compile(r"""(["'])([\w.-]{1,200})\1(\s*[:=]\s*)(["'])((?:(?!\4).)+)""")
+# `Authorization: Basic ...`, and `password: ...` up to the end of a clause: what follows may be prose
+_NAMED = re.compile(
+    r"(?<![\w.-])([\w.-]{1,200})(:\s+)(?:((?:Basic|Bearer|Digest|Token)\s+)[^\s,;\"']+"
+    r"|(?!\*\*\*)[^\s,;\"']+(?=\s*(?:[,;)}\]]|$)))",
+    re.IGNORECASE | re.MULTILINE,
+)
+# `--api-key ...`
+_OPTION = re.compile(r"(?<!\S)--([\w-]{1,200})(\s+)(?!-)(\S+)")
+# with characters that reverse or break the line that a terminal shows
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _KNOWN_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
-    r"|glpat-[\w-]{16,}|wandb_v1_\w{16,}|A[KS]IA[0-9A-Z]{16})|(?<=Bearer )\S+"
+    r"|glpat-[\w-]{16,}|wandb_v1_\w{16,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35,}|xox[a-z]-[A-Za-z0-9-]{10,}"
+    r"|nvapi-[\w-]{16,}|gsk_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{16,}|pypi-[\w-]{16,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)|(?<=Bearer )\S+"
 )
 
 
@@ -66,12 +79,16 @@ def redact_text(text: str) -> str:
     text = _AUTHORITY.sub(rf"\1{MASK}@", text)
     text = _QUERY.sub(lambda m: f"{m[1]}={MASK}" if _is_secret_parameter(m[1]) else m[0], text)
     text = _ASSIGNED.sub(lambda m: f"{m[1]}={MASK}" if _is_secret(_last_part(m[1]), "") else m[0], text)
+    text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[4]}{MASK}" if _is_secret(m[2], "") else m[0], text)
+    # a number stands for any value: prose such as `the token: ...` names no secret
+    text = _NAMED.sub(lambda m: f"{m[1]}{m[2]}{m[3] or ''}{MASK}" if _is_secret(_last_part(m[1]), 0) else m[0], text)
+    text = _OPTION.sub(lambda m: f"--{m[1]}{m[2]}{MASK}" if _is_secret(m[1], "") else m[0], text)
     return _KNOWN_TOKEN.sub(MASK, text)
 
 
 def escape_control_chars(text: str) -> str:
     """Escape control characters, which a terminal would interpret; rows and file names may contain any."""
-    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text)
 
 
 class RedactingFormatter(logging.Formatter):

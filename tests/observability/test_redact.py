@@ -37,6 +37,15 @@ CANARY = "c4n4ry-Value"
         {"file": f"https://host/blob?sv=1&sig={CANARY}"},
         {"note": "use hf_c4n4ryValuec4n4ryValue here"},
         {"note": "use ghp_c4n4ryValuec4n4ryValue here"},
+        {"note": f"DefaultEndpointsProtocol=https;AccountName=me;AccountKey={CANARY}==;EndpointSuffix=core.net"},
+        {"note": f'the server said {{"api_key": "{CANARY}"}}'},
+        {"note": f"{{'hf_token': '{CANARY} {CANARY}'}}"},
+        {"note": f"user: me, password: {CANARY}"},
+        {"note": f"Authorization: Basic {CANARY} was sent"},
+        {"note": f"thresher train --wandb-api-key {CANARY} run.yaml"},
+        {"note": "AIzac4n4ryValuec4n4ryValuec4n4ryValue12345"},
+        *({"note": f"{start}c4n4ryValuec4n4ryValue here"} for start in ("xoxb-", "nvapi-", "gsk_", "npm_", "pypi-")),
+        {"note": "eyJc4n4ryValue.eyJc4n4ryValue.c4n4ry"},
     ],
 )
 def test_secrets_are_masked(config: dict[str, object]) -> None:
@@ -67,6 +76,19 @@ def test_settings_that_resemble_secrets_are_unchanged(config: dict[str, object])
 
 def test_only_the_credentials_of_a_url_are_masked() -> None:
     assert redact_text("at https://me:pw@host:80/a?b=c ok") == "at https://***@host:80/a?b=c ok"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tracker_kwargs.wandb_api_key: Input should be a valid string",
+        "the pad token: <pad>",
+        "thresher plan --max-tokens 512 --pad-token <pad>",
+        "a=1;b=2",
+    ],
+)
+def test_text_that_names_no_secret_is_unchanged(text: str) -> None:
+    assert redact_text(text) == text
 
 
 def test_redacting_does_not_modify_its_input() -> None:

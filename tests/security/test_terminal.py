@@ -22,6 +22,7 @@ def is_harmless(text: str) -> bool:
 def test_control_characters_are_escaped(text: str) -> None:
     assert is_harmless(escape_control_chars(f"a{text}b"))
     assert escape_control_chars("a\tb\nc é \U0001f600") == "a\tb\nc é \U0001f600"
+    assert escape_control_chars("a\u202eb\u2028c\u2066") == "a\\u202eb\\u2028c\\u2066"  # reverse or break a line
 
 
 def test_rows_and_file_names_are_escaped(attacked: Run, thresher: CommandLine, tmp_path: Path) -> None:
