@@ -51,6 +51,15 @@ def test_a_window_that_the_model_ignores_is_not_applied() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_stray_window"])
+def test_answers_do_not_depend_on_the_generation_config_of_the_model(family: str) -> None:
+    model = loud(family)
+    model.generation_config.repetition_penalty, model.generation_config.no_repeat_ngram_size = 5.0, 1
+    answers = generate(model, PROMPTS, GenerationSettings(10, 0.0, seed=0), [END])
+    assert answers == [one_by_one(model, prompt, 10) for prompt in PROMPTS]
+    assert model.generation_config.repetition_penalty == 5.0  # the model keeps it
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_stray_window"])
 def test_a_seed_repeats_the_answers_and_another_one_does_not(family: str) -> None:
     model = tiny_model(family).eval()
     first, again, other = (generate(model, PROMPTS, GenerationSettings(10, 1.0, seed), [END]) for seed in (1, 1, 2))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -133,6 +136,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, replies: list[tuple[int, Any]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.replies, self.requests, self.lock = replies, [], threading.Lock()
+        self.headers: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -154,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", f"{self.server.url}/elsewhere")
-        self.send_header("Content-Length", str(len(content)))
+        for name, value in (self.server.headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
@@ -239,3 +244,47 @@ def test_a_server_that_does_not_answer_is_an_error() -> None:
 def test_a_reply_without_text_is_a_tie() -> None:
     with serve((200, chat(None))) as server:
         assert judge_of(server, []).compare("p", "a", "b") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, b"[" * 200_000), "RecursionError"),
+        ((401, b"bad api key: plainsecretkey0123"), r"status 401: bad api key: \*\*\*"),
+    ],
+)
+def test_a_hostile_reply_leaves_no_win_rate_and_shows_no_key(reply: tuple[int, Any], message: str) -> None:
+    with serve(reply) as server, pytest.raises(JudgeError, match=message):
+        judge_of(server, [], api_key="plainsecretkey0123").compare("p", "a", "b")
+
+
+def test_a_server_says_how_long_to_wait() -> None:
+    waits: list[float] = []
+    with serve((429, b"slow down"), (429, b"slow down"), (200, chat("A"))) as server:
+        server.headers["Retry-After"] = "7"
+        assert judge_of(server, waits).compare("p", "a", "b") == 1.0
+    assert waits == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"], ids=["headers", "body"])
+def test_a_server_that_sends_a_byte_at_a_time_is_not_waited_for(start: bytes) -> None:
+    """The timeout of a socket is that of one read."""
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(start)
+            while not ended.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(JudgeError, match=r"TimeoutError: no complete reply within 0.5 s"):
+            EndpointJudge(url, "m", timeout=0.5, attempts=1).compare("p", "a", "b")
+        assert time.monotonic() - started < 5
+        ended.set()
+        thread.join()

@@ -49,7 +49,7 @@ class SamplesConfig(Section):
     judge_max_tokens: PositiveInt = 16
     """Maximum tokens of a reply of that model; one that reasons first needs more."""
     judge_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for a reply."""
+    """Seconds to wait for a complete reply."""
     judge_attempts: PositiveInt = 4
     """Attempts per request; if one fails as often, the evaluation has no win rate."""
     judge_concurrency: PositiveInt = 8

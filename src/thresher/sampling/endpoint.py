@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
-from thresher.redact import redact_text
+from thresher.redact import MASK, redact_text
 from thresher.sampling.answers import SampledPrompt
 from thresher.sampling.judges import JudgeError
 from thresher.sampling.win_rate import TIE, Verdict, from_both_orders
@@ -32,7 +35,7 @@ _QUESTION = (
 )
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _MAX_BYTES = 1 << 22
-_MAX_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,21 @@ class EndpointJudge:
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
-        problem = ""
+        problem, wait = "", 0.0
         for attempt in range(self.attempts):
             if attempt:
-                self.sleep(min(_MAX_WAIT_SECONDS, 2.0 ** (attempt - 1)))
+                self.sleep(min(_MAX_WAIT_SECONDS, max(2.0 ** (attempt - 1), wait)))
+            wait = 0.0
             try:
                 return _content(self._post(json.dumps(body).encode()))
-            except urllib.error.HTTPError as error:
-                problem = f"status {error.code}: {_excerpt(error)}"
-                if error.code not in _RETRIED:
+            except _Refused as error:
+                problem, wait = f"status {error.status}: {error}", error.retry_after
+                if error.status not in _RETRIED:
                     break
-            except (OSError, HTTPException, ValueError) as error:  # refused, reset, timed out, not JSON
+            # refused, reset, timed out, not JSON, nested too deeply
+            except (OSError, HTTPException, ValueError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
+        problem = problem.replace(self.api_key, MASK) if self.api_key else problem
         raise JudgeError(f"the judge at {self.base_url} failed after {attempt + 1} attempts: {redact_text(problem)}")
 
     def _post(self, body: bytes) -> bytes:
@@ -104,11 +110,36 @@ class EndpointJudge:
             headers["Authorization"] = f"Bearer {self.api_key}"
         url = f"{self.base_url.rstrip('/')}/chat/completions"  # http or https: the config rejects other schemes
         request = urllib.request.Request(url, body, headers)  # noqa: S310
-        with _OPENER.open(request, timeout=self.timeout) as response:
-            content: bytes = response.read(_MAX_BYTES + 1)
+        connections = _Connections()
+        # the timeout of a socket is that of one read, and a server may send a byte at a time
+        timer = threading.Timer(self.timeout, connections.end)
+        timer.daemon = True
+        timer.start()
+        try:
+            opener = urllib.request.build_opener(_NoRedirects, connections)
+            with opener.open(request, timeout=self.timeout) as response:
+                content: bytes = response.read(_MAX_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            raise _Refused(error) from error
+        finally:
+            timer.cancel()
+            if connections.are_ended:
+                raise TimeoutError(f"no complete reply within {self.timeout:g} s")
         if len(content) > _MAX_BYTES:
             raise ValueError(f"the reply is longer than {_MAX_BYTES} bytes")
         return content
+
+
+class _Refused(Exception):  # noqa: N818  # the reply of a server
+    """A reply with an error status; its text is the start of the body."""
+
+    def __init__(self, error: urllib.error.HTTPError) -> None:
+        super().__init__(_excerpt(error))
+        self.status = error.code
+        try:
+            self.retry_after = float(error.headers.get("Retry-After") or 0)
+        except ValueError:  # a date
+            self.retry_after = 0.0
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -116,7 +147,35 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Leave the redirect to the caller, as an error."""
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects)
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens the connections of a request, and can end them from another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets: list[socket.socket] = []
+        self.are_ended = False
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(self._tracked(HTTPConnection), req)
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(self._tracked(HTTPSConnection), req)
+
+    def end(self) -> None:
+        self.are_ended = True
+        for each in self._sockets:
+            with suppress(OSError):  # closed already
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _tracked(self, kind: type[HTTPConnection]) -> Any:
+        sockets = self._sockets
+
+        class Tracked(kind):  # type: ignore[valid-type, misc]
+            def connect(self) -> None:
+                super().connect()
+                sockets.append(self.sock)
+
+        return Tracked
 
 
 def parse_reply(reply: str) -> float:

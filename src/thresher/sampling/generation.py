@@ -142,12 +142,17 @@ def _generate_each(
 ) -> list[TokenSequence]:
     answers: list[TokenSequence] = []
     single: Any = model
-    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        torch.manual_seed(seed + number)
-        ids = torch.tensor([prompt], device=model.device)
-        config.max_new_tokens = limit
-        # a cache of all tokens is right with and without a window; the default one would forget those outside of it
-        cache = {"past_key_values": DynamicCache()} if _has_doubtful_window(model) else {}
-        output = single.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **cache)
-        answers.append(tuple(output[0, len(prompt) :].tolist()))
+    # what `config` leaves open, such as a repetition penalty, generate() would take from generation_config.json
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            torch.manual_seed(seed + number)
+            ids = torch.tensor([prompt], device=model.device)
+            config.max_new_tokens = limit
+            # a cache of all tokens is right with and without a window; the default one would forget those outside of it
+            cache = {"past_key_values": DynamicCache()} if _has_doubtful_window(model) else {}
+            output = single.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **cache)
+            answers.append(tuple(output[0, len(prompt) :].tolist()))
+    finally:
+        model.generation_config = own
     return answers
