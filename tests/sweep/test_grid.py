@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 
@@ -73,6 +74,16 @@ def test_the_interval_of_a_mean_is_that_of_students_t():
     assert mean == 2.0
     assert half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
     assert math.isnan(mean_and_interval([1.0])[1])
+
+
+@pytest.mark.parametrize(
+    ("num_seeds", "quantile"), [(16, 2.1314), (17, 2.1199), (21, 2.0860), (31, 2.0423), (121, 1.9799)]
+)
+def test_the_interval_over_seeds_is_that_of_students_t_distribution(num_seeds, quantile):
+    """Quantiles of published tables."""
+    values = [float(number) for number in range(num_seeds)]
+    standard_error = statistics.stdev(values) / math.sqrt(num_seeds)
+    assert mean_and_interval(values)[1] == pytest.approx(quantile * standard_error, rel=3e-4)
 
 
 def results_of(*outcomes: tuple[str, State, float]) -> list[Result]:

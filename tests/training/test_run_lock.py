@@ -139,6 +139,12 @@ def hide_by_earlier_boot(path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(path, machine="0")
 
 
+def hide_by_mount(path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two FUSE mounts of a directory on one host are two devices, between which the kernel passes no lock."""
+    boot, device = json.loads(path.read_text())["machine"].split()
+    pretend(path, machine=f"{boot} {int(device) + 1}")
+
+
 def hide_by_file_system(_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lock(descriptor: int, *, wait: bool = False) -> bool:
         raise OSError(37, "No locks available")
@@ -146,7 +152,7 @@ def hide_by_file_system(_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "lock", lock)
 
 
-@pytest.mark.parametrize("hide", [hide_by_host, hide_by_earlier_boot, hide_by_file_system])
+@pytest.mark.parametrize("hide", [hide_by_host, hide_by_earlier_boot, hide_by_mount, hide_by_file_system])
 def test_a_heartbeat_protects_a_run_whose_lock_is_not_visible(tmp_path, monkeypatch, hide):
     path = tmp_path / FILE_NAME
     with lock_run(tmp_path, heartbeat_seconds=0.05):
@@ -158,7 +164,7 @@ def test_a_heartbeat_protects_a_run_whose_lock_is_not_visible(tmp_path, monkeypa
         assert path.exists()
 
 
-@pytest.mark.parametrize("hide", [hide_by_host, hide_by_earlier_boot, hide_by_file_system])
+@pytest.mark.parametrize("hide", [hide_by_host, hide_by_earlier_boot, hide_by_mount, hide_by_file_system])
 def test_a_lock_without_heartbeats_is_taken_over_after_a_time(tmp_path, monkeypatch, caplog, hide):
     caplog.set_level("INFO")
     path = left_behind(tmp_path)

@@ -1,9 +1,9 @@
 """Dynamic loss scale of fp16: the loss is multiplied by it, so that small gradients do not round to 0 in fp16.
 
 The rules and defaults of torch.amp.GradScaler, with two differences: the scale has a minimum, and only an overflow of
-the gradient halves it, because a loss that is not finite does not depend on the scale. GradScaler itself looks for
-overflows in the gradients of its own process, so the ranks of a sharded model would disagree; here the gradient norm of
-the whole model decides, which is equal on every process.
+the gradient halves it, because a loss that is not finite does not depend on the scale. GradScaler itself
+reduces overflows over the mesh of the first gradient only, so pipeline stages and plain replicas would disagree; here
+the gradient norm of the whole model decides, which is equal on every process.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ _SHOWN = (
 _SHOWN_WITHOUT_EVALUATION = ("rewards/accuracies", "loss", "kl")
 # 97.5 % points of Student's t distribution by degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_T_LARGE = 1.96
 _NOT_RESULTS = ("time/", "memory/", "tokens/", "pairs_per_second", "useful_tokens_per_second")
 
 
@@ -110,5 +109,16 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, math.nan
     freedom = len(values) - 1
-    quantile = _T[freedom - 1] if freedom <= len(_T) else _T_LARGE
+    quantile = _T[freedom - 1] if freedom <= len(_T) else _t_quantile(freedom)
     return mean, quantile * statistics.stdev(values) / math.sqrt(len(values)) if math.isfinite(mean) else math.nan
+
+
+def _t_quantile(freedom: int) -> float:
+    """The 97.5 % point of Student's t distribution for many degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )

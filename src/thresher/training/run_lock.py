@@ -41,7 +41,11 @@ _MAX_RECORD_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock; machine differs between hosts and between boots of one host."""
+    """The process that holds a lock.
+
+    machine differs between hosts, between boots of one host, and between mounts of a directory: the kernel does not
+    pass a lock from one FUSE mount to another.
+    """
 
     pid: str
     host: str
@@ -51,14 +55,15 @@ class Holder:
     command: str
 
     @classmethod
-    def of_this_process(cls) -> Holder:
+    def of_this_process(cls, descriptor: int) -> Holder:
+        """Describe this process as the holder of an open lock file."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container's user may have no name
             user = str(os.getuid())
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         command = redact_text(shlex.join(sys.orig_argv))
-        return cls(str(os.getpid()), socket.gethostname(), _machine(), user, started, command)
+        return cls(str(os.getpid()), socket.gethostname(), _machine(descriptor), user, started, command)
 
     @classmethod
     def read(cls, descriptor: int) -> Holder:
@@ -123,7 +128,7 @@ def _acquire(path: Path, stale_seconds: float) -> int:
     try:
         with suppress(OSError):  # a file system without locks: the heartbeat decides
             durable.lock(descriptor)
-        os.write(descriptor, json.dumps(asdict(Holder.of_this_process())).encode())
+        os.write(descriptor, json.dumps(asdict(Holder.of_this_process(descriptor))).encode())
         while not _publish(temporary, path):
             _remove_stale(path, stale_seconds)
     except BaseException:
@@ -159,7 +164,7 @@ def _remove_stale(path: Path, stale_seconds: float) -> None:
         return
     try:
         holder = Holder.read(descriptor)
-        is_locked, proves_death = False, holder.machine == _machine()
+        is_locked, proves_death = False, holder.machine == _machine(descriptor)
         try:
             is_locked = not durable.lock(descriptor)
         except OSError:
@@ -223,8 +228,9 @@ def _send_heartbeats(path: Path, descriptor: int, ended: threading.Event, second
             os.utime(descriptor)
 
 
-def _machine() -> str:
+def _machine(descriptor: int) -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return socket.gethostname()
+        boot = socket.gethostname()
+    return f"{boot} {os.fstat(descriptor).st_dev}"
