@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
+from tests.support.paths import ROOT
 from tests.support.strategies.parity import save_model
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
 from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.strategies.deepspeed import declaration as deepspeed
 from thresher.strategies.deepspeed.check import check
 from thresher.strategies.deepspeed.config import engine_config
 from thresher.strategies.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings
+from thresher.strategies.megatron import declaration as megatron
 from thresher.strategies.spec import StrategyCheck
 
 # as trainers on transformers are configured
@@ -234,3 +238,19 @@ def test_stage_3_needs_files_that_can_be_read_in_parts(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         check(request(train_settings(zero_stage=3), str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("declaration", "pages"),
+    [(deepspeed.TRAIN, ("get-started/install.md", "guides/engines.md")), (megatron.TRAIN, ("guides/engines.md",))],
+    ids=["deepspeed", "megatron"],
+)
+def test_an_engine_that_is_not_installed_is_installed_as_the_pages_say(declaration, pages):
+    with pytest.raises(UserError) as caught:
+        replace(declaration, modules=("no_such_engine",)).check_installed("engine_train")
+    command = str(caught.value).split("`")[1]
+    assert str(caught.value) == (
+        f"strategy_name engine_train needs no_such_engine, which is not installed; run `{command}`"
+    )
+    for page in pages:
+        assert command in (ROOT / "docs" / page).read_text(encoding="utf-8")

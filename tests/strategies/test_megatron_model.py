@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tests.support.strategies import megatron_models
 from tests.support.strategies.parity import PAIRS, save_model
 from tests.support.tiny_models import MIXED, batch_of
+from thresher.errors import UserError
 from thresher.models.forward_check import TOLERANCES
 from thresher.strategies.megatron.sizes import MegatronSizes
 
@@ -165,3 +167,16 @@ def check_logps(pool, path: Path, sizes: MegatronSizes, layouts: Sequence[str] =
         assert found
         for values in found:
             torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+
+
+def test_a_worker_without_a_gpu_is_a_user_error(monkeypatch):
+    """As a worker with `num_workers` is on a machine with GPUs, where only the workers lack one."""
+
+    def lacks_cuda() -> int:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    from thresher.strategies.megatron.build import _build_chunks
+
+    monkeypatch.setattr(torch.cuda, "current_device", lacks_cuda)
+    with pytest.raises(UserError, match=r"need a GPU per worker, .* is on cpu \(No CUDA GPUs are available\)"):
+        _build_chunks(SimpleNamespace(device=torch.device("cpu")))

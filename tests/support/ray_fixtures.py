@@ -44,8 +44,11 @@ def ray_here(shared_node) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def ray_for_megatron() -> Iterator[None]:
     """A Ray session whose workers answer torch.cuda with the CPU where Megatron-Core needs it."""
+    import torch
+
     site = Path(__file__).parent / "megatron_site"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)  # the checks of a run look for a GPU in this process
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         with (
             fork_server() as program,

@@ -188,6 +188,24 @@ def test_worker_errors_and_a_full_disk_are_retried(supervised, error):
     assert supervised.waits == [1.0]
 
 
+def test_an_exception_that_repeats_before_the_first_step_ends_the_run(supervised):
+    def fail(rank, reason, step=0):
+        def attempt(supervisor, _checkpoint):
+            if step:
+                supervisor.track_progress(supervised.log).log(step, {})
+            raise WorkerError(f"actor_train worker {rank} of 2 failed: {reason}\nTraceback")
+
+        return attempt
+
+    with pytest.raises(WorkerError, match="worker 1 of 2 failed: AssertionError: no GPU"):
+        supervised.run([fail(0, "AssertionError: no GPU"), fail(1, "AssertionError: no GPU")])
+    assert supervised.waits == [1.0]
+    # another reason, or a step in between, may pass
+    others = [fail(0, "a"), fail(0, "b"), fail(0, "b", step=1), fail(0, "b"), finish_from(supervised, None, 1)]
+    supervised.run(others, max_restarts=4)
+    assert supervised.waits[1:] == [1.0, 2.0, 4.0, 8.0]
+
+
 def test_missing_resources_are_an_error_at_first_and_retried_later(supervised):
     no_room = die_at(supervised, 0, error=ResourceError)
     with pytest.raises(ResourceError):

@@ -101,15 +101,16 @@ class StrategyDeclaration:
     or settings that the strategy does not support, before any worker starts and without importing the engine. These
     types are in `thresher.strategies`.
 
-    modules: what must be importable; extra: the extra of this package that installs it.
+    modules: what must be importable; install: the command that installs it. needs_gpu: whether each worker needs a GPU.
     """
 
     settings: type[StrategySettings]
     build_infer: str
     build_train: str | None = None
     check: str | None = None
-    extra: str | None = None
+    install: str | None = None
     modules: tuple[str, ...] = ()
+    needs_gpu: bool = False
     layouts: tuple[str, ...] = ("shared", "packed", "padded")
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     adapters: bool = True
@@ -118,7 +119,7 @@ class StrategyDeclaration:
         """Raise if the engine is not installed; nothing is imported."""
         absent = [module for module in self.modules if not _is_importable(module)]
         if absent:
-            how = f"pip install 'thresher[{self.extra}]'" if self.extra else f"pip install {' '.join(absent)}"
+            how = self.install or f"pip install {' '.join(absent)}"
             raise UserError(f"strategy_name {name} needs {', '.join(absent)}, which is not installed; run `{how}`")
 
 

@@ -70,6 +70,7 @@ class Supervisor:
         self._start_step = 0
         self._last_step = 0
         self._log_opened = False
+        self._start_up_error: str | None = None  # of the last attempt, if a worker raised it before the first step
         self._pending: list[Failure] = []  # failures after which no step has been logged yet
         self.resume_step: int | None = None
 
@@ -92,6 +93,8 @@ class Supervisor:
             except (WorkerLostError, WorkerError, ResourceError, RescaleRequested) as error:
                 if isinstance(error, ResourceError) and not (self._log_opened or consecutive_failures):
                     raise  # the cluster never had the requested resources
+                if self._repeats(error):
+                    raise  # as it would at every restart
                 self.clock.end("stop")
                 self._pending.append(Failure(_first_line(error), self.clock.started_at, self._last_step))
                 previous_start = self._start_step
@@ -104,6 +107,13 @@ class Supervisor:
                     if consecutive_failures > self._max_restarts:
                         raise
                 self._announce_restart(checkpoint, error, consecutive_failures)
+
+    def _repeats(self, error: Exception) -> bool:
+        """Whether a worker raised the same exception in two attempts in a row, each before its first step."""
+        before, self._start_up_error = self._start_up_error, None
+        if isinstance(error, WorkerError) and self._last_step == self._start_step:
+            self._start_up_error = _first_line(error).partition(" failed: ")[2]  # any rank may be the first to fail
+        return before is not None and before == self._start_up_error
 
     def fall_back(self) -> Path | None:
         """Choose another checkpoint for the current attempt, whose ranks have found that its own is damaged."""

@@ -34,13 +34,17 @@ class RunParts:
         return str(self.config.policy_path)  # `files` has rejected a config without a model
 
     @property
-    def reference_path(self) -> str | None:
-        """The model of the reference, if it is loaded and not the policy's; an invalid loss may need one."""
+    def loads_reference(self) -> bool:
+        """Whether the reference has a model besides the policy; an invalid loss may need one."""
         try:
-            is_loaded = self.mode in ("precompute", "concurrent")
+            return self.mode in ("precompute", "concurrent")
         except UserError:
-            is_loaded = True
-        return self.config.reference_path if is_loaded and not same_initial_weights(self.config) else None
+            return True
+
+    @property
+    def reference_path(self) -> str | None:
+        """The model of the reference, if it is loaded and not the policy's."""
+        return self.config.reference_path if self.loads_reference and not same_initial_weights(self.config) else None
 
     @cached_property
     def objective(self) -> Objective:

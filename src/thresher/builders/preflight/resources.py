@@ -21,11 +21,18 @@ _TENSORS_PER_PARAMETER = 3  # the weight and the two moments of AdamW
 
 
 def check_devices(parts: RunParts) -> Iterator[Finding]:
-    """Compare device ids with the GPUs of this machine; those of a cluster are checked when the run connects to it."""
+    """Compare the roles with the GPUs of this machine; those of a cluster are checked when the run connects to it."""
     config, count = parts.config, torch.cuda.device_count()
     if config.ray_address is not None:
         return
     for section, role in (("actor_train", config.actor_train), ("reference", config.reference)):
+        is_used = section == "actor_train" or parts.loads_reference
+        if is_used and role.strategy.needs_gpu and not (count or role.device_mapping):
+            other = "fsdp2_train" if section == "actor_train" else "hf_infer"
+            yield Finding(
+                f"{section}.strategy_args.strategy_name is {role.strategy_name}, which needs a GPU per worker, but "
+                f"this machine has no CUDA device; use one with GPUs, or set it to {other}, which also runs on CPUs"
+            )
         if config.runtime == "torchrun" and count:  # each rank finds its device on its own node
             continue
         if role.device_mapping and max(role.device_mapping) >= count:
@@ -77,4 +84,4 @@ def checkpoint_size(parts: RunParts) -> int:
 
 
 DEVICES = (check_devices,)
-TRAINING = (check_run_directory, check_tracker_packages, check_disk_space)
+TRAINING = (check_tracker_packages, check_disk_space)

@@ -169,18 +169,20 @@ class DeepSpeedInferSettings(_ZeroSettings):
         return self
 
 
+# without the kernels that DeepSpeed would compile, which no setting here uses, and against the torch that is installed
+_INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'thresher[deepspeed]'"
 TRAIN = StrategyDeclaration(
     DeepSpeedTrainSettings,
     build_train=f"{_PACKAGE}.build:build_train",
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
-    extra="deepspeed",
+    install=_INSTALL,
     modules=("deepspeed",),
 )
 INFER = StrategyDeclaration(
     DeepSpeedInferSettings,
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
-    extra="deepspeed",
+    install=_INSTALL,
     modules=("deepspeed",),
 )

@@ -78,6 +78,7 @@ def build_infer(spec: ModelSpec) -> MegatronInfer:
 
 def _build_chunks(spec: ModelSpec, recompute: Recompute = "off") -> list[MegatronPairModel]:
     """Build the chunks of this process and read their slices of the weights."""
+    _check_gpu(spec.device)
     if not dist.is_initialized():  # a single worker has no process group, and Megatron-Core needs one
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -92,6 +93,17 @@ def _build_chunks(spec: ModelSpec, recompute: Recompute = "off") -> list[Megatro
         ) from error
     load_weights(chunks, path)
     return chunks
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Raise without a GPU: Megatron-Core allocates on the current CUDA device, wherever the model is."""
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, or a process without a GPU
+        raise UserError(
+            f"the megatron strategies need a GPU per worker, and a worker is on {device} ({error}); set "
+            "device_mapping, or strategy_name to fsdp2_train, which also runs on CPUs"
+        ) from error
 
 
 def model_options(settings: MegatronSettings, device: torch.device, recompute: Recompute) -> ModelOptions:

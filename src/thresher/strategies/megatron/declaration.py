@@ -169,13 +169,15 @@ TRAIN = StrategyDeclaration(
     build_train=f"{_PACKAGE}.build:build_train",
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
-    extra="megatron",
+    install="pip install 'thresher[megatron]'",
+    needs_gpu=True,
     modules=("megatron.core",),
 )
 INFER = StrategyDeclaration(
     MegatronSettings,
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
-    extra="megatron",
+    install="pip install 'thresher[megatron]'",
+    needs_gpu=True,
     modules=("megatron.core",),
 )
