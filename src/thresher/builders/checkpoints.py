@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
 
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager
 from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
-from thresher.config.section import known_keys
-from thresher.config.stored import from_stored
+from thresher.config.section import Section
+from thresher.config.stored import from_stored, section_at
+from thresher.config.strategies import DEFAULT_TRAIN
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 
 _LOCATION_KEYS = {"output_dir", "logging_dir", "cache_dir", "exp_name", "reference.cache_dir", "ray_address"}
+# settings that change no number of a run, and sections of such settings
 _FREE_TO_CHANGE = {
     *_LOCATION_KEYS,
+    "actor_train.data_args.preprocessing_num_workers",
     "async_save",
+    "export_model",
     "graceful_stop_timeout",
     "greater_is_better",
     "health",
     "heartbeat_timeout",
+    "ipo",  # pref_loss holds what the switches mean
+    "logging_steps",
     "max_restarts",
     "reference.infer_batch_size",
+    "reference.prefetch_steps",
     "resume_from_checkpoint",
     "runtime",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+    "simpo_loss",
     "spare_workers",
+    "track_with",
+    "tracker_kwargs",
 }
 _FREE_IF_ELASTIC = {
     f"{role}.{key}"
     for role in ("actor_train", "reference")
     for key in ("num_workers", "device_mapping", "strategy_args.strategy_config.dp_replicate")
 }
-# values that an earlier version had chosen by default; a run that leaves the setting out has not changed it
-_EARLIER_DEFAULTS = {"actor_train.training_args.torch_compile": False}
-_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in known_keys(DPOConfig)}
+# default of an earlier version, and the current one: a run that leaves the setting out has not changed it
+_EARLIER_DEFAULTS = {"actor_train.training_args.torch_compile": (False, "auto")}
+
+
+def _loss_weights(pref_loss: Any) -> Any:
+    names = [pref_loss] if isinstance(pref_loss, str) else pref_loss
+    return {str(name): 1.0 for name in names} if isinstance(names, list) else names
+
+
+# settings with several spellings of one meaning
+_MEANING: Mapping[str, Callable[[Any], Any]] = {
+    "actor_train.num_workers": lambda value: value or 1,
+    "actor_train.strategy_args.strategy_name": lambda value: value or DEFAULT_TRAIN,
+    "pref_loss": _loss_weights,
+}
 
 
 def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
@@ -67,8 +94,9 @@ def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]
         return find(config.resume_from_checkpoint)
     found = find("auto")
     if found is not None and (changes := config_changes(found, config)):
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise CheckpointError(
-            f"{found.parent} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}); set "
+            f"{found.parent} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}{more}); set "
             "another output_dir, or resume_from_checkpoint=auto to resume with the change"
         )
     return found
@@ -85,20 +113,40 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
 
 def changed_settings(stored: Mapping[str, Any], config: DPOConfig) -> list[tuple[str, Any, Any]]:
     """Compare a config with one that was stored; return name, old and new value of each setting that changes a run."""
-    # a key that is newer than the stored config had the effect of its default
-    old = _DEFAULTS | _flatten(from_stored(stored))
-    new = _flatten(redact(config.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | (_FREE_IF_ELASTIC if config.elastic else set())
-    changed = [name for name in new if name not in free and old.get(name) != new[name]]
-    return [(name, old.get(name), new[name]) for name in changed if not _was_left_out(name, old.get(name), new[name])]
+    new = redact(config.model_dump(mode="json"))
+    return [
+        (name, was, now)
+        for name, was, now in _differences(from_stored(stored), new, DPOConfig)
+        if not any(name == key or name.startswith(f"{key}.") for key in free)
+        and (was, now) != _EARLIER_DEFAULTS.get(name)
+    ]
 
 
-def _was_left_out(name: str, old: Any, new: Any) -> bool:
-    return name in _EARLIER_DEFAULTS and (old, new) == (_EARLIER_DEFAULTS[name], _DEFAULTS[name])
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], section: type[Section] | None, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each setting that differs; a key that one side lacks has its default there."""
+    fields = {} if section is None else section.model_fields
+    for key in dict.fromkeys((*new, *old)):
+        name, inner = f"{prefix}{key}", section_at(section, key, new)
+        meaning = _MEANING.get(name, lambda value: value)
+        was, now = (meaning(values.get(key, _default(fields.get(key)))) for values in (old, new))
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from _differences(was, now, inner, f"{name}.")
+        elif was != now:
+            yield name, _without_defaults(was, inner), _without_defaults(now, inner)
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
+def _default(field: FieldInfo | None) -> Any:
+    """The default of a key; None for a key that this version does not know, or a mapping without fixed keys."""
+    default = None if field is None else field.get_default(call_default_factory=True)
+    return default.model_dump(mode="json") if isinstance(default, Section) else default
+
+
+def _without_defaults(value: Any, section: type[Section] | None) -> Any:
+    """Shorten a whole section for a message."""
+    if section is None or not isinstance(value, Mapping):
+        return value
+    fields = section.model_fields
+    return {key: each for key, each in value.items() if key not in fields or each != _default(fields[key])}

@@ -77,7 +77,8 @@ class CheckpointManager:
         if newer:
             raise CheckpointError(
                 f"{self.root} contains checkpoints of an earlier run, up to {newer[-1].name}; continue it with "
-                "resume_from_checkpoint=auto, or set another output_dir"
+                f"resume_from_checkpoint=auto, or start again: delete {self.root}, or set another output_dir, such as "
+                f"output_dir={self.root.parent}-2"
             )
 
 

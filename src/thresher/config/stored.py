@@ -27,7 +27,7 @@ def _respell(
     aliases = ALIASES.get(section.__name__, Aliases())
     respelled = {}
     for key, value in values.items():
-        inner = _settings_of(values) if key == "strategy_config" else inner_section(section, key)
+        inner = section_at(section, key, values)
         if inner is not None and isinstance(value, Mapping):
             value = _respell(value, inner, respell)
         key, value = respell(aliases, key, value)
@@ -35,9 +35,14 @@ def _respell(
     return respelled
 
 
-def _settings_of(strategy_args: Mapping[str, Any]) -> type[Section] | None:
-    """Return the section of a strategy's settings; None for a strategy that is not installed here."""
+def section_at(section: type[Section] | None, key: str, values: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section that a key holds; None for a plain value, and settings of a strategy not installed here.
+
+    values: of `section`, which name the strategy.
+    """
+    if section is None or key != "strategy_config":
+        return None if section is None else inner_section(section, key)
     try:
-        return find_strategy(strategy_args.get("strategy_name") or DEFAULT_TRAIN).settings
-    except ValueError:
+        return find_strategy(values.get("strategy_name") or DEFAULT_TRAIN).settings
+    except (ValueError, TypeError):  # TypeError: the name in a damaged file may be a list
         return None

@@ -42,6 +42,8 @@ def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
     of_parts = (*models.MODELS, *resources.DEVICES, *(resources.TRAINING if trains else ()))
     checks = [partial(check, config) for check in settings.SETTINGS] + [partial(check, parts) for check in of_parts]
     warnings += report(checks)
+    if trains:  # by itself: a typo above it is a changed setting too
+        report([partial(resources.check_run_directory, parts)])
     counts = parts.parameters
     summary = (
         f"policy: {parts.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",

@@ -1,0 +1,97 @@
+"""A config is compared with a stored one in both directions, with defaults filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.compared_runs import merge
+from thresher.builders.checkpoints import changed_settings
+from thresher.config import parse_config
+from thresher.config.stored import to_stored
+from thresher.redact import redact
+
+BASE = {"pretrain": "model", "actor_train": {"num_workers": 2, "data_args": {"file_name": "pairs.jsonl"}}}
+
+
+def changes_of(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    stored = redact(to_stored(parse_config(merge(BASE, then))))
+    return changed_settings(stored, parse_config(merge(BASE, now)))
+
+
+def strategy(**settings: object) -> dict[str, Any]:
+    return {"actor_train": {"strategy_args": {"strategy_config": settings}}}
+
+
+def data(**settings: object) -> dict[str, Any]:
+    return {"actor_train": {"data_args": settings}}
+
+
+STRATEGY_CONFIG, DATA_ARGS = "actor_train.strategy_args.strategy_config", "actor_train.data_args"
+HELD_OUT = {"validation": {"split": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changes"),
+    [
+        (
+            {"pref_loss": {"sigmoid": 0.2, "sft": 5.0}},
+            {},
+            [("pref_loss.sigmoid", 0.2, 1.0), ("pref_loss.sft", 5.0, None)],
+        ),
+        (
+            {"pref_loss": {"sigmoid": 0.8, "sft": 0.2, "bco_pair": 0.3}},
+            {"pref_loss": {"sigmoid": 0.8, "sft": 0.2}},
+            [("pref_loss.bco_pair", 0.3, None)],
+        ),
+        ({"pref_loss": ["sigmoid", "sft"]}, {}, [("pref_loss.sft", 1.0, None)]),
+        (strategy(tp_size=2), {}, [(f"{STRATEGY_CONFIG}.tp_size", 2, 1)]),
+        (strategy(reduce_dtype="bf16"), {}, [(f"{STRATEGY_CONFIG}.reduce_dtype", "bf16", "fp32")]),
+        (data(template_arguments={"a": 1}), {}, [(f"{DATA_ARGS}.template_arguments.a", 1, None)]),
+        ({"system_envs": {"A": "1"}}, {}, [("system_envs.A", "1", None)]),
+        (HELD_OUT, {}, [("validation", {"split": 0.1}, None)]),
+        (merge(HELD_OUT, {"samples": {"num_prompts": 4}}), HELD_OUT, [("samples", {"num_prompts": 4}, None)]),
+        (merge(HELD_OUT, {"samples": {}}), HELD_OUT, [("samples", {}, None)]),
+        ({"beta": 0.3}, {}, [("beta", 0.3, None)]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_removed_setting_is_a_change_as_an_added_one_is(then, now, changes):
+    assert sorted(changes_of(then, now)) == sorted(changes)
+    assert sorted(changes_of(now, then)) == sorted((name, new, old) for name, old, new in changes)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"pref_loss": "sigmoid"}, {"pref_loss": {"sigmoid": 1}}),
+        ({"pref_loss": ["sigmoid"]}, {}),
+        ({"ipo": True}, {"pref_loss": "ipo_sum"}),
+        (strategy(tp_size=1), {}),
+        ({"actor_train": {"strategy_args": {"strategy_name": "fsdp2_train"}}}, {}),
+    ],
+)
+def test_another_spelling_of_the_same_setting_is_no_change(then, now):
+    assert changes_of(then, now) == changes_of(now, then) == []
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"track_with": ["wandb"], "tracker_kwargs": {"wandb_project": "other", "tags": ["b"]}},
+        {"logging_steps": 5, "logging_dir": "elsewhere"},
+        {"save_steps": 7, "save_total_limit": 1},
+        {"export_model": True},
+    ],
+    ids="+".join,
+)
+def test_a_setting_that_changes_no_number_is_free_to_change(now):
+    assert changes_of({}, now) == changes_of(now, {}) == []
+
+
+def test_a_key_that_only_the_stored_config_knows_is_a_change():
+    """A newer version wrote it, and its effect is not known here."""
+    stored = to_stored(parse_config(BASE))
+    assert changed_settings(stored | {"of_tomorrow": None}, parse_config(BASE)) == []
+    assert changed_settings(stored | {"of_tomorrow": 3}, parse_config(BASE)) == [("of_tomorrow", 3, None)]
