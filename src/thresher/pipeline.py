@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thresher import durable
 from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
+from thresher.builders.export import export_run
 from thresher.builders.health import check_not_stopped, watch_health
 from thresher.builders.inputs import RunInputs, open_inputs
 from thresher.builders.objective import build_objective
@@ -131,7 +133,11 @@ class DPOPipeline:
             with open_session(self.config, objective, clock) as session:
                 attempt = partial(self._attempt, objective, callbacks, session)
                 supervisor = build_supervisor(self.config, self._damaged, clock)
-                return supervisor.run(attempt, checkpoint, self._find_checkpoint)
+                evaluation = supervisor.run(attempt, checkpoint, self._find_checkpoint)
+            if self.config.export_model:  # after the session, whose workers hold memory
+                logger.info("exporting the model", extra=PHASE)
+                export_run(self.config)
+            return evaluation
 
     def _evaluate(self) -> dict[str, float]:
         judge = build_judge(self.config)
@@ -152,6 +158,7 @@ class DPOPipeline:
         ):
             started.run.begin(to_evaluate=True)
             yield started.run
+            started.run.trainable.wait_for_saves()  # the workers end with the session
 
     @contextmanager
     def _reserve_directory(self) -> Iterator[Objective]:
@@ -164,7 +171,8 @@ class DPOPipeline:
         with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
             for text in checked.warnings:
                 logger.warning("%s", text)
-            stop_file(config).unlink(missing_ok=True)  # left by an earlier run
+            with durable.translate_os_errors("could not remove the stop file of an earlier run"):
+                stop_file(config).unlink(missing_ok=True)  # left by an earlier run
             yield objective
 
     def _find_checkpoint(self) -> Path | None:
@@ -262,5 +270,8 @@ class DPOPipeline:
     @property
     def _opened(self) -> RunHandle:
         if self._run is None:
-            raise UserError("the models are not loaded; use `with pipeline.open():`")
+            raise UserError(
+                "the constructor loads no models; use pipeline.actor_train and pipeline.reference inside `with "
+                "pipeline.open():`, or train with pipeline.run()"
+            )
         return self._run

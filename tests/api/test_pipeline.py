@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.compared_runs import metric_log
+from tests.support.paths import ROOT
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
+from thresher.runtime.rank import PolicyRank
 
 
 def test_the_config_may_be_named_as_in_roll(base, tmp_path):
@@ -21,7 +25,7 @@ def test_the_config_may_be_named_as_in_roll(base, tmp_path):
 
 def test_the_roles_of_an_open_pipeline_make_the_steps_of_a_run(base, tmp_path):
     by_hand = DPOPipeline(parse_config({**base, "output_dir": str(tmp_path / "hand")}))
-    with pytest.raises(UserError, match=r"use `with pipeline.open\(\):`"):
+    with pytest.raises(UserError, match=r"the constructor loads no models; use .* inside `with pipeline.open\(\):`"):
         _ = by_hand.actor_train
     with by_hand.open():
         losses = [by_hand.actor_train.training_step()["loss"].mean for _ in range(2)]
@@ -34,3 +38,11 @@ def test_evaluation_of_the_newest_checkpoint_equals_that_of_the_run(base, tmp_pa
     config = parse_config({**base, "output_dir": str(tmp_path)})
     initial = DPOPipeline(config).evaluate()
     assert DPOPipeline(config).run() == DPOPipeline(config).evaluate() != initial
+
+
+def test_the_workers_of_the_policy_have_the_methods_that_the_page_calls():
+    page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    called = re.findall(r'call\("(\w+)"\)', page)
+    assert {"training_step", "evaluate", "save"} <= set(called)
+    for name in called:
+        assert callable(getattr(PolicyRank, name))

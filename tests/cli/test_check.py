@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 
 from tests.support.compared_runs import merge
@@ -331,6 +332,9 @@ def test_a_run_directory_with_other_settings(command_line, config, tmp_path):
     assert command_line("check", config()).code == 0
     message = error_of(command_line("check", config(), "seed=7"))
     assert message.startswith("out/checkpoints contains checkpoints of a run with other settings (")
+    # another problem hides it: a typo is a changed setting too
+    assert error_of(command_line("check", config(), "pref_loss=sigmod")).startswith("unknown loss 'sigmod'")
+    assert command_line("check", config(), "track_with=[tensorboard]").code == 0
     assert command_line("precompute-reference", config(), "seed=7").code == 0  # it writes no checkpoint
 
 
@@ -347,3 +351,58 @@ def test_a_job_is_checked_before_anything_is_sent(command_line, config, tmp_path
     assert result.err.startswith(
         "checked the settings; the job checks files, models, devices and disk space on the cluster\n"
     )
+
+
+@pytest.mark.parametrize(("section", "other"), [("actor_train", "fsdp2_train"), ("reference", "hf_infer")])
+def test_an_engine_that_needs_a_gpu_is_rejected_without_one(command_line, config, monkeypatch, section, other):
+    name = f"megatron_{'train' if section == 'actor_train' else 'infer'}"
+    path = config({section: {"strategy_args": {"strategy_name": name}}})
+    lacks_gpu = (
+        f"{section}.strategy_args.strategy_name is {name}, which needs a GPU per worker, but this machine has no CUDA "
+        f"device; use one with GPUs, or set it to {other}, which also runs on CPUs"
+    )
+    assert lacks_gpu in error_of(command_line("check", path))
+    if section == "reference":  # which this loss does not load
+        assert "needs a GPU" not in command_line("check", path, "pref_loss=orpo").err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "needs a GPU" not in command_line("check", path).err
+
+
+def test_a_setting_that_describes_the_machine_is_a_warning_where_it_has_no_effect(command_line, config):
+    result = command_line("check", config(), "num_gpus_per_node=8")
+    assert result.code == 0
+    assert "warning: num_gpus_per_node has no effect without a device_mapping" in result.err
+
+
+def test_a_learning_rate_of_no_pretrained_model_is_a_warning(command_line, config):
+    rate = "actor_train.training_args.learning_rate"
+    result = command_line("check", config(), f"{rate}=1.0")
+    assert result.code == 0
+    assert f"warning: {rate} is 1, which destroys most pretrained models within steps; usual are 5e-7" in result.err
+    assert "learning_rate" not in command_line("check", config(), f"{rate}=1e-4").err
+
+
+SIZES = {
+    "text": ("num_hidden_layers", "x", "Validation error for field 'num_hidden_layers': TypeError"),
+    "NaN": ("num_hidden_layers", float("nan"), "has num_hidden_layers nan, which no model has (1 to 1,000 are"),
+    "a billion layers": ("num_hidden_layers", 10**9, "has num_hidden_layers 1000000000, which no model has"),
+    "no layers": ("num_hidden_layers", -1, "has num_hidden_layers -1, which no model has"),
+    "a huge width": ("hidden_size", 2**31, "has hidden_size 2147483648, which no model has"),
+    "a huge vocabulary": ("vocab_size", 1e12, "has vocab_size 1000000000000.0, which no model has"),
+    "nested lists": ("x", "DEEP", "is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "message"), SIZES.values(), ids=SIZES)
+def test_a_malformed_model_config_is_one_message(command_line, config, models, tmp_path, key, value, message):
+    shutil.copytree(models / "policy", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    text = json.dumps(json.loads(file.read_text()) | {key: value})
+    file.write_text(text.replace('"DEEP"', "[" * 50_000 + "]" * 50_000))
+    assert message in error_of(command_line("check", config({"pretrain": str(tmp_path / "model")})))
+
+
+def test_a_directory_in_place_of_the_stop_file_is_one_message(command_line, config, tmp_path):
+    (tmp_path / "out" / "stop").mkdir(parents=True)
+    message = error_of(command_line("train", config()))
+    assert message.startswith("could not remove the stop file of an earlier run (")

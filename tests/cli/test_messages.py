@@ -255,7 +255,8 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     assert thresher("train", config(resume_from_checkpoint=False)) == (
         2,
         "out/checkpoints contains checkpoints of an earlier run, up to step-00000001; continue it with "
-        "resume_from_checkpoint=auto, or set another output_dir",
+        "resume_from_checkpoint=auto, or start again: delete out/checkpoints, or set another output_dir, such as "
+        "output_dir=out-2",
     )
 
 
@@ -399,3 +400,11 @@ def test_an_output_dir_that_cannot_be_written_is_a_user_error(thresher, config, 
         code, message = thresher(*command)
         assert code == 2
         assert re.fullmatch(r"cannot use .*pairs\.jsonl.*: .+; check the path and its permissions", message)
+
+
+@pytest.mark.parametrize("command", [(), ("export",), ("cache", "prune"), ("submit",)], ids="-".join)
+def test_help_shows_no_value_for_a_flag(command_line, command):
+    result = command_line(*command, "--help")
+    assert result.code == 0
+    assert "--" in result.out
+    assert "bool" not in result.out.lower()

@@ -106,7 +106,7 @@ MISTAKES = {
     "a number out of range": Mistake(("beta=-0.1",), "beta: Input should be greater than 0 (got -0.1)"),
     "no steps": Mistake(("max_steps=0",), "max_steps: Input should be greater than 0 (got 0)"),
     "a value for a section": Mistake(
-        ("actor_train=7",), "actor_train: a section with keys below it, not a value (got 7)"
+        ("actor_train=7",), "actor_train: a section with keys below it, not a value; ~actor_train leaves it out (got 7)"
     ),
     "an unsupported precision": Mistake(
         (f"{MODEL}.dtype=fp8",), "dtype: Input should be 'fp32', 'bf16' or 'fp16' (got 'fp8')"

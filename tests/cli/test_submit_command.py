@@ -9,6 +9,8 @@ import pytest
 from tests.support.paths import ROOT
 from thresher.cli.submit import resolve_paths
 from thresher.config import parse_config
+from thresher.errors import UserError
+from thresher.runtime.ray import jobs
 
 CONFIG = ROOT / "examples" / "polite_smollm2" / "dpo_config.yaml"
 INVALID = {
@@ -95,3 +97,28 @@ def test_a_template_by_name_stays_a_name_and_files_are_found_in_dataset_dir(tmp_
         "dataset_dir": str(tmp_path / "data"),
         "template": "chatml",
     }
+
+
+@pytest.mark.parametrize("num_failures", [2, 1000])
+def test_a_cluster_whose_agents_start_is_asked_again(monkeypatch, num_failures):
+    class Server:
+        """Ray's client, just after `ray start`."""
+
+        calls = 0
+
+        def submit_job(self, **_: object) -> str:
+            self.calls += 1
+            if self.calls <= num_failures:
+                raise RuntimeError("Request failed with status code 500: No available agent to submit job, please try")
+            return "job-1"
+
+    monkeypatch.setattr(jobs, "_SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr(jobs, "_SECONDS_FOR_AGENTS", 0.2)
+    client = jobs.JobClient.__new__(jobs.JobClient)
+    client.url, client._client = "http://127.0.0.1:1", Server()
+    if num_failures == 2:
+        assert client.submit({}, None) == "job-1"
+    else:
+        with pytest.raises(UserError, match=r"rejected the job: .*No available agent"):
+            client.submit({}, None)
+        assert client._client.calls > 3

@@ -299,3 +299,33 @@ def resolved(schema: dict, node: dict) -> dict:
 def test_a_resolved_config_survives_json():
     config = parse_config(yaml.safe_load(SHOWN["everything turned"]))
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+@pytest.mark.parametrize("command", [("config", "show"), ("import",)], ids="-".join)
+def test_aliases_that_stand_for_a_billion_values_are_rejected_at_once(write, command):
+    names = zip("abcdefgh", "bcdefghi", strict=True)
+    levels = [f"{name}: &{name} [{', '.join([f'*{inner}'] * 9)}]" for inner, name in names]
+    path = write("\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *levels]))
+    result = CliRunner().invoke(app, [*command, str(path)])
+    assert isinstance(result.exception, UserError)
+    assert "values, most of them aliases (*name); write out what they stand for" in str(result.exception)
+
+
+def test_an_alias_may_be_used_twice(write):
+    config = load_config(write("system_envs: &envs {A: b}\nactor_train: {system_envs: *envs}"))
+    assert config.system_envs == config.actor_train.system_envs == {"A": "b"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"track_with": ["wandb"], "tracker_kwargs": {"wandb_api_key": ["hunter2"]}},
+        {"track_with": ["wandb"], "tracker_kwargs": {"wandb_api_key": 31337}},
+        {"system_envs": {"DB_PASSWORD": ["hunter2", 31337]}},
+    ],
+)
+def test_a_secret_of_a_wrong_type_is_not_shown(values):
+    with pytest.raises(UserError, match=r"\*\*\*") as caught:
+        parse_config(values)
+    assert "hunter2" not in str(caught.value)
+    assert "31337" not in str(caught.value)

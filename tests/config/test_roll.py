@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.support.paths import ROOT, shared_path
-from thresher.config import load_config, parse_config
+from thresher.config import DPOConfig, load_config, parse_config
 from thresher.config.dialects.convert import convert
 from thresher.config.dialects.roll import TABLE
 from thresher.config.roll import MOVED, WITHOUT_EFFECT, translate, without_effect
@@ -70,6 +70,8 @@ def test_a_published_config_loads_unchanged_and_every_foreign_key_is_named(name,
         ("actor_train.training_args.seed", 7, 7),
         ("actor_train.training_args.output_dir", "there", "there"),
         ("max_grad_norm", 0.5, 0.5),
+        ("use_ref_model", True, "auto"),
+        ("use_ref_model", False, "none"),
         ("max_ckpt_to_keep", 2, 2),
         ("tracker_kwargs.log_dir", "events", "events"),
         ("tracker_kwargs.project", "ours", "ours"),
@@ -199,3 +201,40 @@ def test_a_moved_key_does_not_replace_ours_in_an_import(tmp_path):
     assert done.translation.value("save_total_limit") is None
     notes = {entry.key: entry.notes for entry in done.entries}
     assert notes["actor_train.training_args.seed"] == ["seed is set too and counts"]
+
+
+@pytest.mark.parametrize(("engine", "axes"), [("megatron", "tensor_model_parallel_size"), ("deepspeed", "zero_stage")])
+def test_the_examples_have_the_names_that_users_of_roll_type(engine, axes, caplog):
+    caplog.set_level(logging.INFO)
+    directory = ROOT / "examples" / f"qwen2.5-3B-dpo_{engine}"
+    config = load_config(directory / "dpo_config.yaml")
+    assert not caplog.messages  # all keys are ours
+    for role, purpose in ((config.actor_train, "train"), (config.reference, "infer")):
+        assert role.strategy_name == f"{engine}_{purpose}"
+        assert role.device_mapping == list(range(8))
+        assert axes in role.strategy_args.strategy_config
+        role.strategy_args.settings.check_workers(role.num_processes)
+    script = directory / "run_dpo_pipeline.sh"
+    assert script.stat().st_mode & 0o100
+    assert "start_dpo_pipeline.py" in script.read_text()
+
+
+@pytest.mark.parametrize("absent", [{"strategy_args": None}, {"strategy_args": {"strategy_config": None}}])
+def test_a_section_without_keys_is_the_default(absent):
+    """ROLL writes `strategy_config: ~` for engines without settings."""
+    assert parse_config({"actor_train": absent, "reference": absent, "system_envs": None}) == parse_config({})
+
+
+def test_a_share_of_gpu_memory_has_no_effect_for_a_reason():
+    for place in ("strategy_args", "strategy_args.strategy_config"):
+        key = f"reference.{place}.gpu_memory_utilization"
+        values, notes = translate(nested(key, 0.8))
+        assert parse_config(values) == parse_config({})
+        assert notes == [f"{key} has no effect: {WITHOUT_EFFECT[key.replace('reference', '*')]}"]
+
+
+def test_the_switch_of_the_reference_is_its_mode():
+    assert parse_config({"use_ref_model": False, "pref_loss": "orpo"}).reference.mode == "none"
+    assert parse_config({"use_ref_model": True}).reference.mode == "auto"
+    with pytest.raises(UserError, match=r"use_ref_model: unknown key; did you mean `reference\.mode`"):
+        DPOConfig(use_ref_model=True)

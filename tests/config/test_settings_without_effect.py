@@ -56,12 +56,6 @@ NEEDS = {
         having={"runtime": "auto"},  # which a launcher may turn into torchrun
     ),
     "elastic": Needs(True, f"elastic {ONE_PROCESS}", having=SHARDED),
-    "num_gpus_per_node": Needs(
-        8,
-        f"num_gpus_per_node {ONE_PROCESS}",
-        without={"actor_train": {"device_mapping": [0]}},
-        having={"actor_train": {"device_mapping": [0, 1]}},
-    ),
     "ray_address": Needs(
         "a:1", "ray_address has no effect with runtime: local; use runtime: ray", without={"runtime": "local"}
     ),
@@ -207,6 +201,8 @@ NEEDS = {
 # keys that always have an effect, or whose effect depends on more than the config: on the losses (rejected by
 # `build_objective`), on the model, or on the mode of the reference (reported by `unused_settings`)
 ALWAYS = {
+    "num_gpus_per_node",  # a warning of `thresher check`
+    "export_model",
     *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "num_train_epochs", "save_strategy", "async_save"),
     *("logging_steps", "resume_from_checkpoint", "save_total_limit", "max_consecutive_skipped_steps"),
     *(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import build_layout
+from thresher.checkpoint.json_io import save_json
+from thresher.checkpoint.manifest import read_manifest, record_files, write_manifest
 from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.logps import original_forward
@@ -126,3 +129,84 @@ def test_a_corrupt_checkpoint_is_not_exported(trained, tmp_path):
     with pytest.raises(CheckpointError, match=r"weights\.safetensors"):
         export_checkpoint(copy, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_another_base_model_is_not_exported(trained, exported, tiny_dir, tmp_path):
+    """A checkpoint of LoRA lacks the weights of the base, and every checkpoint lacks config.json."""
+    config, _ = trained
+    model, run = shutil.copytree(tiny_dir, tmp_path / "model"), tmp_path / "run"
+    shutil.copytree(Path(config.output_dir), run)
+    checkpoint = run / "checkpoints" / "step-00000002"
+    settings = json.loads((checkpoint / "config.json").read_text()) | {"pretrain": str(model)}
+    rewrite(checkpoint, "config.json", settings)
+    export_checkpoint(checkpoint, tmp_path / "same")
+    assert load_equal(tmp_path / "same", exported)
+
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "q_proj" in name)
+    save_file(weights | {name: weights[name] * 2}, model / "model.safetensors", metadata={"format": "pt"})
+    if config.freezes_weights:
+        digests = r"the policy's frozen weights was [0-9a-f]{64}, is [0-9a-f]{64}; put the original model back at"
+        with pytest.raises(CheckpointError, match=digests):
+            export_checkpoint(checkpoint, tmp_path / "other")
+    else:  # all weights are in the checkpoint
+        export_checkpoint(checkpoint, tmp_path / "all")
+        assert load_equal(tmp_path / "all", exported)
+
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    changed = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=r"the policy's config.json was [0-9a-f]{64}, is [0-9a-f]{64}; put"):
+        export_checkpoint(checkpoint, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_checkpoint_without_digests_is_exported_with_a_warning(trained, tmp_path, caplog):
+    """Up to 0.2."""
+    config, checkpoint = trained
+    copy = shutil.copytree(checkpoint, tmp_path / "step-00000002")
+    progress = json.loads((copy / "trainer.json").read_text())
+    rewrite(copy, "trainer.json", {name: value for name, value in progress.items() if name != "identity"})
+    export_checkpoint(copy, tmp_path / "model")
+    assert caplog.text.count("a change of it is not detected") == 1 + config.freezes_weights
+
+
+def rewrite(checkpoint: Path, name: str, content: dict) -> None:
+    """Replace a file of a checkpoint, and its entry in the manifest."""
+    save_json(checkpoint / name, content)
+    manifest = read_manifest(checkpoint)
+    write_manifest(checkpoint, replace(manifest, files=record_files(checkpoint, list(manifest.files))))
+
+
+def load_equal(one: Path, other: Path) -> bool:
+    first, second = (load_file(path / "model.safetensors") for path in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_model_can_be_written_in_several_files(trained, exported, tmp_path):
+    export_checkpoint(trained[1], tmp_path / "sharded", max_shard_size="100KB")
+    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(files) > 1
+    whole = load_file(exported / "model.safetensors")
+    parts = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    with pytest.raises(UserError, match="the shard size 'huge' is not a number with a unit; write it like"):
+        export_checkpoint(trained[1], tmp_path / "other", max_shard_size="huge")
+
+
+def test_the_current_directory_is_not_replaced(trained, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"an export cannot replace the directory \.; name a new one below it"):
+        export_checkpoint(trained[1], Path())
+
+
+def test_a_run_exports_its_model_at_the_end_if_asked(trained, exported, tmp_path):
+    config, _ = trained
+    run = shutil.copytree(config.output_dir, tmp_path / "run")
+    asked = config.model_copy(update={"output_dir": str(run), "export_model": True})
+    for _ in range(2):  # a finished run may be started again
+        DPOPipeline(asked).run()
+        assert load_equal(run / "model", exported)
+        assert not [path for path in run.iterdir() if path.name.startswith(".model")]

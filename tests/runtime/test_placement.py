@@ -165,7 +165,6 @@ def test_the_global_batch_size_does_not_depend_on_the_number_of_ranks():
             {"runtime": "local", "ray_address": "auto"},
             "ray_address has no effect with runtime: local; use runtime: ray",
         ),
-        ({"num_gpus_per_node": 8}, "num_gpus_per_node has no effect without a device_mapping; remove it"),
         (
             {"actor_train": {"training_args": {"global_batch_size": 8, "gradient_accumulation_steps": 2}}},
             "gradient_accumulation_steps has no effect with global_batch_size; keep one",

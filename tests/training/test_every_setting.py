@@ -150,6 +150,7 @@ NO_NUMBERS = {
         *(
             "resume_from_checkpoint",
             "save_total_limit",
+            "export_model",
             "metric_for_best_model",
             "greater_is_better",
             "max_consecutive_skipped_steps",

@@ -44,6 +44,22 @@ def test_frozen_weights_are_identified_by_content_not_by_name(base, tmp_path, ch
         build_run(values, noise_pairs(12)).trainer.resume(checkpoint)
 
 
+def test_the_frozen_weights_of_a_policy_with_another_reference_are_identified_too(base, tmp_path):
+    model, other = (save_tiny_llama(tmp_path / name, seed) for seed, name in enumerate(("model", "other")))
+    values = merge(base, {"pretrain": str(model), "actor_train": {"model_args": {"lora_rank": 2}}})
+    values = merge(values, {"reference": {"model_args": {"model_name_or_path": str(other)}}})
+    first = build_run(values, noise_pairs(12)).trainer
+    checkpoint = first.save()
+    first.wait_for_saves()
+    assert build_run(values, noise_pairs(12)).trainer.resume(checkpoint) == []
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 0.01
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="belongs to another run: its policy's frozen weights is"):
+        build_run(values, noise_pairs(12)).trainer.resume(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("changed", "changes", "section"),
     [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +14,47 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from thresher import durable
+from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.engines import trained_parts
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
+from thresher.checkpoint.retention import latest
 from thresher.checkpoint.weights import load_weights
-from thresher.config import ModelArgs
+from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
+from thresher.models.loading.location import locate_model
 from thresher.models.loading.lora import merge_adapter
+from thresher.reference.fingerprint import config_digest, weights_digest
+from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_SIZE = "50GB"  # the default of transformers
+_SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 
 
 def export_checkpoint(
-    checkpoint: Path, output: Path, *, dtype: str | None = None, trust_remote_code: bool = False
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    trust_remote_code: bool = False,
+    replaces: bool = False,
 ) -> None:
     """Load the run's model, load the checkpoint's weights into it, merge adapters and save.
 
-    trust_remote_code is not taken from the checkpoint, which may be untrusted.
+    trust_remote_code is not taken from the checkpoint, which may be untrusted. replaces: whether an earlier export may
+    be replaced.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.resolve() in (Path.cwd(), Path(output.anchor).resolve()):
+        raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
+    if not replaces and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty directory; name a new one")
+    if not _SIZE.fullmatch(max_shard_size):
+        raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
     verify(checkpoint)
     path, args = _trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
@@ -38,6 +62,7 @@ def export_checkpoint(
             f"the run of {checkpoint} executed Python code from the model {path}; pass --trust-remote-code if you "
             "trust that model"
         )
+    _check_base(checkpoint, path, args)
     plain = load_trained_model(path, args, checkpoint, dtype=dtype)
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
@@ -45,18 +70,31 @@ def export_checkpoint(
     if tokenizer.pad_token_id is not None:
         plain.config.pad_token_id = tokenizer.pad_token_id
     # written under another name and renamed, so that an existing directory is complete
-    staging = output.with_name(f".{output.name}.partial")
-    durable.refuse_link(staging)
-    shutil.rmtree(staging, ignore_errors=True)
+    staging, earlier = (output.with_name(f".{output.name}.{state}") for state in ("partial", "earlier"))
+    for directory in (staging, earlier):
+        durable.refuse_link(directory)
+        shutil.rmtree(directory, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
-    plain.save_pretrained(staging)
+    plain.save_pretrained(staging, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(staging)
     readable = (staging / "config.json").stat().st_mode
     for file in staging.glob("*.safetensors"):
         file.chmod(readable)  # safetensors writes files that only their owner can read
     if output.exists():
-        output.rmdir()
+        output.rename(earlier)
     staging.rename(output)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def export_run(config: DPOConfig) -> None:
+    """Export the newest checkpoint of a finished run to `model` in its output_dir."""
+    output, root = Path(config.output_dir) / "model", build_checkpoint_manager(config).root
+    if (checkpoint := latest(root)) is None:
+        logger.warning("%s has no checkpoint, so no model was exported", root)
+        return
+    trusts = config.actor_train.model_args.trust_remote_code
+    export_checkpoint(checkpoint, output, trust_remote_code=trusts, replaces=True)
+    logger.info("exported %s to %s", checkpoint, output)
 
 
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:
@@ -69,6 +107,24 @@ def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str 
     torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
     plain.config.use_cache = True
     return plain
+
+
+def _check_base(checkpoint: Path, path: str, args: ModelArgs) -> None:
+    """Raise if the model at a path is not the run's: a checkpoint lacks its config.json and the frozen weights."""
+    locate_model(path)
+    progress = load_json(checkpoint / "trainer.json")
+    recorded = progress.get("identity") if isinstance(progress, dict) else None
+    digests = {POLICY_SETTINGS: partial(config_digest, path, trust_remote_code=args.trust_remote_code)}
+    if args.freezes_weights:
+        digests[POLICY_WEIGHTS] = partial(weights_digest, path)
+    for name, digest in digests.items():
+        if not isinstance(recorded, dict) or name not in recorded:  # up to 0.2
+            logger.warning("%s does not record the %s; a change of it is not detected", checkpoint, name)
+        elif recorded[name] != (current := digest()):
+            raise CheckpointError(
+                f"the model at {path} is not the one that the run of {checkpoint} started from: the {name} was "
+                f"{recorded[name]}, is {current}; put the original model back at {path} and export again"
+            )
 
 
 def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:

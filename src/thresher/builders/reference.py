@@ -31,15 +31,15 @@ from thresher.training.trainer import ReferenceScorer
 class ReferenceBundle:
     """The reference as the trainer uses it.
 
-    digest identifies its weights. equals_policy holds at step 0, up to the rounding of different forwards.
+    weights: see `frozen_weights_digest`. equals_policy holds at step 0, up to the rounding of different forwards.
     score_in_advance does the work of mode precompute; the caller runs it, so that a run that cannot start fails before
     hours of scoring.
     """
 
-    mode: str
+    mode: ReferenceMode
     train: ReferenceScorer | None
     validation: ReferenceScorer | None
-    digest: str
+    weights: str | None
     equals_policy: bool
     forwards: Forwards
     synced: SyncedReference | None = None
@@ -63,20 +63,19 @@ def build_reference_bundle(
     mode = reference_mode(config, inputs.objective)
     same_weights = same_initial_weights(config)
     weights = weights or frozen_weights_digest(config, mode)
-    digest = reference_digest(config, mode, weights)
     forwards = _live_forwards(config, policy.device)
     if mode == "none":
-        return ReferenceBundle(mode, None, None, digest, False, forwards)
+        return ReferenceBundle(mode, None, None, weights, False, forwards)
     if mode == "precompute":
         job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
         if forwards != "other axes":
             forwards = "other axes" if job.num_found else "other batches"
         return ReferenceBundle(
-            mode, job.train, job.validation, digest, same_weights, forwards, score_in_advance=job.run
+            mode, job.train, job.validation, weights, same_weights, forwards, score_in_advance=job.run
         )
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceBundle(mode, live, live, digest, True, forwards)
+        return ReferenceBundle(mode, live, live, weights, True, forwards)
     # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
     world = policy.dp_group.world
     role = config.actor_train if world.size > 1 else config.reference
@@ -86,7 +85,7 @@ def build_reference_bundle(
     if config.reference.sync_steps is not None:
         _check_sync(reference, policy)
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return ReferenceBundle(mode, live, live, digest, same_weights, forwards, synced)
+    return ReferenceBundle(mode, live, live, weights, same_weights, forwards, synced)
 
 
 def precompute_reference(
@@ -124,6 +123,14 @@ def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
         return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
     # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
     return weights_digest(str(config.policy_path)) if config.freezes_weights else None
+
+
+def frozen_policy_digest(config: DPOConfig, reference: ReferenceBundle) -> str | None:
+    """Digest the files of the policy's weights that are not trained, which no checkpoint contains; None if all are."""
+    if not config.freezes_weights:
+        return None
+    is_known = reference.mode == "none" or (same_initial_weights(config) and initial_adapter(config) is None)
+    return reference.weights if is_known else weights_digest(str(config.policy_path))
 
 
 def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:

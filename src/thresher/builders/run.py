@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -19,10 +20,11 @@ from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import parameter_defaults
-from thresher.observability.log_files import RECOVERIES
+from thresher.observability.log_files import METRICS, RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
-from thresher.observability.trackers.tracker import RunInfo, Trackers
+from thresher.observability.trackers.jsonl import find_holes
+from thresher.observability.trackers.tracker import RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
 from thresher.strategies.strategy import ParameterCounts
 from thresher.training import preemption
@@ -32,6 +34,8 @@ from thresher.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from thresher.observability.trackers.console import ConsoleTracker
+
+logger = logging.getLogger(__name__)
 
 
 def stop_file(config: DPOConfig) -> Path:
@@ -129,6 +133,12 @@ def track(
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
     )
+    # a checkpoint of another directory has its log there
+    if resume_step is not None and resume_step > 0 and list_checkpoints(build_checkpoint_manager(config).root):
+        with translate_os_errors():
+            holes = find_holes(run.run_dir / METRICS, resume_step, config.logging_steps)
+        if holes is not None:
+            logger.warning("%s", holes)
     trackers.start(run, resume_step)
     try:
         yield SkippedStepLog(run.run_dir, resume_step)

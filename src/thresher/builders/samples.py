@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import ReferenceBundle
+from thresher.builders.reference import ReferenceBundle, reference_digest
 from thresher.builders.reference_mode import initial_adapter
 from thresher.checkpoint.weights import load_weights
 from thresher.config import DPOConfig
@@ -40,7 +40,8 @@ def build_sampler(
         return None
     synced = reference.synced
     # a loss without a reference is compared with the model that the config names as one, the initial policy if none
-    key = f"{reference.digest} {config.reference_path} {initial_adapter(config)} {config.reference_dtype}"
+    digest = reference_digest(config, reference.mode, reference.weights)
+    key = f"{digest} {config.reference_path} {initial_adapter(config)} {config.reference_dtype}"
     return AnswerSampler(
         policy,
         SampledModels(

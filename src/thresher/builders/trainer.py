@@ -9,7 +9,7 @@ from pathlib import Path
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.objective import build_schedule
-from thresher.builders.reference import ReferenceBundle
+from thresher.builders.reference import ReferenceBundle, frozen_policy_digest, reference_digest
 from thresher.builders.run import stop_file
 from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
@@ -22,6 +22,7 @@ from thresher.strategies.strategy import TrainStrategy
 from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import (
     POLICY_SETTINGS,
+    POLICY_WEIGHTS,
     REFERENCE_SETTINGS,
     RankTrainer,
     ScoredDataset,
@@ -85,8 +86,8 @@ def build_trainer(
             "data": train.digest,
             "pairs per step": plan.pairs_per_step,
             "seed": plan.seed,
-            "reference": reference.digest,
-            **_model_settings(config, reference.mode),
+            "reference": reference_digest(config, reference.mode, reference.weights),
+            **_model_digests(config, reference),
         },
         config=redact(to_stored(config)),
         extra=reference.synced,
@@ -98,12 +99,14 @@ def build_trainer(
     return TrainerBundle(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
 
 
-def _model_settings(config: DPOConfig, mode: str) -> dict[str, str]:
-    """Digests of config.json of policy and reference: checkpoints contain weights, not the settings of a model."""
+def _model_digests(config: DPOConfig, reference: ReferenceBundle) -> dict[str, str]:
+    """Digests of what checkpoints do not contain of the models: config.json, and weights that are not trained."""
     models = {POLICY_SETTINGS: (config.policy_path, config.actor_train.model_args.trust_remote_code)}
-    if mode != "none":
+    if reference.mode != "none":
         models[REFERENCE_SETTINGS] = (config.reference_path, config.trusts_reference_code)
-    return {name: config_digest(str(path), trust_remote_code=trusts) for name, (path, trusts) in models.items()}
+    digests = {name: config_digest(str(path), trust_remote_code=trusts) for name, (path, trusts) in models.items()}
+    frozen = frozen_policy_digest(config, reference)
+    return digests if frozen is None else digests | {POLICY_WEIGHTS: frozen}
 
 
 def _resume(trainer: RankTrainer, checkpoint: Path) -> list[str]:

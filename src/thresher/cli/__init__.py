@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -36,11 +36,24 @@ _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEX
 class CommandGroup(TyperGroup):
     """Accepts -q, -v and --plain also after a command."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        _hide_types_of_flags(self)
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         end = args.index("--") if "--" in args else len(args)
         flags = [arg for arg in args[:end] if arg in ("-q", "--quiet", "-v", "--verbose", "--plain")]
         others = [arg for arg in args[:end] if arg not in flags]
         return super().parse_args(ctx, [*flags, *others, *args[end:]])
+
+
+def _hide_types_of_flags(command: Any) -> None:
+    """A flag takes no value, so that help must not show `<bool>` as one."""
+    for option in command.params:
+        if getattr(option, "is_bool_flag", False) and option.metavar is None:
+            option.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(each)
 
 
 app = typer.Typer(

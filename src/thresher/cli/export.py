@@ -17,6 +17,9 @@ def export(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory to write.")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the run's compute dtype.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB; a larger tensor has its own file.")
+    ] = "50GB",
     best: Annotated[
         bool, typer.Option("--best", help="Export the best checkpoint of the run, not the newest.")
     ] = False,
@@ -53,5 +56,7 @@ def export(
         checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
-    export_checkpoint(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code)
+    export_checkpoint(
+        checkpoint, output, dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+    )
     logger.info("exported %s to %s", checkpoint, output)

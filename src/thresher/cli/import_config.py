@@ -40,8 +40,10 @@ def import_config(
     """Translate a config of another trainer, and report what became of each key."""
     from thresher.cli.terminal import console
     from thresher.config.dialects.convert import convert
+    from thresher.config.load import check_yaml_size
     from thresher.errors import UserError
 
+    check_yaml_size(path)
     if output is not None and output.exists():
         raise UserError(f"{output} exists; remove it or name another file")
     conversion = convert(path, dialect)

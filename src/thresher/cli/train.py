@@ -69,5 +69,6 @@ def run(config: DPOConfig) -> list[Path]:
         DPOPipeline(
             config, console=display.console, progress=display.show_progress, build_store=display.build_store
         ).run()
-    logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
+    if not config.export_model:
+        logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
     return list_checkpoints(build_checkpoint_manager(config).root)

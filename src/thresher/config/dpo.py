@@ -206,6 +206,9 @@ class DPOConfig(LossConfig):
     even if the config changed. `false`: start from scratch. Otherwise the path of a checkpoint."""
     save_total_limit: PositiveInt = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
+    export_model: bool = False
+    """At the end, write the trained model to `model` in output_dir, as `thresher export` does: a Hugging Face directory
+    with adapters merged. An earlier one there is replaced."""
     metric_for_best_model: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
     """Evaluation metric that selects the best checkpoint."""
     greater_is_better: bool = Field(default=None, validate_default=True)
@@ -239,7 +242,8 @@ class DPOConfig(LossConfig):
     system_envs: Environment = {}
     """Environment variables of all workers; in a run without Ray, of this process."""
     num_gpus_per_node: PositiveInt | None = None
-    """Devices per node, for numbering in device_mapping; detected when absent."""
+    """Devices per node, for numbering in device_mapping; detected when absent. A run without
+    several devices ignores it, with a warning."""
 
     pretrain: str | None = None
     """Initial model of policy and reference."""
@@ -327,10 +331,6 @@ class DPOConfig(LossConfig):
             reference = self.reference.non_default("num_workers", "device_mapping", "strategy_args")
             of_reference = [f"reference.{name}" for name in reference]
             yield of_reference, "with runtime: torchrun, where the policy's processes score it; use runtime: ray"
-        if not (self.actor_train.device_mapping or self.reference.device_mapping):
-            yield self.non_default("num_gpus_per_node"), "without a device_mapping; remove {it}"
-        elif not self.uses_ray and self.runtime != "torchrun":
-            yield self.non_default("num_gpus_per_node"), "in one process; set runtime: ray or remove {it}"
         if not self.uses_ray:
             is_launched = self.runtime == "torchrun"
             where = "with runtime: torchrun" if is_launched else "in one process"
@@ -427,4 +427,4 @@ class DPOConfig(LossConfig):
 
     @property
     def freezes_weights(self) -> bool:
-        return self.uses_lora or bool(self.actor_train.model_args.freeze_module_prefix)
+        return self.actor_train.model_args.freezes_weights

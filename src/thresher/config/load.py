@@ -19,10 +19,12 @@ logger = logging.getLogger(__name__)
 
 # raised by Hydra on defaults lists and nesting that it does not check
 _UNFORESEEN = (TypeError, AttributeError, KeyError, AssertionError, RecursionError)
+_MAX_VALUES = 1_000_000
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """Compose a YAML file with overrides and validate the result."""
+    check_yaml_size(Path(path))
     try:
         return parse_config(compose_yaml(Path(path), overrides))
     except UserError:
@@ -55,6 +57,34 @@ def parse_config(values: Mapping[str, Any]) -> DPOConfig:
         return DPOConfig.model_validate(values)
     except ValidationError as error:
         raise readable_errors(error, DPOConfig) from None
+
+
+def check_yaml_size(path: Path) -> None:
+    """Reject a file whose aliases stand for more values than a config can have; a parser would take all memory."""
+    import yaml
+
+    if not path.is_file() or path.suffix not in (".yaml", ".yml"):
+        return
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # the parser of configs reports it
+        return
+    sizes: dict[int, int] = {}
+
+    def size_of(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # of a node that contains itself, which the parser rejects
+            is_list = isinstance(node, yaml.SequenceNode)
+            parts = node.value if is_list else [part for pair in node.value for part in pair]
+            sizes[id(node)] = 1 + sum(map(size_of, parts))
+        return sizes[id(node)]
+
+    if (size := size_of(root)) > _MAX_VALUES:
+        raise UserError(
+            f"config {path} has {size:,} values, most of them aliases (*name); write out what they stand for"
+        )
 
 
 def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -137,6 +137,11 @@ class ModelArgs(Section):
     def has_adapter(self) -> bool:
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether weights stay as they are in the model's files, which checkpoints then lack."""
+        return self.has_adapter or bool(self.freeze_module_prefix)
+
 
 class ReferenceModelArgs(Section):
     """Model settings that may differ from the policy's; the others are shared, so the margin at step 0 is 0."""

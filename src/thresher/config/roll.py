@@ -41,6 +41,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_TRAINING}.max_steps": Moved("max_steps"),
     f"{_TRAINING}.seed": Moved("seed"),
     f"{_TRAINING}.output_dir": Moved("output_dir"),
+    # mcore_adapter's switch
+    "use_ref_model": Moved("reference.mode", lambda value: "auto" if value else "none"),
     "max_grad_norm": Moved(f"{_TRAINING}.max_grad_norm"),
     "max_ckpt_to_keep": Moved("save_total_limit", lambda value: value or None),  # 0 keeps all in ROLL
     "tracker_kwargs.project": Moved("tracker_kwargs.wandb_project"),
@@ -53,6 +55,7 @@ _PACKED = "rows are packed by tokens here; see layout and max_tokens_per_micro_b
 _NO_GENERATION = "thresher does not generate"
 _NO_GRADIENTS = "the reference has no gradients"
 _OWN_WORKERS = "thresher starts its own workers"
+_VLLM = "a setting of vLLM, which reserves this share of a GPU; no engine here reserves memory"
 # keys without an effect here, and why; `*` stands for either role
 WITHOUT_EFFECT: Mapping[str, str] = {
     "base_dir": "output_dir is the run directory",
@@ -87,6 +90,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "*.use_dynamic_batching_in_infer": _PACKED,
     "*.use_dynamic_batching_in_train": _PACKED,
     "*.use_sequence_packing": _PACKED,
+    "*.strategy_args.gpu_memory_utilization": _VLLM,
+    "*.strategy_args.strategy_config.gpu_memory_utilization": _VLLM,
     "*.worker_cls": _OWN_WORKERS,
     f"{_POLICY}.data_args.dataset_type": "the type follows from the file name",
     f"{_TRAINING}.bf16": "model_args.dtype sets the precision",

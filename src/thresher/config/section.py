@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
 from thresher.errors import UserError
+from thresher.redact import redact
 from thresher.spelling import nearest
 
 
@@ -27,7 +28,17 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_aliases(cls, values: Any) -> Any:
-        return resolve_aliases(cls.__name__, values) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        resolved = resolve_aliases(cls.__name__, values)
+        # `strategy_config: ~`, or a section whose keys are all commented out
+        return {key: value for key, value in resolved.items() if value is not None or not cls._holds_keys(key)}
+
+    @classmethod
+    def _holds_keys(cls, key: str) -> bool:
+        """Whether a key is a section or a mapping, which may be empty."""
+        field = cls.model_fields.get(key)
+        return field is not None and (inner_section(cls, key) is not None or get_origin(field.annotation) is dict)
 
     def non_default(self, *names: str) -> list[str]:
         """Return the settings among `names` whose value is not the default."""
@@ -48,7 +59,7 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
     spellings = dict(_spellings(root))
     lines: list[str] = []
     invalid: dict[str, list[str]] = {}
-    got: dict[str, Any] = {}
+    got: dict[str, str] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
@@ -57,11 +68,11 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
         # a union reports one problem per member, at a path that continues below the key with the member's type
         key = next((key for key in _prefixes(problem["loc"]) if key in spellings), path)
         is_section = problem["type"] == "model_type"  # pydantic would name our class
-        text = "a section with keys below it, not a value" if is_section else problem["msg"]
+        text = f"a section with keys below it, not a value; ~{key} leaves it out" if is_section else problem["msg"]
         invalid.setdefault(key, []).append(text.removeprefix("Value error, "))
-        got.setdefault(key, problem["input"])
+        got.setdefault(key, _shown(problem["loc"], problem["input"]))
     for key, messages in invalid.items():
-        lines += [f"{key}: {', or '.join(messages)}{_shown(got[key])}"] if key else messages[0].splitlines()
+        lines += [f"{key}: {', or '.join(messages)}{got[key]}"] if key else messages[0].splitlines()
     return UserError("invalid configuration:\n" + "\n".join(f"  - {line}" for line in lines))
 
 
@@ -70,11 +81,13 @@ def _prefixes(parts: tuple[int | str, ...]) -> Iterator[str]:
         yield ".".join(str(part) for part in parts[:length])
 
 
-def _shown(value: object) -> str:
-    # a whole section would bury the message
-    if isinstance(value, dict):
+def _shown(path: tuple[int | str, ...], value: Any) -> str:
+    """Show a value with its secrets masked, which the keys on its path may tell."""
+    if isinstance(value, dict):  # a whole section would bury the message
         return ""
     try:
+        for key in reversed(path):
+            value = redact({str(key): value})[str(key)]
         text = repr(value)
     except (ValueError, RecursionError):  # integers with thousands of digits, lists that contain themselves
         text = f"a {type(value).__name__} that is too large to show"

@@ -22,13 +22,13 @@ import torch
 from thresher.builders.checked_engines import build_checked_policy, build_checked_reference
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import look_up_splits, open_cache
-from thresher.builders.reference import ReferenceBundle, build_reference_bundle, reference_digest
+from thresher.builders.reference import ReferenceBundle, build_reference_bundle
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.builders.trainer import TrainerBundle, build_trainer
 from thresher.checkpoint.collective_verify import find_damage
 from thresher.checkpoint.manifest import read_manifest
 from thresher.config import DPOConfig
-from thresher.distributed.groups import SINGLE_PROCESS
+from thresher.distributed.groups import SINGLE_PROCESS, Metrics
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
@@ -209,6 +209,14 @@ class PolicyRank(Rank):
         """Train up to a step without records; rank 0 yields the metrics of all ranks."""
         deque(self._bundle.trainer.run(until), maxlen=0)
 
+    def training_step(self) -> Metrics:
+        """Make the next step of the plan, for use by hand; return the metrics of all ranks."""
+        return self._bundle.trainer.training_step()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate without keeping the result, for use by hand."""
+        return self._bundle.trainer.evaluate()
+
     def stopped_at(self) -> int | None:
         return self._bundle.trainer.stopped_at
 
@@ -234,9 +242,8 @@ def bundle_of(
     config: DPOConfig, handle: ReferenceHandle, train: ReferenceScorer, validation: ReferenceScorer | None
 ) -> ReferenceBundle:
     """Describe a reference whose logps come from the cache or from other processes."""
-    digest = reference_digest(config, handle.mode, handle.weights)
     forwards: Forwards = "other batches" if handle.on_policy_axes else "other axes"
-    return ReferenceBundle(handle.mode, train, validation, digest, same_initial_weights(config), forwards)
+    return ReferenceBundle(handle.mode, train, validation, handle.weights, same_initial_weights(config), forwards)
 
 
 def cached_splits(

@@ -44,6 +44,7 @@ from thresher.training.state import TrainerState
 
 # entries of a run's identity
 POLICY_SETTINGS, REFERENCE_SETTINGS = "policy's config.json", "reference's config.json"
+POLICY_WEIGHTS = "policy's frozen weights"
 
 
 class ReferenceScorer(Protocol):
@@ -291,13 +292,14 @@ class RankTrainer:
         """Restore a checkpoint bitwise; return notes on what could not be restored."""
         values = load_json(checkpoint / "trainer.json")
         identity = values["identity"]
-        # checkpoints up to 0.2 have no settings of the models
-        unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & (self._identity.keys() - identity.keys())
+        # checkpoints up to 0.2 have no settings of the models, and their frozen weights only as the reference
+        absent = self._identity.keys() - identity.keys()
+        unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & absent
         for name, current in self._identity.items():
-            if name not in unknown and (saved := identity.get(name)) != current:
+            if name not in unknown | ({POLICY_WEIGHTS} & absent) and (saved := identity.get(name)) != current:
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
-                    "the same data, batch size, seed, reference and config.json of models, or set another output_dir"
+                    "the same data, batch size, seed, models and config.json of models, or set another output_dir"
                 )
         self.strategy.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])

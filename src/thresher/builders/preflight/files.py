@@ -16,6 +16,8 @@ from thresher.errors import unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
 from thresher.observability.trackers.factory import check_name
 
+_LARGEST_USUAL_RATE = 0.01  # of tiny models in tests and examples
+
 
 def check_tracker_names(config: DPOConfig) -> Iterator[Finding]:
     for name in config.track_with:
@@ -26,6 +28,13 @@ def check_unused_settings(config: DPOConfig) -> Iterator[Finding]:
     """Validation has found them in a file, but not in a config made in Python."""
     for text in config.unused_settings:
         yield Finding(text)
+    if config.num_gpus_per_node is None:
+        return
+    # it describes the machine, so it may stay when a config of a cluster runs on CPUs or in one process
+    if not (config.actor_train.device_mapping or config.reference.device_mapping):
+        yield warning("num_gpus_per_node has no effect without a device_mapping")
+    elif not config.uses_ray and config.runtime != "torchrun":
+        yield warning("num_gpus_per_node has no effect in one process")
 
 
 def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
@@ -52,6 +61,15 @@ def check_evaluation_steps(config: DPOConfig) -> Iterator[Finding]:
         )
     elif not evaluate and "metric_for_best_model" in config.model_fields_set:
         yield warning("eval_steps is 0: only the last checkpoint is evaluated, so no other can be the best one")
+
+
+def check_learning_rate(config: DPOConfig) -> Iterator[Finding]:
+    rate = config.actor_train.training_args.learning_rate
+    if rate > _LARGEST_USUAL_RATE:
+        yield warning(
+            f"actor_train.training_args.learning_rate is {rate:g}, which destroys most pretrained models within steps; "
+            "usual are 5e-7 to 5e-6 for all weights, and up to 1e-4 for LoRA"
+        )
 
 
 def check_models(config: DPOConfig) -> Iterator[Finding]:
@@ -98,7 +116,7 @@ def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
         yield from problems_of(_find_checkpoint, setting)
 
 
-SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps)
+SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps, check_learning_rate)
 PATHS = (check_models, check_data, check_prompts_file, check_directories, check_checkpoint_path)
 
 

@@ -34,6 +34,7 @@ _UPLOAD_HINT = (
     "that all nodes share"
 )
 _SECONDS_BETWEEN_POLLS = 0.5
+_SECONDS_FOR_AGENTS = 30.0
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,17 @@ class JobClient:
         """Submit a training job with a config and the files of `working_dir`; return its id."""
         with tempfile.TemporaryDirectory(prefix="thresher-job-") as name, self._translate_errors():
             package = _package(Path(name), config, working_dir)
-            job: str = self._client.submit_job(
-                entrypoint=f"python -m thresher train {CONFIG_NAME}", runtime_env={"working_dir": str(package)}
-            )
-            return job
+            started = time.monotonic()
+            while True:
+                try:
+                    job: str = self._client.submit_job(
+                        entrypoint=f"python -m thresher train {CONFIG_NAME}", runtime_env={"working_dir": str(package)}
+                    )
+                    return job
+                except RuntimeError as error:  # just after `ray start`, no node has its agent yet
+                    if "No available agent" not in str(error) or time.monotonic() - started > _SECONDS_FOR_AGENTS:
+                        raise
+                time.sleep(_SECONDS_BETWEEN_POLLS)
 
     def follow(self, job: str, write: Callable[[str], None]) -> Outcome:
         """Stream the log of a job to `write`, and return how the job ended."""
