@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thresher.errors import UserError
-from thresher.observability.trackers.jsonl import JsonlTracker, read_metrics
+from thresher.observability.trackers.jsonl import JsonlTracker, find_holes, read_metrics
 from thresher.observability.trackers.tracker import RunInfo
 
 
@@ -89,3 +89,33 @@ def test_a_metric_cannot_be_named_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step"):
         tracker.log(1, {"step": 2.0})
     tracker.close("failed")
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], None),
+        ([4, 5, 6], None),  # of a run that began elsewhere
+        ([1, 2], "has no record of 4 steps from 3 to 6"),
+        ([1, 2, 3, 5, 6], "has no record of step 4"),
+        ([], "has no record of 6 steps from 1 to 6"),
+        ([1, 2, 3, 3, 4, 5, 6], "has several records of step 3"),
+    ],
+)
+def test_a_hole_in_the_log_of_a_resumed_run_is_found(tmp_path: Path, steps: list[int], problem: str | None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "lr": 1.0} for step in steps] + [{"step": 2, "eval/loss": 1.0}]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    found = find_holes(path, 6, 1)
+    assert (found or "").partition(";")[0] == ("" if problem is None else f"{path} {problem}")
+    path.unlink()
+    assert find_holes(path, 6, 3) is not None
+
+
+def test_a_number_that_no_float_holds_is_infinite_and_a_deep_line_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1' + "0" * 400 + "}\n")
+    assert read_metrics(path) == [{"step": 1, "loss": math.inf}]
+    path.write_text('{"step": 1, "loss": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(UserError, match=r"line 1 of .* is not a metrics record"):
+        read_metrics(path)

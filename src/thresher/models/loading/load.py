@@ -5,11 +5,13 @@ Code in model repositories runs only if trusted, pickled weights are rejected, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,9 +25,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from thresher.errors import UserError
 from thresher.models.loading.location import locate_model, locate_tokenizer
-from thresher.models.loading.weight_files import differently_tied, find_weight_files, missing_tensor, wrong_shape
+from thresher.models.loading.weight_files import (
+    differently_tied,
+    find_file,
+    find_weight_files,
+    missing_tensor,
+    wrong_shape,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# far beyond every model
+_LARGEST_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000),
+    **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head"), 1 << 20),
+    **dict.fromkeys(("intermediate_size", "vocab_size"), 1 << 24),
+}
 
 
 @contextmanager
@@ -33,7 +47,7 @@ def translate_load_errors(what: str, path: str) -> Iterator[None]:
     """Turn the errors that transformers raises for an unusable model into a UserError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RecursionError, StrictDataclassError) as error:
         raise UserError(f"cannot load the {what} from {path}: {_reason(error)}") from error
 
 
@@ -50,6 +64,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the transformers config of a model; reject one that is not causal or names a kernel to download."""
     directory, arguments = locate_model(path)
+    _check_sizes(path)
     with translate_load_errors("model config", path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, **arguments
@@ -170,6 +185,26 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, pat
     return None if pad_id is None else int(pad_id)
 
 
+def _check_sizes(path: str) -> None:
+    """Reject a config.json that describes no model, before transformers makes a list of a billion layers."""
+    file = None if path.endswith(".gguf") else find_file(path, "config.json")
+    try:
+        values = {} if file is None else json.loads(file.read_bytes())
+    except RecursionError as error:
+        raise UserError(f"the config.json of {path} is nested too deeply; download the model again") from error
+    except (OSError, ValueError):  # transformers reports it
+        return
+    text = values.get("text_config") if isinstance(values, dict) else None
+    for section in (each for each in (values, text) if isinstance(each, dict)):
+        for name, largest in _LARGEST_SIZES.items():
+            size = section.get(name, 1)
+            if isinstance(size, int | float) and not (1 <= size <= largest and size == int(size)):
+                raise UserError(
+                    f"the config.json of {path} has {name} {size}, which no model has (1 to {largest:,} are possible); "
+                    "correct it, or download the model again"
+                )
+
+
 def _reject_hub_kernels(config: PreTrainedConfig, path: str) -> None:
     """Raise if a config names an attention kernel on the hub: transformers would download native code and run it."""
     for nested in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -215,4 +250,5 @@ def _reason(error: Exception) -> str:
         )
     if "Unrecognized configuration class" in str(error):
         return "transformers has no causal language model of its type; use a decoder, such as a Llama or Qwen model"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

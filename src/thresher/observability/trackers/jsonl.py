@@ -6,6 +6,7 @@ run. JSON has no NaN and no infinities, so they are the strings `nan`, `inf` and
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,12 +85,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read a log whose values need not be numbers, ignoring an incomplete last line."""
-    return [json.loads(line) for line in _complete_lines(path)]
+    return [_loads(line) for line in _complete_lines(path)]
+
+
+def find_holes(path: Path, until: int, interval: int) -> str | None:
+    """Say which training records up to a step a log lacks or has twice; None if it is complete.
+
+    interval: steps between records. A log may start at a later step: that of a run from a checkpoint elsewhere.
+    """
+    records = read_records(path) if path.exists() else []
+    counts = Counter(record["step"] for record in records if "lr" in record and record["step"] <= until)
+    first = min(counts, default=interval)
+    missing = [step for step in range(first, until + 1) if step % interval == 0 and step not in counts]
+    repeated = [step for step, count in sorted(counts.items()) if count > 1]
+    for what, steps in (("has no record", missing), ("has several records", repeated)):
+        if steps:
+            which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+            return f"{path} {what} of {which}; curves and reports show it so, unless you restore the file"
+    return None
 
 
 def truncate_after(path: Path, step: int) -> None:
     """Atomically rewrite a log without the records of later steps and without an incomplete last line."""
-    kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
+    kept = [line for line in _complete_lines(path) if _loads(line)["step"] <= step]
     durable.replace(path, "".join(f"{line}\n" for line in kept).encode())
 
 
@@ -99,13 +117,18 @@ def _complete_lines(path: Path) -> list[str]:
     texts = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = _loads(line)
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"line {number} of {path} is not a metrics record; repair the file or move it away")
         texts.append(line.decode("utf-8"))
     return texts
+
+
+def _loads(line: str | bytes) -> Any:
+    # an integer that no float can hold is as good as infinite
+    return json.loads(line, parse_int=lambda digits: int(digits) if len(digits) <= 18 else float(digits))
 
 
 def encode_number(value: float) -> float | str:
