@@ -137,7 +137,7 @@ def test_a_saved_dataset_of_several_splits_requires_one_split(tmp_path: Path) ->
 
     split = datasets.Dataset.from_list(ROWS[:2])
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match=r"several splits \(test, train\); name one"):
+    with pytest.raises(UserError, match=r"several splits \(test, train\); name one, such as .*/saved/train$"):
         resolve_sources([str(tmp_path / "saved")])
     assert read(tmp_path / "saved" / "test") == ROWS[:2]
 
@@ -224,13 +224,13 @@ def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "prompt,chosen\n")])
 def test_a_file_without_rows_is_an_error(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"has no rows; remove it from data_args.file_name"):
+    with pytest.raises(UserError, match=r"has no rows; write it again, or do not name it"):
         read(tmp_path / name)
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(UserError, match="is empty; remove it"):
+    with pytest.raises(UserError, match="is empty; write it again"):
         resolve_sources([str(tmp_path / "a.jsonl")])
 
 
@@ -255,8 +255,36 @@ def test_a_truncated_file_is_an_error_and_not_fewer_rows(tmp_path: Path, name: s
         read(tmp_path / name)
 
 
-def test_a_plain_directory_is_an_error_that_suggests_a_glob(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a saved dataset; name its files, such as '.*/\*.jsonl'"):
+def test_a_directory_of_files_of_one_format_is_read_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(lines(ROWS[2:4]))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[:2])))
+    (tmp_path / ".gitattributes").write_text("hidden")
+    listed = resolve_sources([f"{tmp_path}/"])
+    assert [source.name for source in listed] == [f"{tmp_path}/a.jsonl.gz", f"{tmp_path}/b.jsonl"]
+    contents = [content for source in listed for block in read_blocks(source) for content in block.contents]
+    assert [json.loads(content) for content in contents] == ROWS[:4]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "is a directory without data files: it is empty$"),
+        (["README.md", "data/"], "is a directory without data files: it contains README.md, data$"),
+        (["a.jsonl.gz", "b.csv"], r"it contains a.jsonl.gz, b.csv; name the files, such as '.*/\*.jsonl.gz'$"),
+        (["README.md", "v1.jsonl"], r"with other entries than files of one format: .* such as '.*/\*.jsonl'$"),
+        (["a.jsonl", "more/"], r"it contains a.jsonl, more; name the files, such as '.*/\*.jsonl'$"),
+        (["a.txt", "b.txt"], r"a.txt': unknown suffix .txt; use one of .json"),
+    ],
+)
+def test_any_other_directory_is_an_error_that_suggests_a_glob_of_its_files(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    for name in names:
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match=message):
         resolve_sources([str(tmp_path)])
 
 

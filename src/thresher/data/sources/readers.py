@@ -11,6 +11,7 @@ import csv
 import io
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def read_blocks(source: SourceFile) -> Iterator[Block]:
                 yield replace(block, numbers=numbers, last_number=before + last_number)
         before += last_number
     if is_empty:
-        raise UserError(f"{source.name!r} has no rows; remove it from data_args.file_name or write it again")
+        raise UserError(f"{source.name!r} has no rows; write it again, or do not name it")
 
 
 @contextmanager
@@ -237,7 +238,7 @@ def _read_csv(span: SourceSpan) -> Iterator[Block]:
 def _check_header(source: SourceFile, names: list[str]) -> None:
     if not all(map(is_text, names)):
         raise UserError(f"{source.name!r} is not UTF-8; write it as UTF-8")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise UserError(f"{source.name!r} has repeated columns: {', '.join(repeated)}; rename them")
 
 
@@ -248,7 +249,8 @@ def _read_parquet(span: SourceSpan) -> Iterator[Block]:
         before = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
         batches = file.iter_batches(ROWS_PER_BLOCK, row_groups=list(groups))
         total, size = file.metadata.num_rows, span.source.size
-        yield from _value_blocks(span.source, _iter_rows(batches), lambda number: size * (before + number) // total)
+        rows = _iter_rows(span.source, batches)
+        yield from _value_blocks(span.source, rows, lambda number: size * (before + number) // total)
 
 
 def _read_arrow(span: SourceSpan) -> Iterator[Block]:
@@ -262,11 +264,12 @@ def _read_arrow(span: SourceSpan) -> Iterator[Block]:
             if source.compression is None:
                 stored.seek(0)
             batches = pa.ipc.open_stream(pa.PythonFile(opened, mode="r"))
-        yield from _value_blocks(source, _iter_rows(batches), lambda _: stored.tell())
+        yield from _value_blocks(source, _iter_rows(source, batches), lambda _: stored.tell())
 
 
-def _iter_rows(batches: Any) -> Iterator[Row]:
+def _iter_rows(source: SourceFile, batches: Any) -> Iterator[Row]:
     for typed in batches:
+        _check_header(source, typed.schema.names)
         batch = strip_extension_types(typed)
         # slices bound the memory of Python rows: one record batch may have millions
         for start in range(0, batch.num_rows, ROWS_PER_BLOCK):
@@ -292,7 +295,7 @@ def _check_data_files(source: SourceFile) -> None:
 
 
 def _read_dataset(source: SourceFile, dataset: Any) -> Iterator[Block]:
-    rows = _iter_rows(dataset.with_format("arrow").iter(ROWS_PER_BLOCK))
+    rows = _iter_rows(source, dataset.with_format("arrow").iter(ROWS_PER_BLOCK))
     return _value_blocks(source, rows, lambda number: source.size * number // len(dataset))
 
 

@@ -126,15 +126,29 @@ def _resolve_directory(filesystem: Any, path: str, name: str) -> list[SourceFile
         return [SourceFile(directory, "saved_dataset", size=size)]
     if filesystem.exists(f"{path}/dataset_dict.json"):
         splits = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False) if filesystem.isdir(entry))
-        raise UserError(
-            f"{name!r} has several splits ({', '.join(splits)}); name one, such as "
-            f"{directory}/{(splits or ['train'])[0]}"
-        )
-    parts = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False) if filesystem.isdir(entry))
-    saved = [part for part in parts if filesystem.exists(f"{path}/{part}/state.json")]
-    if saved and saved == parts:  # shards of one data set, as ColossalChat writes them
+        split = "train" if "train" in splits or not splits else splits[0]
+        raise UserError(f"{name!r} has several splits ({', '.join(splits)}); name one, such as {directory}/{split}")
+    names = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False))
+    names = [each for each in names if not each.startswith(".")]  # not data: .gitattributes, .cache
+    parts = [each for each in names if filesystem.isdir(f"{path}/{each}")]
+    # shards of one data set, as ColossalChat writes them
+    if parts and all(filesystem.exists(f"{path}/{part}/state.json") for part in parts):
         return [each for part in parts for each in _resolve_directory(filesystem, f"{path}/{part}", f"{name}/{part}")]
-    raise UserError(f"{name!r} is a directory but not a saved dataset; name its files, such as '{directory}/*.jsonl'")
+    if not parts and len({FORMAT_OF_SUFFIX.get(_suffixes(each)[0]) for each in names}) == 1:
+        return [_file(filesystem, f"{path}/{each}", f"{directory}/{each}") for each in names]
+    raise UserError(_mixed_directory(directory, names))
+
+
+def _mixed_directory(directory: str, names: Sequence[str]) -> str:
+    found = f"contains {', '.join(names[:8])}{', ...' if names[8:] else ''}" if names else "is empty"
+    data = next((each for each in names if _suffixes(each)[0] in FORMAT_OF_SUFFIX), None)
+    if data is None:
+        return f"{directory!r} is a directory without data files: it {found}"
+    suffixes = Path(data).suffixes[-2 if _suffixes(data)[1] else -1 :]
+    return (
+        f"{directory!r} is a directory with other entries than files of one format: it {found}; name the files, such "
+        f"as '{directory}/*{''.join(suffixes)}'"
+    )
 
 
 def _file(filesystem: Any, path: str, name: str) -> SourceFile:
@@ -151,7 +165,7 @@ def _file(filesystem: Any, path: str, name: str) -> SourceFile:
         raise UserError(f"{name!r} is a pipe, a socket or a device; write its rows to a regular file")
     size = int(info["size"] or 0)
     if size == 0:
-        raise UserError(f"{name!r} is empty; remove it from data_args.file_name or write it again")
+        raise UserError(f"{name!r} is empty; write it again, or do not name it")
     return SourceFile(name, FORMAT_OF_SUFFIX[suffix], compression, size)
 
 
