@@ -112,8 +112,8 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
         "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",
         "'trl-lib/x' does not exist; its directory 'trl-lib' does not exist either; a data set of the Hugging Face Hub "
         "is named hf://trl-lib/x",
-        "data_args.template='none.jinja': no such file; use auto, raw, one of chatml, gemma, llama3, mistral, phi4, "
-        "qwen2_5, qwen3, or the path of a Jinja file",
+        "actor_train.data_args.template='none.jinja': no such file; use auto, raw, one of chatml, gemma, llama3, "
+        "mistral, phi4, qwen2_5, qwen3, or the path of a Jinja file",
         "stores/none is not a pair store: it has no manifest.json; create one with `thresher prepare`",
         "cannot use pairs.jsonl/out: Not a directory; check the path and its permissions",
         "there is no checkpoint at nowhere; check the path, or resume with `auto`",
@@ -172,7 +172,12 @@ MISTAKES = {
         "sequence_length is 65, but the context of MODELS/policy is 64; set sequence_length=64",
     ),
     "no chat template": Mistake(
-        {"actor_train": {"data_args": {"template": "auto"}}}, "the tokenizer has no chat template; use "
+        {"actor_train": {"data_args": {"template": "auto"}}},
+        "the tokenizer has no chat template; use actor_train.data_args.template=raw for plain text, ",
+    ),
+    "no chat template for the validation pairs": Mistake(
+        {"validation": {"data_args": {"file_name": "pairs.jsonl"}}},
+        "the tokenizer has no chat template; use validation.data_args.template=raw for plain text, ",
     ),
     "an EOS token beyond the vocabulary": Mistake(
         {"pretrain": "MODELS/long-eos"},
@@ -292,6 +297,22 @@ def test_a_default_sequence_length_beyond_the_context_is_a_warning(command_line,
     assert result.err.splitlines()[0] == (
         f"warning: sequence_length is 1024 by default, but the context of {models / 'policy'} is 64: a longer pair "
         "stops the run after preparation; set sequence_length=64"
+    )
+
+
+def test_rows_of_token_ids_need_no_chat_template(command_line, config, tmp_path):
+    sides = [(f"{side}_input_ids", [5, 6, 7]) for side in ("chosen", "rejected")]
+    masks = [(f"{side}_loss_mask", [0, 1, 1]) for side in ("chosen", "rejected")]
+    (tmp_path / "ids.jsonl").write_text(json.dumps(dict(sides + masks)) + "\n")
+    data = {"file_name": "ids.jsonl", "template": "auto"}
+    assert command_line("check", config({"actor_train": {"data_args": data}})).code == 0
+
+
+def test_a_file_system_that_cannot_store_files_is_named(command_line, config, monkeypatch):
+    """Such as /proc, which has no space at all."""
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    assert error_of(command_line("check", config())) == (
+        "out is on a file system that cannot store files; set output_dir to another one"
     )
 
 

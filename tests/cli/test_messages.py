@@ -106,7 +106,7 @@ def test_an_empty_file(thresher, config, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert thresher("train", config(actor_train__data_args__file_name="empty.jsonl")) == (
         2,
-        "'empty.jsonl' is empty; remove it from data_args.file_name or write it again",
+        "'empty.jsonl' is empty; write it again, or do not name it",
     )
 
 
@@ -118,7 +118,7 @@ def test_a_file_that_does_not_exist(thresher, config):
 def test_no_file_at_all(thresher, config):
     assert thresher("train", config(actor_train__data_args__file_name=[])) == (
         2,
-        "data_args.file_name names no file; give a path, a glob, a URL or a list of them",
+        "actor_train.data_args.file_name names no file; give a path, a glob, a URL or a list of them",
     )
 
 
@@ -168,8 +168,9 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
     shutil.copytree(tiny_dir, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template.jinja"))
     assert thresher("train", config(pretrain="./model", actor_train__data_args__template="auto")) == (
         2,
-        "the tokenizer has no chat template; use data_args.template=raw for plain text, or "
-        "data_args.template=FILE.jinja for a custom template",
+        "the tokenizer has no chat template; use actor_train.data_args.template=raw for plain text, "
+        "actor_train.data_args.template=FAMILY for a model of the family chatml, gemma, llama3, mistral, phi4, "
+        "qwen2_5, qwen3, or actor_train.data_args.template=FILE.jinja for a custom template",
     )
 
 

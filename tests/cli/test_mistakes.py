@@ -191,7 +191,7 @@ MISTAKES = {
         (f"{FILE}=pears.jsonl",), "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"
     ),
     "an empty file": Mistake(
-        (f"{FILE}=empty.jsonl",), "'empty.jsonl' is empty; remove it from", write_file("empty.jsonl")
+        (f"{FILE}=empty.jsonl",), "'empty.jsonl' is empty; write it again, or", write_file("empty.jsonl")
     ),
     "a file of an unknown kind": Mistake(
         (f"{FILE}=pairs.txt",), "'pairs.txt': unknown suffix .txt; use one of", write_file("pairs.txt", "a")
@@ -206,11 +206,12 @@ MISTAKES = {
         ("chosen_key=chosn",), "chosen_key='chosn' names no column; the columns are prompt, chosen, rejected; did you"
     ),
     "no pair is short enough": Mistake(
-        ("sequence_length=2",), "none of 8 rows became a pair: 8 too_long (raise sequence_length or set data_args.trunc"
+        ("sequence_length=2",),
+        "none of 8 rows became a pair: 8 too_long (raise sequence_length or set actor_train.data_args.truncation)",
     ),
     "a template that does not exist": Mistake(
         ("actor_train.data_args.template=my.jinja",),
-        "data_args.template='my.jinja': no such file; use auto, raw, one of chatml, gemma,",
+        "actor_train.data_args.template='my.jinja': no such file; use auto, raw, one of chatml, gemma,",
     ),
     "a store that does not exist": Mistake(
         (f"{FILE}=[]", "actor_train.data_args.template=auto", "actor_train.data_args.store=nowhere"),
@@ -252,7 +253,7 @@ MISTAKES = {
     ),
     "a model without a chat template": Mistake(
         ("actor_train.data_args.template=auto",),
-        "the tokenizer has no chat template; use data_args.template=raw for plain text, or data_args.template=FILE",
+        "the tokenizer has no chat template; use actor_train.data_args.template=raw for plain text, actor_train.data_",
     ),
     "a pad token that does not exist": Mistake(
         (f"{MODEL}.pad_token=<none>",), "pad_token '<none>' is not in the vocabulary of"

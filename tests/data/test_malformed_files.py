@@ -10,7 +10,7 @@ has a time limit) or a row that is not counted.
 | JSON: truncated, nested, repeated keys, numbers, wrong top level | 16 | 4 (test_source_files, test_prepare) |
 | CSV | 9 | 1 (test_source_files) |
 | compressed: truncated, wrong suffix, bombs | 8 | 1 (test_source_files) |
-| Parquet, Arrow, saved datasets | 13 | 2 (test_source_files) |
+| Parquet, Arrow, saved datasets | 15 | 2 (test_source_files) |
 | paths: directories, symlinks, pipes, names | 9 | 5 (test_source_files) |
 | row values: roles, tools, margins, turns | 29 | 12 (test_row_formats) |
 """
@@ -35,6 +35,7 @@ import pytest
 
 from thresher.data.prepare.prepare import DataSettings, prepare
 from thresher.data.rows.parsing import MAX_ROW_BYTES
+from thresher.data.sources import readers
 from thresher.data.sources.resolve import resolve_sources, source_digest
 from thresher.errors import UserError
 
@@ -108,6 +109,15 @@ def arrow_stream(path: Path) -> None:
     table = pa.Table.from_pylist([GOOD] * 1000)
     with pa.ipc.new_stream(path, table.schema) as sink:
         sink.write_table(table, max_chunksize=100)
+
+
+def with_repeated_column(path: Path) -> None:
+    table = pa.table([["Why?"], ["yes"], ["no"], ["never"]], names=["prompt", "chosen", "rejected", "chosen"])
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return
+    with pa.ipc.new_file(path, table.schema) as sink:
+        sink.write_table(table)
 
 
 def truncated(write: Callable[[Path], object], keep: float) -> Callable[[Path], object]:
@@ -294,6 +304,8 @@ TABLES: dict[str, tuple[str, Content, Outcome]] = {
         parquet({**GOOD, "at": datetime.date(2020, 1, 1), "raw": b"\xff"}),
         Loads(1),
     ),
+    "a repeated column of Parquet": ("a.parquet", with_repeated_column, Rejected("repeated columns: chosen")),
+    "a repeated column of Arrow": ("a.arrow", with_repeated_column, Rejected("repeated columns: chosen")),
     "a truncated Arrow stream": ("a.arrow", truncated(arrow_stream, 0.5), Rejected("cannot be read as arrow")),
     "a saved dataset without data": ("a", saved(state="{}", dataset_info="{}"), Rejected("saved_dataset")),
 }
@@ -439,7 +451,8 @@ def test_every_row_is_kept_or_counted_or_the_file_is_rejected(tmp_path: Path, ch
     assert len(quarantined[0]["reason"]) < 500
     with pytest.raises(UserError) as stopped:
         prepare(DataSettings(str(path)), chat_tokenizer, tmp_path / "t")
-    assert str(stopped.value).startswith(f"{path}, {quarantined[0]['unit']} {outcome.numbers[0]}: ")
+    where = f"{path}, {quarantined[0]['unit']} {outcome.numbers[0]}"
+    assert str(stopped.value).startswith(f"1 of {report.rows_read} rows is bad; first: {where}: ")
     assert outcome.reason in str(stopped.value)
 
 
@@ -469,18 +482,23 @@ def test_a_line_that_covers_many_spans_is_one_bad_row(tmp_path: Path, chat_token
 def test_a_transcript_of_a_million_labels_is_read_in_linear_time(tmp_path: Path, chat_tokenizer: Any) -> None:
     good = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
     many = "\n\nHuman:" * 300_000
-    hostile = {"chosen": f"{many}\n\nAssistant: b", "rejected": f"{many}\n\nAssistant: c"}
+    hostile = {"chosen": f"{many} a\n\nAssistant: b", "rejected": f"{many} a\n\nAssistant: c"}
     (tmp_path / "a.jsonl").write_bytes(lines(good, hostile))
     report = prepare(DataSettings(str(tmp_path / "a.jsonl"), sequence_length=99), chat_tokenizer, tmp_path / "s")
     assert (report.pairs_kept, report.dropped) == (1, {"too_long": 1})
 
 
-def test_bad_rows_of_an_array_can_be_pickled(tmp_path: Path, chat_tokenizer: Any) -> None:
+def test_bad_rows_of_an_array_can_be_pickled(
+    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "ROWS_PER_BLOCK", 1)  # enough blocks for two processes
     deep = b"[" * 900 + b"]" * 900
-    (tmp_path / "a.json").write_bytes(b"[" + line(GOOD) + b"," + deep + b"," + line({"\ud800": 1}) + b"]")
+    (tmp_path / "a.json").write_bytes(
+        b"[" + line(GOOD) + b"," + deep + b"," + line({"\ud800": 1}) + b"," + line(OTHER) + b"]"
+    )
     settings = DataSettings(str(tmp_path / "a.json"), on_bad_row="skip", num_processes=2)
     report = prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert (report.pairs_kept, report.bad_rows) == (1, 2)
+    assert (report.pairs_kept, report.bad_rows) == (2, 2)
 
 
 def test_a_file_that_disappears_is_an_error(tmp_path: Path) -> None:

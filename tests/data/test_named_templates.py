@@ -104,7 +104,7 @@ def test_template_arguments_reach_the_template():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_tokenizer_without_the_control_tokens_is_rejected(name):
     words = tokenizer(["<bos>", "<eos>"])
-    with pytest.raises(UserError, match=f"data_args.template={name}: the tokenizer has no token "):
+    with pytest.raises(UserError, match=f"^actor_train.data_args.template={name}: the tokenizer has no token "):
         load_template(words, name, {})
 
 

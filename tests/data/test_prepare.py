@@ -13,10 +13,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.prepare.executor import local_executor
+from thresher.data.prepare.executor import local_executor, useful_processes
 from thresher.data.prepare.fingerprint import fingerprinted_settings, store_fingerprint, tokenizer_digest
 from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
-from thresher.data.prepare.report import PrepareReport, report_of
+from thresher.data.prepare.report import PrepareReport, report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -38,19 +38,55 @@ def test_every_row_is_kept_or_counted_by_reason(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     name = write_rows(
-        row(), row(rejected="yes"), row(chosen=" \n"), row(chosen="long " * 50), {"prompt": "Why?"}, row("And?")
+        *(row(), row(rejected="yes"), row(chosen=" \n"), row(" \n")),
+        *(row(chosen="long " * 50), {"prompt": "Why?"}, row("And?")),
     )
     settings = DataSettings(name, sequence_length=40, on_bad_row="skip")
     report = prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert counts(report) == (6, 2, 1, {"empty_response": 1, "identical_sides": 1, "too_long": 1})
+    dropped = {"empty_prompt": 1, "empty_response": 1, "identical_sides": 1, "too_long": 1}
+    assert counts(report) == (7, 2, 1, dropped)
     store = PairStore.open(tmp_path / "s")
     assert len(store) == 2
     assert PrepareReport.from_json(store.manifest["report"]) == report
 
 
-def test_one_process_tokenizes_in_this_process() -> None:
+@pytest.mark.parametrize("template", ["auto", "raw"])
+@pytest.mark.parametrize("system", [{}, {"system": "Be kind."}], ids=["no system", "system"])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": ""},
+        {"instruction": "", "input": ""},
+        {"prompt": [{"role": "user", "content": ""}]},
+        {"conversations": [{"from": "human", "value": "\n"}]},
+    ],
+    ids=lambda columns: "-".join(columns),
+)
+def test_a_prompt_without_text_is_dropped_although_the_template_writes_tokens(
+    tmp_path: Path, chat_tokenizer: Any, write_rows: Any, columns: Any, system: Any, template: str
+) -> None:
+    full = {
+        name: "Why?" if isinstance(value, str) else [{**value[0], "value": "Why?", "content": "Why?"}]
+        for name, value in columns.items()
+    }
+    sides = {"chosen": "yes", "rejected": "no", **system}
+    name = write_rows({**full, **sides}, {**columns, **sides})
+    settings = DataSettings(name, template, system_prompt="Be brief.")
+    assert counts(prepare(settings, chat_tokenizer, tmp_path / "s")) == (2, 1, 0, {"empty_prompt": 1})
+
+
+@pytest.mark.parametrize("num_processes", [1, 16])
+def test_one_block_is_tokenized_in_this_process(num_processes: int) -> None:
+    """Another process would need to pickle the function."""
     reader = SimpleNamespace(read=lambda span: [span])
-    assert list(local_executor(1)(lambda task: (task, os.getpid()), reader, [7])) == [(7, os.getpid())]
+    results = local_executor(num_processes)(lambda task: (task, os.getpid()), reader, [7])
+    assert list(results) == [(7, os.getpid())]
+
+
+@pytest.mark.parametrize(("num_blocks", "processes"), [(0, 1), (1, 1), (3, 1), (4, 2), (31, 15), (32, 16)])
+def test_a_process_is_started_for_two_blocks_or_more(num_blocks: int, processes: int) -> None:
+    assert useful_processes(16, num_blocks) == processes
+    assert useful_processes(1, num_blocks) == 1
 
 
 def test_a_report_whose_counts_do_not_add_up_is_an_error() -> None:
@@ -114,7 +150,7 @@ def test_dropping_more_than_5_percent_as_too_long_is_a_warning_with_the_length_t
     report = prepare(DataSettings(name, "raw", sequence_length=45), make_tokenizer(), tmp_path / "s")
     assert report.dropped == ({"too_long": num_long} if num_long else {})
     assert report_of(PairStore.open(tmp_path / "s")) == report
-    warning = report.truncation_warning("length=", "cut=")
+    warning = report.truncation_warning("drop", "length=", "cut=")
     assert (warning is not None) == warns
     if warns:
         keep = report.length_to_keep_95
@@ -126,6 +162,41 @@ def test_dropping_more_than_5_percent_as_too_long_is_a_warning_with_the_length_t
         for length, kept in ((keep, 19), (keep - 1, 18)):
             again = prepare(DataSettings(name, "raw", sequence_length=length), make_tokenizer(), tmp_path / str(length))
             assert again.pairs_kept == kept
+
+
+@pytest.mark.parametrize(
+    ("truncation", "long", "advice"),
+    [
+        (
+            "response_end",
+            "prompt",
+            "have a prompt that alone is too long and were dropped; length={} keeps 95 %, and "
+            "cut=prompt_start truncates the prompts instead",
+        ),
+        (
+            "prompt_start",
+            "chosen",
+            "have responses that alone are too long and were dropped; length={} keeps 95 %, and "
+            "cut=response_end truncates the responses instead",
+        ),
+    ],
+)
+def test_the_warning_about_dropped_pairs_advises_what_is_not_set(
+    tmp_path: Path, write_rows: Any, truncation: Any, long: str, advice: str
+) -> None:
+    name = write_rows(row(), row(**{long: "w" * 90}))
+    settings = DataSettings(name, "raw", sequence_length=40, truncation=truncation)
+    report = prepare(settings, make_tokenizer(), tmp_path / "s")
+    keep = report.length_to_keep_95
+    assert report.truncation_warning(truncation, "length=", "cut=") == f"1 of 2 pairs (50%) {advice.format(keep)}"
+    assert truncation_of(PairStore.open(tmp_path / "s")) == truncation
+    for length, kept in ((keep, 2), (keep - 1, 1)):
+        limited = replace(settings, sequence_length=length)
+        assert prepare(limited, make_tokenizer(), tmp_path / str(length)).pairs_kept == kept
+    with pytest.raises(
+        NoPairsError, match=rf"raise sequence_length or set \S+truncation={advice.partition('cut=')[2].split()[0]}\)"
+    ):
+        prepare(replace(settings, file_name=write_rows(row(**{long: "w" * 90}))), make_tokenizer(), tmp_path / "none")
 
 
 def test_sides_made_equal_by_truncation_are_dropped_and_counted(tmp_path: Path, write_rows: Any) -> None:
@@ -143,9 +214,37 @@ def test_a_bad_row_is_an_error_with_file_and_line(
     name = write_rows(row(), row(), {"prompt": "Why?", "chosen": 3, "rejected": "no"})
     with pytest.raises(UserError) as error:
         prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
-    assert str(error.value).startswith(f"{name}, line 3: `chosen` must be text or messages, got int.")
-    assert "data_args.on_bad_row to skip" in str(error.value)
+    assert str(error.value) == (
+        f"1 of 3 rows is bad; first: {name}, line 3: `chosen` must be text or messages, got int. Fix it, or set "
+        "actor_train.data_args.on_bad_row=skip, which drops such rows, or actor_train.data_args.on_bad_row=quarantine, "
+        "which collects them in a file"
+    )
     assert not (tmp_path / "s").exists()
+
+
+def test_all_bad_rows_are_counted_before_the_error_and_shown_by_reason_with_the_first_lines(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    rows = [row(f"q{number}?") for number in range(1200)]
+    for number in (50, 600, 700, 1100):
+        rows[number]["chosen"] = 3
+    rows[1150] = {"prompt": "Why?"}
+    settings = DataSettings(write_rows(*rows), section="validation")
+    with pytest.raises(UserError) as error:
+        prepare(settings, chat_tokenizer, tmp_path / "s")
+    start, _, end = str(error.value).partition(" Fix them, or set ")
+    assert start == (
+        f"5 of 1,200 rows are bad; first: {settings.file_name}, line 51: `chosen` must be text or messages, got int."
+    )
+    assert end.startswith("validation.data_args.on_bad_row=skip, which")
+    seen: list[PrepareProgress] = []
+    report = prepare(replace(settings, on_bad_row="skip"), chat_tokenizer, tmp_path / "s", seen.append)
+    assert [text for _, text in report.notes() if "bad row" in text] == [
+        f"4 bad rows: `chosen` must be text or messages, got int ({settings.file_name}, line 51, 601, 701)",
+        f"1 bad row: no value for chosen, rejected; its columns are prompt ({settings.file_name}, line 1151)",
+    ]
+    assert report_of(PairStore.open(tmp_path / "s")) == report
+    assert [each.bad_rows for each in seen] == [1, 3, 5]
 
 
 def test_a_line_that_is_not_json_or_not_utf8_is_a_bad_row(
@@ -246,6 +345,18 @@ def test_duplicates_contradictions_and_control_tokens_are_reported_and_kept(
         ("contradictions", 2, (1, 3)),
         ("control_tokens_in_text", 1, (4,)),
     }
+
+
+def test_scores_that_contradict_the_labels_are_reported_and_not_ignored_columns(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    scores = [(5, 4), (4, 5), (4, 4), (None, 5), (1, 9)]
+    rows = [row(f"q{n}", score_chosen=left, score_rejected=right) for n, (left, right) in enumerate(scores)]
+    report = prepare(DataSettings(write_rows(*rows)), chat_tokenizer, tmp_path / "s")
+    assert [(each.name, each.count, each.examples) for each in report.findings] == [
+        ("scores_contradict_labels", 2, (1, 4))
+    ]
+    assert [file.unused_columns for file in report.files] == [()]
 
 
 def test_length_bias_is_measured_in_response_tokens(tmp_path: Path, write_rows: Any) -> None:

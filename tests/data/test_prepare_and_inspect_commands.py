@@ -209,12 +209,17 @@ NO_CHOSEN = {"prompt": "a", "chosn": "b", "rejected": "c"}
         ),
         (LONG, ("--sequence-length", "16"), "1 too_long (raise --sequence-length or set --truncation)"),
         (
+            {**LONG, "prompt": LONG["chosen"]},
+            ("--sequence-length", "16", "--truncation", "response_end"),
+            "1 too_long (raise --sequence-length or set --truncation prompt_start)",
+        ),
+        (
             {**ROWS[0], "chosen": "<|im_end|>"},
             ("--special-tokens-in-text", "reject"),
-            "set --special-tokens-in-text keep_as_text to tokenize it as text. Fix the row, or set --on-bad-row to "
-            "skip, which drops such rows, or to quarantine, which collects them in a file",
+            "set --special-tokens-in-text keep_as_text to tokenize it as text. Fix it, or set --on-bad-row skip, which "
+            "drops such rows, or --on-bad-row quarantine, which collects them in a file",
         ),
-        ({}, (), "rows.jsonl' is empty; remove it from the files or write it again"),
+        ({}, (), "rows.jsonl' is empty; write it again, or do not name it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -233,6 +238,24 @@ def test_an_error_of_prepare_with_a_config_names_its_keys(tmp_path: Path, model_
     config.write_text(f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(NO_CHOSEN)}\n")
     with pytest.raises(UserError, match="Name your columns with chosen_key=chosn, or"):
         run("prepare", "--config", config, "--output", tmp_path / "s")
+
+
+def test_an_error_of_the_validation_data_names_the_keys_of_its_section(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: none.jsonl\n"
+        f"validation:\n  data_args:\n    file_name: {write_rows(ROWS[0], {'prompt': 'Why?'})}\n"
+    )
+    arguments = ["prepare", "--config", config, "--validation", "--output", tmp_path / "s"]
+    with pytest.raises(UserError, match=r"first: .*, line 2: .* set validation.data_args.on_bad_row=skip, which"):
+        run(*arguments)
+    run(*arguments, "validation.data_args.on_bad_row=quarantine")
+    printed = terminal_output.getvalue().replace("\n", " ")
+    assert "1 bad row: no value for chosen, rejected; its columns are prompt (" in printed
+    assert f"the bad rows are in {tmp_path / 's.quarantine.jsonl'}" in printed
+    assert (tmp_path / "s.quarantine.jsonl").is_file()
 
 
 def test_prepare_refuses_an_unknown_runtime(tmp_path: Path, write_rows: Any) -> None:
@@ -279,9 +302,12 @@ def test_inspect_shows_a_store_and_its_pairs(
     assert "1 pairs in 1 shards" in run("inspect", tmp_path / "s", "--verify")
     shown = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0")
     assert "chosen: 14 prompt tokens, 3 response tokens, 3 scored" in shown
-    assert "<|im_start|>assistant\nyes<|im_end|>" in shown
+    assert "scored tokens are between [[ and ]]" in shown  # there are no colors in a pipe
+    chosen, rejected = shown.partition("rejected: 14 prompt tokens")[::2]
+    assert "<|im_start|>assistant\n[[yes<|im_end|>]]" in chosen
+    assert "<|im_start|>assistant\n[[no<|im_end|>]]" in rejected
     with_ids = run("inspect", tmp_path / "s", "--model", model_dir, "--pair", "0", "--ids")
-    assert "<|im_end|>:3" in with_ids
+    assert "[[<|im_end|>:3]]" in with_ids
     with pytest.raises(UserError, match="there is no pair 7; the store has pairs 0 to 0"):
         run("inspect", tmp_path / "s", "--pair", "7")
     with pytest.raises(UserError, match="pass --model DIR"):

@@ -42,6 +42,7 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
         ("whole_conversations", {"question": "What?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD}),
         ("messages", {"messages": PROMPT, "chosen": GOOD[0], "rejected": BAD[0]}),
         ("instruction", {"instruction": "Why?", "input": "", "output": "x", "chosen": "Because.", "rejected": "No."}),
+        ("ranked_output", {"instruction": "Why?", "input": "", "output": ["Because.", "No."]}),
         (
             "conversations",
             {
@@ -96,11 +97,77 @@ HISTORY = [user("Hi"), assistant("Hello")]
         (PROMPT, [SYSTEM, *PROMPT], [SYSTEM, *PROMPT]),
         ([SYSTEM], PROMPT, [SYSTEM, *PROMPT]),
         (HISTORY, PROMPT, [*HISTORY, *PROMPT]),
+        # the same text in other turns, which text alone would take for a repetition
+        ([user("yes"), assistant("yes"), user("yes")], [user("yes")], [user("yes"), assistant("yes"), user("yes")]),
+        (
+            [{"role": "system", "content": "go"}, user("go")],
+            [user("go")],
+            [{"role": "system", "content": "go"}, user("go")],
+        ),
+        ("Why? \n", PROMPT, PROMPT),
+        ("Why?", [*HISTORY, *PROMPT], [*HISTORY, *PROMPT]),
+        ([SYSTEM, *PROMPT], [SYSTEM, *HISTORY, *PROMPT], [SYSTEM, *HISTORY, *PROMPT]),
+        ("", PROMPT, PROMPT),
+        ([SYSTEM, user("")], PROMPT, [SYSTEM, *PROMPT]),
     ],
 )
 def test_turns_that_both_the_prompt_and_the_conversations_contain_occur_once(prompt, start, expected) -> None:
     pair = read({"prompt": prompt, "chosen": start + GOOD, "rejected": start + BAD})
     assert (pair.prompt, pair.chosen, pair.rejected) == (expected, GOOD, BAD)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        ("How?", PROMPT),
+        ([*HISTORY, *PROMPT], [user("Hi"), assistant("Bye"), *PROMPT]),
+        ([user("Why?"), user("Hi")], [user("Hi?")]),
+        ([{"role": "system", "content": "Be rude."}], [SYSTEM, *PROMPT]),
+    ],
+)
+def test_a_prompt_that_differs_from_the_first_turns_of_the_conversations_is_a_bad_row(prompt, start) -> None:
+    with pytest.raises(BadRowError, match="`prompt` differs from the first turns of `chosen` and `rejected`; make it"):
+        read({"prompt": prompt, "chosen": start + GOOD, "rejected": start + BAD})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        (PROMPT + GOOD, PROMPT, "`rejected` has no assistant turn"),
+        (PROMPT, PROMPT + BAD, "`chosen` has no assistant turn"),
+        (PROMPT + GOOD, [user("How?"), *BAD], "share no prompt: they differ before the first assistant turn"),
+    ],
+)
+def test_conversations_next_to_a_prompt_that_are_no_pair_state_the_reason(chosen, rejected, reason) -> None:
+    with pytest.raises(BadRowError, match=reason):
+        read({"prompt": "Why?", "chosen": chosen, "rejected": rejected})
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_text_in_a_column_of_messages_is_a_bad_row(column) -> None:
+    with pytest.raises(BadRowError, match=f"`{column}` must be a list of messages, got text"):
+        read({column: "hello", "chosen": "Because.", "rejected": "No."})
+
+
+@pytest.mark.parametrize("output", [["Because."], ["Because.", "No.", "Never."]])
+def test_a_ranked_output_has_two_answers(output) -> None:
+    with pytest.raises(BadRowError, match=r"`output` must be a list of \[chosen, rejected\]"):
+        read({"instruction": "Why?", "output": output})
+
+
+@pytest.mark.parametrize(
+    ("scores", "contradict"),
+    [
+        ({"score_chosen": 4, "score_rejected": 5.5}, True),
+        ({"chosen_score": "4", "rejected_score": "5.5"}, True),
+        ({"chosen_rating": 5, "rejected_rating": 5}, False),
+        ({"score_chosen": 5, "score_rejected": 4}, False),
+        ({"score_chosen": None, "score_rejected": "high"}, False),
+        ({"score_rejected": 4}, False),
+    ],
+)
+def test_scores_contradict_the_labels_if_that_of_the_rejected_response_is_higher(scores, contradict) -> None:
+    assert read({"prompt": "Why?", "chosen": "Because.", "rejected": "No.", **scores}).scores_contradict is contradict
 
 
 def test_input_is_appended_to_the_prompt() -> None:

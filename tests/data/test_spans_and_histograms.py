@@ -126,7 +126,8 @@ def results(num_blocks: int, rows: int = 512) -> Iterator[BlockResult]:
     for _ in range(num_blocks):
         keys, swapped = rng.integers(0, 2**63, (2, rows), dtype=np.uint64)
         bad = [BadRow("a", "line", n, f"reason {rng.integers(1 << 62)}", "") for n in range(8)]
-        yield BlockResult(0, rows, 0, rows + 8, 0, pairs, keys, swapped, bad, control_tokens=list(range(rows)))
+        findings = {"control_tokens_in_text": list(range(rows))}
+        yield BlockResult(0, rows, 0, rows + 8, 0, pairs, keys, swapped, bad, findings=findings)
 
 
 def peak_memory_of_stats(directory: Path, num_blocks: int) -> int:

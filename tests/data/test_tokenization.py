@@ -240,7 +240,7 @@ def test_a_template_that_rejects_a_row_gives_a_bad_row(tmp_path: Path) -> None:
 
 
 def test_raw_text_rejects_tools(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(BadRowError, match=r"`tools`, which data_args.template=raw cannot render"):
+    with pytest.raises(BadRowError, match=r"`tools`, which template raw cannot render"):
         tokenize({**texts("Why?"), "tools": [{"name": "now"}]}, chat_tokenizer, "raw")
 
 
@@ -250,9 +250,14 @@ def test_a_response_without_tokens_is_empty() -> None:
     assert tokenize(texts("a", "?", "a"), tokenizer, "raw").has_empty_response
 
 
-def test_a_missing_chat_template_suggests_both_alternatives() -> None:
-    with pytest.raises(UserError, match=r"data_args.template=raw .*data_args.template=FILE.jinja"):
-        load_template(make_tokenizer(), "auto", {})
+def test_a_missing_chat_template_suggests_the_alternatives_with_their_full_key() -> None:
+    key = "validation.data_args.template"
+    with pytest.raises(UserError) as caught:
+        load_template(make_tokenizer(), "auto", {}, key)
+    assert str(caught.value) == (
+        f"the tokenizer has no chat template; use {key}=raw for plain text, {key}=FAMILY for a model of the family "
+        f"chatml, gemma, llama3, mistral, phi4, qwen2_5, qwen3, or {key}=FILE.jinja for a custom template"
+    )
 
 
 def test_a_missing_template_file_is_an_error() -> None:
@@ -317,7 +322,7 @@ def test_a_control_token_in_a_variable_of_a_row_stays_text(tmp_path: Path) -> No
         (3, "auto", "`chat_template_kwargs` must be an object with variables of the chat template, got 3"),
         ("{", "auto", "`chat_template_kwargs` is not JSON"),
         ({"tools": 1}, "auto", "the chat template rejects the row"),
-        ({"a": 1}, "raw", "the row has variables of a chat template, but data_args.template is raw"),
+        ({"a": 1}, "raw", "the row has variables of a chat template, but the template is raw"),
     ],
 )
 def test_variables_that_cannot_be_used_are_a_bad_row(

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import WriteRows
+from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import prepare
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.rows.tokenized import read_tokenized
@@ -109,6 +110,17 @@ def test_a_directory_of_arrow_parts_and_json_lines_give_the_same_pairs(
     assert [stores[0][number].margin for number in range(5)] == [0, 1, 2, 3, 4]
     unread = {name for file in report.files for name in file.unused_columns}
     assert unread == {"chosen_label_decode", "rejected_label_decode"}
+
+
+def test_rows_of_token_ids_need_no_chat_template(tmp_path: Path, write_rows: WriteRows) -> None:
+    tokenizer, source = make_tokenizer(), write_rows(ROW)
+    assert tokenizer.chat_template is None
+    for name, template in (("auto", "auto"), ("raw", "raw")):
+        prepare(DataSettings(source, template=template), tokenizer, tmp_path / name)
+    assert PairStore.open(tmp_path / "auto").digest == PairStore.open(tmp_path / "raw").digest
+    text = write_rows({"prompt": "Why?", "chosen": "yes", "rejected": "no"}, name="text.jsonl")
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template; use actor_train.data_args.template=raw"):
+        prepare(DataSettings([source, text]), tokenizer, tmp_path / "both")
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_preparation(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thresher.data.pair import Pair
-from thresher.data.tokenization.truncation import pair_length, truncate
+from thresher.data.tokenization.truncation import needed_length, pair_length, truncate
 
 BOS, EOS = 1, 2
 
@@ -76,6 +76,17 @@ def test_response_end_drops_a_pair_without_room_for_a_response() -> None:
 
 
 lengths = st.integers(1, 20)
+KINDS = ["drop", "prompt_start", "response_end"]
+
+
+@given(lengths, lengths, lengths, st.sampled_from(KINDS), st.booleans())
+def test_the_needed_length_keeps_a_pair_and_one_token_less_does_not(
+    prompt: int, chosen: int, rejected: int, how: str, bos: bool
+) -> None:
+    pair = make_pair(prompt, chosen, rejected, bos=bos)
+    needed = needed_length(pair, how, BOS)  # type: ignore[arg-type]
+    assert truncate(pair, needed, how, BOS) is not None  # type: ignore[arg-type]
+    assert truncate(pair, needed - 1, how, BOS) is None  # type: ignore[arg-type]
 
 
 @given(lengths, lengths, lengths, st.integers(2, 45), st.sampled_from(["prompt_start", "response_end"]), st.booleans())

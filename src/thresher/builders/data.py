@@ -13,7 +13,7 @@ from thresher.config import DataArgs, DPOConfig
 from thresher.data.pair import PairBatch
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
-from thresher.data.prepare.report import report_of
+from thresher.data.prepare.report import report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import at_revision, find_in_directory
 from thresher.data.store.cache import StoreCache
@@ -42,6 +42,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         system_prompt=args.system_prompt,
         max_samples=args.max_samples,
         num_processes=args.preprocessing_num_workers,
+        section="validation" if config.validation and args is config.validation.data_args else "actor_train",
     )
 
 
@@ -75,7 +76,7 @@ def _warn_about_truncation(store: PairStore, role: str, args: DataArgs) -> None:
         ("--sequence-length ", "--truncation ") if args.store else ("sequence_length=", f"{role}.data_args.truncation=")
     )
     try:
-        warning = report_of(store).truncation_warning(*names)
+        warning = report_of(store).truncation_warning(truncation_of(store), *names)
     except UserError as error:  # the pairs themselves have checksums
         warning = str(error)
     if warning is not None:

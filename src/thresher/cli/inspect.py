@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PROMPT_STYLE = "dim"
 UNSCORED_STYLE = "bright_black"
 SCORED_STYLES = {"chosen": "green", "rejected": "red"}
+# around scored tokens where there are no colors: a pipe, a file, NO_COLOR
+SCORED_MARKS = ("[[", "]]")
 
 
 def inspect(
@@ -73,10 +75,12 @@ def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None
         )
     pair = store[number]
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"pair {number}: weight {pair.weight:g}, margin {pair.margin:g}")
+    marks = SCORED_MARKS if console.no_color or console.color_system is None else ("", "")
+    legend = f"; scored tokens are between {marks[0]} and {marks[1]}" if marks[0] else ""
+    console.print(f"pair {number}: weight {pair.weight:g}, margin {pair.margin:g}{legend}", markup=False)
     for side in ("chosen", "rejected"):
         console.rule(f"{side}: {_count(pair, side)}", align="left")
-        console.print(render_side(pair, side, tokenizer, ids=ids))
+        console.print(render_side(pair, side, tokenizer, ids=ids, marks=marks))
 
 
 def _count(pair: Pair, side: str) -> str:
@@ -90,8 +94,13 @@ def _response(pair: Pair, side: str) -> tuple[list[int], list[bool]]:
     return ids.tolist(), [True] * len(ids) if mask is None else mask.tolist()
 
 
-def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, ids: bool) -> Text:
-    """Color one side: the prompt dim, scored tokens green or red, unscored tokens of the response gray."""
+def render_side(
+    pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, ids: bool, marks: tuple[str, str] = ("", "")
+) -> Text:
+    """Color one side: the prompt dim, scored tokens green or red, unscored tokens of the response gray.
+
+    marks: text before and after each run of scored tokens; with ids, around each scored token.
+    """
     from rich.text import Text
 
     from thresher.redact import escape_control_chars
@@ -104,12 +113,15 @@ def render_side(pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, id
     if ids:
         tokens = tokenizer.convert_ids_to_tokens(sequence)
         for token, token_id, style in zip(tokens, sequence, styles, strict=True):
-            text.append(escape_control_chars(f"{token}"), style).append(f":{token_id} ", "dim")
+            before, after = marks if style == SCORED_STYLES[side] else ("", "")
+            text.append(before + escape_control_chars(f"{token}"), style).append(f":{token_id}{after} ", "dim")
         return text
     start = 0
     for end in range(1, len(sequence) + 1):
         if end == len(sequence) or styles[end] != styles[start]:
-            text.append(escape_control_chars(_decode_between(tokenizer, sequence, start, end)), styles[start])
+            before, after = marks if styles[start] == SCORED_STYLES[side] else ("", "")
+            decoded = escape_control_chars(_decode_between(tokenizer, sequence, start, end))
+            text.append(f"{before}{decoded}{after}", styles[start])
             start = end
     return text
 

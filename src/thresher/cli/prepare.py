@@ -55,7 +55,8 @@ def prepare(
     template: Annotated[
         str,
         typer.Option(
-            help="auto (the tokenizer's chat template), raw (plain text), or a Jinja file.", rich_help_panel=ROWS
+            help="auto (the tokenizer's chat template), raw (plain text), a family such as chatml, or a Jinja file.",
+            rich_help_panel=ROWS,
         ),
     ] = "auto",
     sequence_length: Annotated[
@@ -130,7 +131,7 @@ def prepare(
         spell_setting(name, in_config=config is not None, validation=validation)
         for name in ("sequence_length", "truncation")
     ]
-    if warning := report.truncation_warning(*settings_to_change):
+    if warning := report.truncation_warning(settings.truncation, *settings_to_change):
         logger.warning("%s", warning)
     if against is not None:
         _log_leaks(output, against, report.pairs_kept)
@@ -195,13 +196,12 @@ def _prepare_store(
     from thresher.models.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    if (output / "manifest.json").is_file() and not overwrite:
-        store = PairStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
-        logger.info("%s already contains these pairs", output)
-        report = report_of(store)
-    else:
+    if overwrite or not (output / "manifest.json").is_file():
         return build_and_report(settings, tokenizer, output, overwrite=overwrite, ray=ray, in_full=True)
-    log_report(report)
+    store = PairStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
+    logger.info("%s already contains these pairs", output)
+    report = report_of(store)
+    _log_report(report, settings, output, in_full=True)
     return report
 
 
@@ -232,11 +232,19 @@ def build_and_report(
         with show_progress(show_work) as show:
             report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=runner)
     except NoPairsError as error:
-        log_report(error.report, in_full=in_full)
+        _log_report(error.report, settings, output, in_full=in_full)
         raise
     logger.info("wrote %s pairs to %s%s", f"{report.pairs_kept:,}", output, summarize_changes(report))
-    log_report(report, in_full=in_full)
+    _log_report(report, settings, output, in_full=in_full)
     return report
+
+
+def _log_report(report: PrepareReport, settings: DataSettings, output: Path, *, in_full: bool) -> None:
+    from thresher.data.store.staging import quarantine_file
+
+    log_report(report, in_full=in_full)
+    if settings.on_bad_row == "quarantine" and report.bad_rows:
+        logger.warning("the bad rows are in %s", quarantine_file(output))
 
 
 def _log_leaks(store: Path, other: Path, num_pairs: int) -> None:

@@ -29,9 +29,9 @@ CONFIG_KEYS = {
 _TRUST = "actor_train.model_args.trust_remote_code=true"
 # as errors of preparation write the settings
 _IN_ERRORS = {
-    **{key.removeprefix("{role}."): _option(name) for name, key in CONFIG_KEYS.items() if name != "runtime"},
+    **{key.format(role="actor_train"): _option(name) for name, key in CONFIG_KEYS.items() if name != "runtime"},
     "num_processes": "--num-processes",
-    "data_args.file_name": "the files",
+    "actor_train.data_args.file_name": "the files",
     _TRUST: f"{_TRUST} in a config file and pass it with --config",
 }
 

@@ -48,7 +48,7 @@ def show_progress(
         task = bar.add_task("", total=None)
 
         def show(progress: PrepareProgress) -> None:
-            description = f"{progress.rows_read:,} rows, {progress.pairs_kept:,} pairs"
+            description = f"{progress.rows_read:,} rows, {progress.pairs_kept:,} pairs{_bad_rows(progress)}"
             total = progress.bytes_total or None
             bar.update(task, completed=progress.bytes_read, total=total, description=description)
 
@@ -69,7 +69,11 @@ def _progress_lines() -> Callable[[PrepareProgress], None]:
 
 def _describe(progress: PrepareProgress) -> str:
     done = f" ({progress.bytes_read / progress.bytes_total:.0%})" if progress.bytes_total else ""
-    return f"preparing: {progress.rows_read:,} rows read{done}, {progress.pairs_kept:,} pairs kept"
+    return f"preparing: {progress.rows_read:,} rows read{done}, {progress.pairs_kept:,} pairs kept{_bad_rows(progress)}"
+
+
+def _bad_rows(progress: PrepareProgress) -> str:
+    return f", {progress.bad_rows:,} bad" if progress.bad_rows else ""
 
 
 def print_report(report: PrepareReport) -> None:

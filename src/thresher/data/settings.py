@@ -11,6 +11,7 @@ from thresher.errors import UserError
 Truncation = Literal["drop", "prompt_start", "response_end"]
 OnBadRow = Literal["fail", "skip", "quarantine"]
 SpecialTokensInText = Literal["keep_as_text", "reject"]
+Section = Literal["actor_train", "validation"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DataSettings:
     system_prompt: system message of rows that have none.
     max_samples: only the first rows of each file are read, at most this many; None reads all.
     num_processes, shard_rows: never change the pairs, so a store's fingerprint does not include them.
+    section: the config section of the data, which messages name.
     """
 
     file_name: str | Sequence[str]
@@ -42,20 +44,25 @@ class DataSettings:
     num_processes: int = 1
     # 191 shards for 100 million pairs: all stay open for random access
     shard_rows: int = 524_288
+    section: Section = "actor_train"
 
     def __post_init__(self) -> None:
         if not self.file_names:
-            raise UserError("data_args.file_name names no file; give a path, a glob, a URL or a list of them")
+            raise UserError(f"{self.key('file_name')} names no file; give a path, a glob, a URL or a list of them")
         if any(not isinstance(name, str) or not name for name in self.file_names):
-            raise UserError(f"data_args.file_name must be one or more file names, got {self.file_name!r}")
+            raise UserError(f"{self.key('file_name')} must be one or more file names, got {self.file_name!r}")
         choices = {"truncation": Truncation, "on_bad_row": OnBadRow, "special_tokens_in_text": SpecialTokensInText}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in get_args(allowed):
-                raise UserError(f"data_args.{name} is {value!r}; use one of {', '.join(get_args(allowed))}")
+                raise UserError(f"{self.key(name)} is {value!r}; use one of {', '.join(get_args(allowed))}")
         for name, minimum in {"sequence_length": 2, "max_samples": 1, "num_processes": 1, "shard_rows": 1}.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise UserError(f"{name} must be at least {minimum}, got {value}")
+
+    def key(self, name: str) -> str:
+        """Return the full config key of a setting, for messages."""
+        return f"{self.section}.data_args.{name}"
 
     @property
     def file_names(self) -> tuple[str, ...]:

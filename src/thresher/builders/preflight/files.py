@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.config import DataArgs, DPOConfig
-from thresher.data.settings import DataSettings
+from thresher.data.settings import DataSettings, Section
 from thresher.data.sources.resolve import at_revision, find_in_directory, resolve_sources
 from thresher.errors import unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
@@ -84,18 +84,18 @@ def _find_named_model(path: str | None) -> None:
 
 
 def check_data(config: DPOConfig) -> Iterator[Finding]:
-    for args in data_sections(config):
+    for section, args in data_sections(config).items():
         if args.store:
             yield from problems_of(_open_store, args.store)
             continue
         if not args.file_name:
-            yield from problems_of(DataSettings, args.file_name)
+            yield from problems_of(DataSettings, args.file_name, section=section)
         for name in args.file_name:
             yield from problems_of(
                 resolve_sources, [at_revision(find_in_directory(name, args.dataset_dir), args.revision)]
             )
         if args.template not in ("auto", "raw"):
-            yield from problems_of(_find_template, args.template)
+            yield from problems_of(_find_template, args.template, f"{section}.data_args.template")
 
 
 def check_prompts_file(config: DPOConfig) -> Iterator[Finding]:
@@ -120,11 +120,12 @@ SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps, 
 PATHS = (check_models, check_data, check_prompts_file, check_directories, check_checkpoint_path)
 
 
-def data_sections(config: DPOConfig) -> list[DataArgs]:
-    """The data of the run: training, and validation if it has data of its own."""
-    validation = config.validation
-    own = [] if validation is None or validation.split is not None else [validation.data_args]
-    return [config.actor_train.data_args, *own]
+def data_sections(config: DPOConfig) -> dict[Section, DataArgs]:
+    """The data of the run by config section: training, and validation if it has data of its own."""
+    sections: dict[Section, DataArgs] = {"actor_train": config.actor_train.data_args}
+    if config.validation is not None and config.validation.split is None:
+        sections["validation"] = config.validation.data_args
+    return sections
 
 
 def existing_parent(directory: Path) -> Path:
@@ -145,10 +146,10 @@ def _find_checkpoint(path: str) -> None:
     resolve_resume(path, Path(), digests=False)  # sizes only: digests are verified when the checkpoint is loaded
 
 
-def _find_template(name: str) -> None:
+def _find_template(name: str, key: str) -> None:
     from thresher.data.tokenization.chat_template import find_template_file
 
-    find_template_file(name)
+    find_template_file(name, key)
 
 
 def _check_writable(directory: Path) -> None:

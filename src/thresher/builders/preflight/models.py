@@ -7,13 +7,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.data import check_pairs, open_given_store
+from thresher.builders.data import check_pairs, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model
 from thresher.builders.preflight.files import data_sections
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.samples import build_judge, prompt_file
-from thresher.data.tokenization.chat_template import eos_token, load_template
+from thresher.data.prepare.tasks import find_template
+from thresher.data.tokenization.chat_template import eos_token
 from thresher.models.layouts import PaddedLayout
 from thresher.models.layouts.choose import vocab_size_of
 from thresher.models.loading.load import load_tokenizer, max_positions
@@ -43,9 +44,9 @@ def check_engines(parts: RunParts) -> Iterator[Finding]:
 def check_tokenizer(parts: RunParts) -> Iterator[Finding]:
     tokenizer = parts.tokenizer
     yield from problems_of(eos_token, tokenizer)
-    for args in data_sections(parts.config):
+    for args in data_sections(parts.config).values():
         if not args.store:
-            yield from problems_of(load_template, tokenizer, args.template, args.template_arguments)
+            yield from problems_of(find_template, data_settings(parts.config, args), tokenizer)
     used = dict.fromkeys(tokenizer("a")["input_ids"], "a token")
     if tokenizer.eos_token_id is not None:
         used[tokenizer.eos_token_id] = f"the EOS token {tokenizer.eos_token!r}"
@@ -81,7 +82,7 @@ def check_reference_tokenizer(parts: RunParts) -> Iterator[Finding]:
 def check_context(parts: RunParts) -> Iterator[Finding]:
     """Pairs from files may be as long as sequence_length; the lengths of a store are known."""
     config, length = parts.config, parts.config.sequence_length
-    if all(args.store for args in data_sections(config)):
+    if all(args.store for args in data_sections(config).values()):
         return
     for path, model_config in parts.model_configs.items():
         limit = max_positions(model_config)
@@ -99,7 +100,7 @@ def check_context(parts: RunParts) -> Iterator[Finding]:
 
 
 def check_stores(parts: RunParts) -> Iterator[Finding]:
-    for args in data_sections(parts.config):
+    for args in data_sections(parts.config).values():
         if args.store:
             store = open_given_store(parts.config, args.store, parts.tokenizer)
             for model_config in parts.model_configs.values():

@@ -54,7 +54,11 @@ def check_tracker_packages(parts: RunParts) -> Iterator[Finding]:
 def check_disk_space(parts: RunParts) -> Iterator[Finding]:
     config, size = parts.config, checkpoint_size(parts)
     root = Path(config.output_dir) / "checkpoints"
-    free, num_existing = shutil.disk_usage(existing_parent(root)).free, len(list_checkpoints(root))
+    usage, num_existing = shutil.disk_usage(existing_parent(root)), len(list_checkpoints(root))
+    if usage.total == 0:  # such as /proc
+        yield Finding(f"{config.output_dir} is on a file system that cannot store files; set output_dir to another one")
+        return
+    free = usage.free
     # the best one is kept as well, and a new one is complete before an old one is deleted
     num_kept = config.save_total_limit + (config.validation is not None) + 1
     if config.save_strategy == "no":

@@ -19,7 +19,7 @@ from thresher.data.rows.formats import (
     to_preference_row,
     with_system,
 )
-from thresher.data.rows.messages import has_content
+from thresher.data.rows.messages import SYSTEM_ROLES, is_empty
 from thresher.data.rows.parsing import BadRowError, Unreadable, find_invalid, parse_row
 from thresher.data.rows.tokenized import read_tokenized
 from thresher.data.settings import DataSettings
@@ -28,7 +28,7 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.tokenization.chat_template import RenderedRow, Template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
-from thresher.data.tokenization.truncation import pair_length, truncate
+from thresher.data.tokenization.truncation import needed_length, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +67,8 @@ class BlockResult:
     """The pairs of a block and the counts of its other rows.
 
     span, last_number, bytes_done: position of the block, as in `BlockTask` and `Block`.
-    bad: rows numbered from the start of the span. control_tokens: indices into the pairs. too_long: lengths in tokens
-    of the pairs dropped as too long.
+    bad: rows numbered from the start of the span. findings: indices into the pairs, by name. too_long: for each pair
+    dropped as too long, the smallest sequence_length that keeps it.
     """
 
     span: int
@@ -85,7 +85,7 @@ class BlockResult:
     truncated: Counter[str] = field(default_factory=Counter)
     splits_moved: int = 0
     headers_shortened: int = 0
-    control_tokens: list[int] = field(default_factory=list)
+    findings: dict[str, list[int]] = field(default_factory=dict)
 
 
 class BlockWorker:
@@ -104,13 +104,13 @@ class BlockWorker:
             task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
         )
         kept: list[Pair] = []
-        for tokenized, has_placeholders in self._tokenize(task, result):
+        for tokenized, findings in self._tokenize(task, result):
             pair = self._keep(tokenized, result)
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
-            if has_placeholders:
-                result.control_tokens.append(len(kept))
+            for name in findings:
+                result.findings.setdefault(name, []).append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
         result.pairs = pairs_to_record_batch(kept, hashes)
@@ -118,14 +118,18 @@ class BlockWorker:
         result.swapped_keys = to_keys([each.swapped for each in hashes])
         return result
 
-    def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, bool]]:
-        """Return the tokenized rows, and whether each has placeholders for control tokens."""
+    def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, list[str]]]:
+        """Return the tokenized rows, each with the names of its findings."""
         if FORMAT_BY_NAME[task.row_format].is_tokenized:
-            return [(TokenizedRow(pair, False, False), False) for pair in self._read_pairs(task, result)]
+            return [(TokenizedRow(pair, False, False), []) for pair in self._read_pairs(task, result)]
         rows, rendered = self._render(task, result)
         result.headers_shortened = sum(each.header_shortened for each in rendered)
         return [
-            (replace(tokens, pair=replace(tokens.pair, weight=row.weight, margin=row.margin)), text.has_placeholders)
+            (
+                replace(tokens, pair=replace(tokens.pair, weight=row.weight, margin=row.margin)),
+                ["control_tokens_in_text"] * text.has_placeholders
+                + ["scores_contradict_labels"] * row.scores_contradict,
+            )
             for row, text, tokens in zip(rows, rendered, self._to_tokens(rendered), strict=True)
         ]
 
@@ -147,8 +151,8 @@ class BlockWorker:
             try:
                 row = to_preference_row(parse_row(content), row_format, task.column_names)
                 row = with_system(row, self._settings.system_prompt)
-                if not (has_content(row.chosen) and has_content(row.rejected)):
-                    result.dropped["empty_response"] += 1
+                if (empty := _find_empty(row)) is not None:
+                    result.dropped[empty] += 1
                     continue
                 texts.append(self._render_row(row))
             except BadRowError as error:
@@ -163,8 +167,8 @@ class BlockWorker:
             return render(row, self._template, self._tokenizer)
         if self._settings.special_tokens_in_text == "reject":
             raise BadRowError(
-                f"the text contains the control token {spelled!r}; set data_args.special_tokens_in_text=keep_as_text "
-                "to tokenize it as text"
+                f"the text contains the control token {spelled!r}; set "
+                f"{self._settings.key('special_tokens_in_text')}=keep_as_text to tokenize it as text"
             )
         return self._control_tokens.render_as_text(row)
 
@@ -180,7 +184,7 @@ class BlockWorker:
         settings = self._settings
         pair = truncate(full, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
         if pair is None:
-            result.too_long.append(pair_length(full))
+            result.too_long.append(needed_length(full, settings.truncation, self._to_tokens.bos_id))
             return "too_long"
         if pair is not full:
             if _is_identical(pair) or not _has_scored_tokens(pair):
@@ -188,6 +192,16 @@ class BlockWorker:
             result.truncated[settings.truncation] += 1
         result.splits_moved += tokenized.split_moved
         return pair
+
+
+def _find_empty(row: PreferenceRow) -> str | None:
+    """Return the reason to drop a row without text; what the chat template writes around it does not count."""
+    for side in (row.chosen, row.rejected):
+        if all(is_empty(message) for message in side if message["role"] == "assistant"):
+            return "empty_response"
+    # a system message is a prompt only where nothing else is
+    asked = [message for message in row.prompt if message["role"] not in SYSTEM_ROLES] or row.prompt
+    return "empty_prompt" if all(map(is_empty, asked)) else None
 
 
 def _json_content(content: Any) -> Any:

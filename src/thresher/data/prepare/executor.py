@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 
 from thresher.data.prepare.block_worker import BlockResult, BlockTask, BlockWorker
 from thresher.data.prepare.tasks import SpanTask, TaskReader
@@ -22,13 +23,21 @@ Executor = Callable[[BlockWorker, TaskReader, Sequence[SpanTask]], Results]
 
 
 def local_executor(num_processes: int) -> Executor:
-    """Read spans in this process; tokenize here, or in a pool if num_processes is above 1."""
+    """Read spans in this process; tokenize here, or in a pool of at most num_processes if there is work for several."""
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
-        tasks = (task for span in spans for task in reader.read(span))
-        yield from map(worker, tasks) if num_processes == 1 else _run_in_processes(worker, tasks, num_processes)
+        tasks: Iterator[BlockTask] = (task for span in spans for task in reader.read(span))
+        # read ahead no further than the pool does: whatever follows these is work for all processes
+        first = list(islice(tasks, 2 * num_processes)) if num_processes > 1 else []
+        tasks, useful = chain(first, tasks), useful_processes(num_processes, len(first))
+        yield from map(worker, tasks) if useful == 1 else _run_in_processes(worker, tasks, useful)
 
     return run
+
+
+def useful_processes(num_processes: int, num_blocks: int) -> int:
+    """Limit the processes to those with two blocks to tokenize: starting one takes longer than a block."""
+    return max(1, min(num_processes, num_blocks // 2))
 
 
 def _run_in_processes(worker: BlockWorker, tasks: Iterator[BlockTask], num_processes: int) -> Results:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thresher.data.prepare.tasks import find_template
 from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import SourceFile, resolve_sources, source_digest
 from thresher.data.store.reader import FORMAT_VERSION
-from thresher.data.tokenization.chat_template import Template, load_template
+from thresher.data.tokenization.chat_template import Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def make_fingerprint(
 
 def store_fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of the store that these settings would prepare; reads the sources once."""
-    template = load_template(tokenizer, settings.template, settings.template_arguments)
+    template = find_template(settings, tokenizer)
     return make_fingerprint(settings, tokenizer, template, digest_sources(resolve_sources(settings.file_names)))
 
 

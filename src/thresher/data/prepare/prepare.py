@@ -20,22 +20,21 @@ from thresher import durable
 from thresher.data.prepare.block_worker import BadRow, BlockWorker
 from thresher.data.prepare.executor import Executor, local_executor
 from thresher.data.prepare.fingerprint import digest_sources, fingerprinted_settings, make_fingerprint, tokenizer_digest
-from thresher.data.prepare.report import PrepareReport
+from thresher.data.prepare.report import PrepareReport, other_truncation
 from thresher.data.prepare.stats import PrepareStats
-from thresher.data.prepare.tasks import TaskReader
+from thresher.data.prepare.tasks import TaskReader, find_template
 from thresher.data.settings import DataSettings, OnBadRow
 from thresher.data.sources.readers import BYTES_PER_SPAN, ROWS_PER_BLOCK, ROWS_PER_SPAN
 from thresher.data.sources.resolve import SourceFile, resolve_sources
 from thresher.data.store.staging import check_output, open_at, quarantine_file
 from thresher.data.store.writer import StoreWriter
-from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # version of the checkpoint state; a checkpoint of another version is not resumed
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,31 @@ class PrepareProgress:
 
     rows_read: int
     pairs_kept: int
+    bad_rows: int
     bytes_read: int
     bytes_total: int
 
 
 class BadRowsError(UserError):
-    """Raised for a bad row with `on_bad_row: fail`."""
+    """Raised for bad rows with `on_bad_row: fail`, after all of them are counted."""
+
+    def __init__(self, stats: PrepareStats, settings: DataSettings) -> None:
+        (file, unit, number), reason = stats.first_bad_row()
+        count, key = stats.num_bad_rows, settings.key("on_bad_row")
+        are, them = ("is", "it") if count == 1 else ("are", "them")
+        super().__init__(
+            f"{count:,} of {stats.rows_read:,} rows {are} bad; first: {file}, {unit} {number}: {reason}. Fix {them}, "
+            f"or set {key}=skip, which drops such rows, or {key}=quarantine, which collects them in a file"
+        )
 
 
 class NoPairsError(UserError):
     """Raised if no row became a pair; `report` has the counts."""
 
-    def __init__(self, report: PrepareReport) -> None:
+    def __init__(self, report: PrepareReport, settings: DataSettings) -> None:
         causes = {**report.dropped, **({"bad_rows": report.bad_rows} if report.bad_rows else {})}
         counts = [
-            f"{count} {cause} ({_hint(cause, report)})"
+            f"{count} {cause} ({_hint(cause, report, settings)})"
             for cause, count in sorted(causes.items(), key=lambda each: (-each[1], each[0]))
         ]
         names = [file.name for file in report.files]
@@ -69,13 +78,14 @@ class NoPairsError(UserError):
         self.report = report
 
 
-def _hint(cause: str, report: PrepareReport) -> str:
+def _hint(cause: str, report: PrepareReport, settings: DataSettings) -> str:
+    other = "" if settings.truncation == "drop" else f"={other_truncation(settings.truncation)}"
     hints = {
         "bad_rows": f"most often: {next(iter(report.bad_reasons), '')}",
         "empty_response": "a response is empty",
-        "empty_prompt": "the prompt has no tokens and the tokenizer adds none",
+        "empty_prompt": "the prompt has no text; check prompt_key",
         "identical_sides": "both responses are the same; check chosen_key and rejected_key",
-        "too_long": "raise sequence_length or set data_args.truncation",
+        "too_long": f"raise sequence_length or set {settings.key('truncation')}{other}",
         "unpaired": "a pair needs a good and a bad response to the same prompt",
     }
     return hints.get(cause, "raise sequence_length")
@@ -96,7 +106,7 @@ def prepare(
     """
     output = Path(output_dir)
     check_output(output, overwrite=overwrite)
-    template = load_template(tokenizer, settings.template, settings.template_arguments)
+    template = find_template(settings, tokenizer)
     sources = resolve_sources(settings.file_names)
     digests = digest_sources(sources)
     fingerprint = make_fingerprint(settings, tokenizer, template, digests)
@@ -127,11 +137,14 @@ def prepare(
                 quarantine.add(stats.add(result))
                 if progress is not None:
                     bytes_read = bytes_before[reader.spans[stats.span].file] + result.bytes_done
-                    progress(PrepareProgress(stats.rows_read, stats.pairs_kept, bytes_read, bytes_before[-1]))
+                    counts = stats.rows_read, stats.pairs_kept, stats.num_bad_rows
+                    progress(PrepareProgress(*counts, bytes_read, bytes_before[-1]))
+            if settings.on_bad_row == "fail" and stats.num_bad_rows:
+                raise BadRowsError(stats, settings)
             report = stats.report(digests)
             if report.pairs_kept == 0:
                 quarantine.publish(output)
-                raise NoPairsError(report)
+                raise NoPairsError(report, settings)
         except (BadRowsError, NoPairsError):
             writer.discard()
             raise
@@ -159,7 +172,7 @@ def _resume_fingerprint(fingerprint: str, settings: DataSettings, sources: Seque
 
 
 class _Quarantine:
-    """Apply `on_bad_row`: stop at the first bad row, skip bad rows, or collect them in a file beside the store."""
+    """The bad rows of `on_bad_row: quarantine`, collected in a file beside the store; otherwise nothing."""
 
     def __init__(self, directory: Path, on_bad_row: OnBadRow, num_bytes: int) -> None:
         self._on_bad_row = on_bad_row
@@ -167,17 +180,10 @@ class _Quarantine:
         self._stream = open_at(self._path, num_bytes)
 
     def add(self, bad: Sequence[BadRow]) -> None:
-        for row in bad:
-            if self._on_bad_row == "fail":
-                raise BadRowsError(
-                    f"{row.file}, {row.unit} {row.number}: {row.reason}. Fix the row, or set "
-                    "data_args.on_bad_row to skip, which drops such rows, or to quarantine, which collects them in a "
-                    "file"
-                )
-            if self._on_bad_row == "quarantine":
-                # backslashreplace: a file name need not be valid Unicode
-                line = json.dumps(asdict(row), ensure_ascii=False, default=str) + "\n"
-                self._stream.write(line.encode("utf-8", errors="backslashreplace"))
+        for row in bad if self._on_bad_row == "quarantine" else ():
+            # backslashreplace: a file name need not be valid Unicode
+            line = json.dumps(asdict(row), ensure_ascii=False, default=str) + "\n"
+            self._stream.write(line.encode("utf-8", errors="backslashreplace"))
 
     def sync(self) -> int:
         """Flush the file to the disk; return its size."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from thresher.data.prepare.findings import Finding, LengthBias
@@ -13,6 +14,14 @@ from thresher.errors import UserError
 
 PERCENTILES = (0, 50, 90, 99, 100)
 MAX_SHARE_TOO_LONG = 0.05  # more than this share of dropped pairs causes a warning
+# by truncation: why a pair is dropped, the truncations that keep it, and what they truncate
+_TOO_LONG = {
+    "drop": ("are", ("prompt_start", "response_end"), "pairs"),
+    "prompt_start": ("have responses that alone are", ("response_end",), "the responses"),
+    "response_end": ("have a prompt that alone is", ("prompt_start",), "the prompts"),
+}
+# file, "line" or "row", and number
+RowPlace = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class PrepareReport:
     rows_joined: labelled rows that became the second response of a pair.
     percentiles: tokens of prompt, chosen, rejected and total (prompt + longer side) at `PERCENTILES`.
     length_to_keep_95: the sequence_length that keeps 95 % of the pairs; None if none is too long, or in older stores.
+    bad_examples: the first bad rows of each reason in `bad_reasons`; empty in older stores.
     """
 
     files: tuple[FileReport, ...]
@@ -49,25 +59,29 @@ class PrepareReport:
     length_bias: LengthBias | None = None
     bad_reasons: Mapping[str, int] = field(default_factory=dict)
     length_to_keep_95: int | None = None
+    bad_examples: Mapping[str, tuple[RowPlace, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         accounted = self.pairs_kept + self.rows_joined + self.bad_rows + sum(self.dropped.values())
         if self.rows_read != accounted:
             raise AssertionError(f"{self.rows_read} rows were read, but {accounted} are accounted for")
 
-    def truncation_warning(self, sequence_length: str, truncation: str) -> str | None:
-        """Describe the pairs dropped as too long if they are many; the arguments are what the user sets to keep them.
+    def truncation_warning(self, how: str, sequence_length: str, truncation: str) -> str | None:
+        """Describe the pairs dropped as too long if they are many, and what the user can set to keep them.
 
-        sequence_length and truncation: an option or a config key, up to and including what precedes the value.
+        how: the truncation in use. sequence_length and truncation: an option or a config key, up to and including what
+        precedes the value.
         """
         dropped = self.dropped.get("too_long", 0)
         total = self.pairs_kept + dropped
         if dropped <= MAX_SHARE_TOO_LONG * total:
             return None
         keep = "" if self.length_to_keep_95 is None else f"{sequence_length}{self.length_to_keep_95} keeps 95 %, and "
+        are, others, what = _TOO_LONG.get(how, _TOO_LONG["drop"])
+        instead = " or ".join(f"{truncation}{other}" for other in others)
         return (
-            f"{dropped:,} of {total:,} pairs ({dropped / total:.0%}) are too long and were dropped; {keep}"
-            f"{truncation}prompt_start or {truncation}response_end truncates pairs instead"
+            f"{dropped:,} of {total:,} pairs ({dropped / total:.0%}) {are} too long and were dropped; {keep}{instead} "
+            f"truncates {what} instead"
         )
 
     def count_rows(self) -> Iterator[tuple[str, int]]:
@@ -93,7 +107,8 @@ class PrepareReport:
             unused = f"; ignored columns: {', '.join(file.unused_columns)}" if file.unused_columns else ""
             yield logging.INFO, f"{file.name}: {file.rows:,} rows of format {file.shape}{unused}"
         for reason, count in self.bad_reasons.items():
-            yield logging.WARNING, f"{count:,} bad rows: {reason}"
+            places = format_places(self.bad_examples.get(reason, ()))
+            yield logging.WARNING, f"{count:,} bad row{'s' if count != 1 else ''}: {reason}{places and f' ({places})'}"
         for finding in self.findings:
             line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs{format_examples(finding.examples)}"
             yield logging.WARNING if finding.count else logging.INFO, line
@@ -106,7 +121,10 @@ class PrepareReport:
             )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        if not self.bad_examples:  # as in stores that are older than the field
+            del values["bad_examples"]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PrepareReport:
@@ -122,6 +140,10 @@ class PrepareReport:
             ),
             "length_bias": None if bias is None else LengthBias(**bias),
             "percentiles": {name: tuple(each) for name, each in values["percentiles"].items()},
+            "bad_examples": {
+                reason: tuple((str(file), str(unit), int(number)) for file, unit, number in places)
+                for reason, places in values.get("bad_examples", {}).items()
+            },
         }
         return cls(**fields)
 
@@ -133,6 +155,25 @@ def percentile_names() -> list[str]:
 
 def format_examples(pair_ids: tuple[int, ...]) -> str:
     return f" (such as pair {', '.join(map(str, pair_ids))})" if pair_ids else ""
+
+
+def format_places(places: Iterable[RowPlace]) -> str:
+    """Name rows by file and number: `a.jsonl, line 3, 7; b.jsonl, line 1`."""
+    groups = groupby(places, key=lambda place: place[:2])
+    return "; ".join(f"{file}, {unit} {', '.join(str(row[2]) for row in rows)}" for (file, unit), rows in groups)
+
+
+def other_truncation(how: str) -> str:
+    """Return a truncation that may keep pairs which this one drops."""
+    return _TOO_LONG[how][1][0]
+
+
+def truncation_of(store: PairStore) -> str:
+    """Return the truncation that a store was prepared with, `drop` if its manifest does not say."""
+    try:
+        return str(store.manifest["settings"]["truncation"])
+    except (KeyError, TypeError):
+        return "drop"
 
 
 def report_of(store: PairStore) -> PrepareReport:

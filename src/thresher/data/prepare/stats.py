@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from thresher.data.prepare.block_worker import BadRow, BlockResult
 from thresher.data.prepare.duplicates import SpilledKeys
-from thresher.data.prepare.findings import NUM_EXAMPLES, Finding
+from thresher.data.prepare.findings import Finding
 from thresher.data.prepare.length_histogram import LengthHistogram
-from thresher.data.prepare.report import FileReport, PrepareReport
+from thresher.data.prepare.report import FileReport, PrepareReport, RowPlace
 from thresher.data.prepare.tasks import TaskReader
 from thresher.data.store.arrow_schema import lengths_of
 from thresher.data.store.reader import LENGTH_DTYPE
@@ -24,7 +26,8 @@ from thresher.data.store.reader import LENGTH_DTYPE
 # reasons may quote a row, so their number is otherwise unbounded
 MAX_REASONS = 4096
 OTHER_REASONS = "other reasons"
-_COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened", "num_control_tokens")
+MAX_BAD_EXAMPLES = 3  # per reason
+_COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened")
 
 
 class PrepareStats:
@@ -42,7 +45,14 @@ class PrepareStats:
         self._truncated: Counter[str] = Counter(saved.get("truncated", {}))
         # pairs per length, as in LengthHistogram; JSON has no integer keys
         self._too_long: Counter[int] = Counter({int(k): count for k, count in saved.get("too_long", {}).items()})
-        self._control_tokens: list[int] = list(saved.get("control_tokens", ()))
+        # in the order of the first bad row of each reason
+        self._bad_examples: dict[str, list[RowPlace]] = {
+            reason: [(file, unit, number) for file, unit, number in places]
+            for reason, places in saved.get("bad_examples", {}).items()
+        }
+        self._findings = {
+            name: Finding(name, count, tuple(examples)) for name, (count, examples) in saved.get("findings", {}).items()
+        }
         self._rows_of_file: list[int] = list(saved.get("rows_of_file", [0] * len(reader.files)))
         self._lengths = LengthHistogram(saved.get("lengths"))
         # position: current span, its blocks added so far, and the last row number before the span and within it
@@ -60,21 +70,34 @@ class PrepareStats:
     def pairs_kept(self) -> int:
         return self._counts["pairs_kept"]
 
+    @property
+    def num_bad_rows(self) -> int:
+        return self._bad_reasons.total()
+
+    def first_bad_row(self) -> tuple[RowPlace, str]:
+        """Return the place of the first bad row, and the reason."""
+        reason, places = next(iter(self._bad_examples.items()))
+        return places[0], reason
+
     def add(self, result: BlockResult) -> list[BadRow]:
         """Add a block; return its bad rows in order, numbered from the start of their file."""
         self._advance_to(result)
         bad = [replace(row, number=self._number_before_span + row.number) for row in result.bad]
+        bad.sort(key=lambda row: row.number)
         for row in bad:
             known = row.reason in self._bad_reasons or len(self._bad_reasons) < MAX_REASONS
-            self._bad_reasons[row.reason if known else OTHER_REASONS] += 1
+            reason = row.reason if known else OTHER_REASONS
+            self._bad_reasons[reason] += 1
+            if len(places := self._bad_examples.setdefault(reason, [])) < MAX_BAD_EXAMPLES:
+                places.append((row.file, row.unit, row.number))
         self._dropped.update(result.dropped)
         self._truncated.update(result.truncated)
         self._too_long.update(result.too_long)
         self._lengths.add(lengths_of(result.pairs).astype(LENGTH_DTYPE))
         self._keys.append(result.keys, result.swapped_keys)
-        if len(self._control_tokens) < NUM_EXAMPLES:
-            numbers = [self.pairs_kept + position for position in result.control_tokens]
-            self._control_tokens = [*self._control_tokens, *numbers][:NUM_EXAMPLES]
+        for name, positions in result.findings.items():
+            numbers = np.asarray(positions) + self.pairs_kept
+            self._findings[name] = self._findings.get(name, Finding(name)).with_more(numbers)
         self._rows_of_file[self._reader.spans[result.span].file] += result.rows_read
         self._counts.update(
             rows_read=result.rows_read,
@@ -82,9 +105,8 @@ class PrepareStats:
             rows_joined=result.rows_joined,
             splits_moved=result.splits_moved,
             headers_shortened=result.headers_shortened,
-            num_control_tokens=len(result.control_tokens),
         )
-        return sorted(bad, key=lambda row: row.number)
+        return bad
 
     def _advance_to(self, result: BlockResult) -> None:
         spans = self._reader.spans
@@ -104,7 +126,8 @@ class PrepareStats:
             "dropped": dict(self._dropped),
             "truncated": dict(self._truncated),
             "too_long": dict(self._too_long),
-            "control_tokens": self._control_tokens,
+            "bad_examples": self._bad_examples,
+            "findings": {name: [each.count, each.examples] for name, each in self._findings.items()},
             "rows_of_file": self._rows_of_file,
             "lengths": self._lengths.state(),
             "span": self.span,
@@ -122,8 +145,8 @@ class PrepareStats:
         if self._reader.num_unpaired:
             dropped["unpaired"] += self._reader.num_unpaired
         has_pairs = self.pairs_kept > 0
-        control = Finding("control_tokens_in_text", self._counts["num_control_tokens"], tuple(self._control_tokens))
-        findings = (*self._keys.find_repeats(), control) if has_pairs else ()
+        findings = (*self._keys.find_repeats(), *self._findings.values()) if has_pairs else ()
+        bad_reasons = dict(self._bad_reasons.most_common(20))
         return PrepareReport(
             files=tuple(
                 FileReport(each.source.shown, digest, each.format_name or "unreadable", rows, each.unused_columns)
@@ -132,7 +155,7 @@ class PrepareStats:
             rows_read=self.rows_read,
             pairs_kept=self.pairs_kept,
             rows_joined=self._counts["rows_joined"],
-            bad_rows=self._bad_reasons.total(),
+            bad_rows=self.num_bad_rows,
             dropped=dict(sorted(dropped.items())),
             truncated=dict(sorted(self._truncated.items())),
             splits_moved=self._counts["splits_moved"],
@@ -140,6 +163,7 @@ class PrepareStats:
             percentiles=self._lengths.percentiles() if has_pairs else {},
             findings=tuple(each for each in findings if each.count),
             length_bias=self._lengths.bias() if has_pairs else None,
-            bad_reasons=dict(self._bad_reasons.most_common(20)),
+            bad_reasons=bad_reasons,
             length_to_keep_95=self._lengths.length_to_keep(0.95, self._too_long) if self._too_long else None,
+            bad_examples={reason: tuple(self._bad_examples[reason]) for reason in bad_reasons},
         )

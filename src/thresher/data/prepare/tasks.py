@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thresher.data.prepare.block_worker import BadRow, BlockTask
 from thresher.data.rows.formats import FORMAT_BY_NAME, detect_format, rename
@@ -16,7 +16,11 @@ from thresher.data.rows.parsing import BadRowError, parse_row
 from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block, SourceSpan, read_blocks, read_span, split_source
-from thresher.data.sources.resolve import SourceFile
+from thresher.data.sources.resolve import SourceFile, resolve_sources
+from thresher.data.tokenization.chat_template import Template, load_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,18 @@ def read_task(task: SpanTask) -> Iterator[BlockTask]:
     for number, block in enumerate(read_span(task.span)):
         if number >= task.skip_blocks:
             yield BlockTask(task.number, block, task.row_format, task.column_names, len(block))
+
+
+def find_template(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """Load the template of the settings; rows of token ids use none, so their tokenizer may lack a chat template."""
+    name = settings.template
+    if name == "auto" and not tokenizer.chat_template:
+        formats = {
+            _detect_source(each, settings.column_names).format_name for each in resolve_sources(settings.file_names)
+        }
+        if all(each is not None and FORMAT_BY_NAME[each].is_tokenized for each in formats):
+            name = "raw"
+    return load_template(tokenizer, name, settings.template_arguments, settings.key("template"))
 
 
 class TaskReader:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from thresher.data.rows.messages import (
+    SYSTEM_ROLES,
     Message,
     TextSegment,
+    is_empty,
     is_transcript,
     parse_transcript,
     split_shared_prefix,
@@ -32,7 +34,9 @@ _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
 # variables of the chat template: TRL's name, and that of our config
 _ARGUMENTS = ("chat_template_kwargs", "template_arguments")
-_OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS)
+# of the chosen and the rejected response, as UltraFeedback and others name them
+_SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+_OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS, *(name for names in _SCORES for name in names))
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class PreferenceRow:
 
     chosen, rejected: the messages after the prompt; the first and the last are from the assistant.
     template_arguments: variables of the chat template for this row.
+    scores_contradict: the row has scores, and that of the rejected response is higher.
     """
 
     prompt: list[Message]
@@ -60,6 +65,7 @@ class PreferenceRow:
     weight: float = 1.0
     margin: float = 0.0
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    scores_contradict: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,14 @@ def _read_instruction(row: Row) -> PreferenceRow:
     return _pair(row, prompt, _side(row, "chosen"), _side(row, "rejected"))
 
 
+def _read_ranked_output(row: Row) -> PreferenceRow:
+    """LLaMA-Factory's earlier ranking data: both answers are in `output`, the chosen one first."""
+    output = row["output"]
+    if not isinstance(output, list) or len(output) != 2:
+        raise BadRowError("`output` must be a list of [chosen, rejected]")
+    return _read_instruction({**row, "chosen": output[0], "rejected": output[1]})
+
+
 def _history(value: Any) -> list[Message]:
     if value is None or value == "":
         return []
@@ -95,20 +109,33 @@ def _read_prompt(row: Row) -> PreferenceRow:
     column = next(name for name in ("prompt", "messages", "conversations") if row.get(name) is not None)
     value, chosen, rejected = row[column], row.get("chosen"), row.get("rejected")
     if isinstance(value, str):
+        if column != "prompt":
+            raise BadRowError(f"`{column}` must be a list of messages, got text")
         value = _with_input(row, value)
         if isinstance(chosen, str) and isinstance(rejected, str):
             return _read_texts(row, value, chosen, rejected)
     prompt = to_messages(value, "user", column)
     sides = _side(row, "chosen"), _side(row, "rejected")
     if sides[0] and sides[0][0]["role"] != "assistant":
-        # full conversations next to a prompt: they repeat it, or its last turns, or they follow it
         shared = split_shared_prefix(*sides)
-        prefix = sides[0][:shared]
-        repeated = {message["content"] for message in prefix}
-        is_repeated = all(message["content"] in repeated for message in prompt)
-        before = [] if is_repeated else prompt[: len(prompt) - _overlap_length(prompt, prefix)]
-        return _pair(row, before + prefix, sides[0][shared:], sides[1][shared:])
+        prompt = _join_conversations(prompt, sides[0][:shared], column)
+        sides = sides[0][shared:], sides[1][shared:]
     return _pair(row, prompt, *sides)
+
+
+def _join_conversations(prompt: list[Message], prefix: list[Message], column: str) -> list[Message]:
+    """Put a prompt before the start of full conversations, which repeat it, or its last turns, or follow it."""
+    prompt = [message for message in prompt if not is_empty(message)]
+    asked, shared = ([(each["role"], each["content"].strip()) for each in side] for side in (prompt, prefix))
+    turns = iter(shared)
+    if all(turn in turns for turn in asked):  # `in` consumes the iterator, so the turns are in this order
+        return prefix
+    overlap = _overlap_length(asked, shared)
+    if not overlap and (asked[-1][0] == "user" or shared[0][0] in SYSTEM_ROLES):
+        raise BadRowError(
+            f"`{column}` differs from the first turns of `chosen` and `rejected`; make it equal to them, or remove it"
+        )
+    return prompt[: len(prompt) - overlap] + prefix
 
 
 def _read_question(row: Row) -> PreferenceRow:
@@ -145,10 +172,9 @@ def _read_rejected_messages(row: Row) -> PreferenceRow:
     return _read_conversations({**row, "chosen": row["messages"], "rejected": row["rejected_messages"]})
 
 
-def _overlap_length(prompt: list[Message], prefix: list[Message]) -> int:
-    """Return the number of messages at the end of the prompt with which the conversation begins."""
-    ends, starts = ([(m["role"], m["content"]) for m in side] for side in (prompt[-MAX_MESSAGES:], prefix))
-    lengths = range(min(len(ends), len(starts)), 0, -1)
+def _overlap_length(ends: list[tuple[str, str]], starts: list[tuple[str, str]]) -> int:
+    """Return the number of turns at the end of the prompt with which the conversation begins."""
+    lengths = range(min(len(ends), len(starts), MAX_MESSAGES), 0, -1)
     return next((length for length in lengths if ends[-length:] == starts[:length]), 0)
 
 
@@ -218,6 +244,7 @@ FORMATS = (
     RowFormat(
         "instruction", ("instruction", "chosen", "rejected"), _read_instruction, ("input", "history", *_OPTIONAL)
     ),
+    RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, ("input", "history", *_OPTIONAL)),
     RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
     RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
     RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
@@ -256,6 +283,8 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
 def _matches_values(row_format: RowFormat, row: Row) -> bool:
     if row_format.name == "context":  # in other formats, a text that is not read
         return isinstance(row["context"], list)
+    if row_format.name == "ranked_output":  # a text is an answer without a rejected one
+        return isinstance(row["output"], list)
     if row_format.name == "transcripts":
         return is_transcript(row["chosen"])
     if row_format.name == "whole_conversations":
@@ -343,7 +372,19 @@ def _pair(
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     tools, arguments = to_tools(row.get("tools")), _template_arguments(row)
-    return PreferenceRow(prompt, chosen, rejected, tools, plain, *read_numbers(row), arguments)
+    numbers = read_numbers(row)
+    return PreferenceRow(prompt, chosen, rejected, tools, plain, *numbers, arguments, _prefers_rejected(row))
+
+
+def _prefers_rejected(row: Row) -> bool:
+    """Return whether a score of the rejected response is higher; scores that are not numbers are ignored."""
+    for chosen, rejected in _SCORES:
+        try:
+            if float(row[chosen]) < float(row[rejected]):
+                return True
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+    return False
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:

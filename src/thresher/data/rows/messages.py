@@ -7,7 +7,6 @@ and response.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -23,6 +22,7 @@ _ROLES = {
     "system": "system",
     "developer": "developer",
 }
+SYSTEM_ROLES = ("system", "developer")
 _STANDARD_KEYS = frozenset({"role", "from", "content", "value"})
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -84,16 +84,16 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
     return value or None
 
 
-def has_content(messages: Sequence[Message]) -> bool:
-    """Return whether any assistant message has text or another field, such as tool calls."""
-    return any(
-        message["role"] == "assistant" and (message["content"].strip() or set(message) - {"role", "content"})
-        for message in messages
-    )
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither text nor another field, such as tool calls."""
+    return not message["content"].strip() and message.keys() <= {"role", "content"}
 
 
 def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of messages in the prompt shared by two conversations; each keeps a response after it."""
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in side):
+            raise BadRowError(f"`{name}` has no assistant turn")
     shared = 0
     for left, right in zip(chosen, rejected, strict=False):
         if left != right:
@@ -102,8 +102,10 @@ def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
     # both responses start with an assistant turn, also where one conversation is a prefix of the other
     while shared > 0 and (shared >= min(len(chosen), len(rejected)) or chosen[shared]["role"] != "assistant"):
         shared -= 1
-    if shared == 0:
+    if shared == 0 and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
         raise BadRowError("`chosen` and `rejected` share no prompt; put the prompt in a separate column")
+    if shared == 0:
+        raise BadRowError("`chosen` and `rejected` share no prompt: they differ before the first assistant turn")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[shared]["role"] != "assistant":
             role = side[shared]["role"]

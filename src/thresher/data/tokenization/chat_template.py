@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CharSpan = tuple[int, int]
+TEMPLATE_KEY = "actor_train.data_args.template"
 _TEMPLATES = Path(__file__).with_name("templates")
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?INST\]")
 # private use, so that no header contains it
@@ -63,24 +64,26 @@ class Template:
     arguments: Mapping[str, Any]
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapping[str, Any]) -> Template:
-    """Load the template of `data_args.template` and check its syntax."""
+def load_template(
+    tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapping[str, Any], key: str = TEMPLATE_KEY
+) -> Template:
+    """Load the template of `data_args.template` and check its syntax; messages name it by its full config key."""
     if name == "raw":
         return Template(True, None, "raw", {})
     if name == "auto":
         if not tokenizer.chat_template:
             raise UserError(
-                "the tokenizer has no chat template; use data_args.template=raw for plain text, "
-                "or data_args.template=FILE.jinja for a custom template"
+                f"the tokenizer has no chat template; use {key}=raw for plain text, {key}=FAMILY for a model of the "
+                f"family {', '.join(template_names())}, or {key}=FILE.jinja for a custom template"
             )
         source, text = None, tokenizer.chat_template
     else:
-        source = text = find_template_file(name).read_text(encoding="utf-8")
+        source = text = find_template_file(name, key).read_text(encoding="utf-8")
         if name in template_names():
-            _check_control_tokens(name, text, tokenizer)
+            _check_control_tokens(f"{key}={name}", text, tokenizer)
     content = json.dumps([text, dict(arguments)], sort_keys=True)
     template = Template(False, source, hashlib.sha256(content.encode()).hexdigest(), arguments)
-    _check_syntax(tokenizer, template, name)
+    _check_syntax(tokenizer, template, f"{key}={name!r}")
     return template
 
 
@@ -89,35 +92,35 @@ def template_names() -> list[str]:
     return sorted(path.stem for path in _TEMPLATES.glob("*.jinja"))
 
 
-def find_template_file(name: str) -> Path:
+def find_template_file(name: str, key: str = TEMPLATE_KEY) -> Path:
     """Return the Jinja file of a `data_args.template` other than auto and raw."""
     if name in template_names():
         return _TEMPLATES / f"{name}.jinja"
     path = Path(os.path.expandvars(name)).expanduser()
     if not path.is_file():
         raise UserError(
-            f"data_args.template={name!r}: no such file; use auto, raw, one of {', '.join(template_names())}, or the "
-            "path of a Jinja file"
+            f"{key}={name!r}: no such file; use auto, raw, one of {', '.join(template_names())}, or the path of a "
+            "Jinja file"
         )
     return path
 
 
-def _check_control_tokens(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_control_tokens(setting: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     vocabulary = tokenizer.get_vocab()
     if missing := [token for token in dict.fromkeys(_CONTROL_TOKEN.findall(text)) if token not in vocabulary]:
         raise UserError(
-            f"data_args.template={name}: the tokenizer has no token {', '.join(missing)}, so it would split them into "
-            "characters; use the template of the model's family, or auto"
+            f"{setting}: the tokenizer has no token {', '.join(missing)}, so it would split them into characters; use "
+            "the template of the model's family, or auto"
         )
 
 
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, name: str) -> None:
+def _check_syntax(tokenizer: PreTrainedTokenizerBase, template: Template, setting: str) -> None:
     try:
         apply_template(tokenizer, template, [{"role": "user", "content": "?"}], None, header=True)
     except BadRowError as error:
         # a template may reject this conversation and accept others, unless it has a syntax error
         if type(error.__cause__).__name__ == "TemplateSyntaxError":
-            raise UserError(f"data_args.template={name!r} is not valid Jinja: {error.__cause__}") from error
+            raise UserError(f"{setting} is not valid Jinja: {error.__cause__}") from error
 
 
 def render(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenizerBase) -> RenderedRow:
@@ -127,11 +130,9 @@ def render(row: PreferenceRow, template: Template, tokenizer: PreTrainedTokenize
 
 def _render_raw(row: PreferenceRow) -> RenderedRow:
     if row.tools:
-        raise BadRowError("the row has `tools`, which data_args.template=raw cannot render; use a chat template")
+        raise BadRowError("the row has `tools`, which template raw cannot render; use a chat template")
     if row.template_arguments:
-        raise BadRowError(
-            "the row has variables of a chat template, but data_args.template is raw; use a chat template"
-        )
+        raise BadRowError("the row has variables of a chat template, but the template is raw; use a chat template")
     if row.plain is not None:
         prompt, chosen, rejected = row.plain.prompt, row.plain.chosen, row.plain.rejected
     else:

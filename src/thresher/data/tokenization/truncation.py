@@ -29,9 +29,21 @@ def truncate(pair: Pair, limit: int | None, how: Truncation, bos_id: int | None)
     return None
 
 
+def needed_length(pair: Pair, how: Truncation, bos_id: int | None) -> int:
+    """Return the smallest limit at which a pair is kept, truncated or not."""
+    response = max(len(pair.chosen_ids), len(pair.rejected_ids))
+    needed = {"prompt_start": _num_kept_tokens(pair, bos_id) + 1 + response, "response_end": len(pair.prompt_ids) + 1}
+    return min(pair_length(pair), needed.get(how, pair_length(pair)))
+
+
+def _num_kept_tokens(pair: Pair, bos_id: int | None) -> int:
+    """Return the number of tokens at the start of a prompt that are never cut: its BOS."""
+    return int(len(pair.prompt_ids) > 0 and bos_id is not None and pair.prompt_ids[0] == bos_id)
+
+
 def _cut_prompt_start(pair: Pair, limit: int, bos_id: int | None) -> Pair | None:
     excess = pair_length(pair) - limit
-    kept = int(len(pair.prompt_ids) > 0 and bos_id is not None and pair.prompt_ids[0] == bos_id)
+    kept = _num_kept_tokens(pair, bos_id)
     if kept + excess >= len(pair.prompt_ids):
         return None
     return replace(pair, prompt_ids=np.concatenate([pair.prompt_ids[:kept], pair.prompt_ids[kept + excess :]]))
