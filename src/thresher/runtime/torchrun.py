@@ -292,8 +292,10 @@ class LaunchSession:
             f"than heartbeat_timeout={timeout:g}; rerun the same command to resume, with a larger one if it does"
         )
         rank.log_stacks()
-        if _within(_SECONDS_FOR_CAUSE, self._is_first_to_fail) is not False:
+        is_first = _within(_SECONDS_FOR_CAUSE, self._is_first_to_fail)  # None: the process of the store is the one
+        if is_first is not False:
             logger.error("%s", message)
+        if is_first:
             _within(_SECONDS_FOR_CAUSE, lambda: self._publish_failure(message, exit_code_of(UserError(message))))
         logging.shutdown()
         os._exit(exit_code_of(UserError(message)))
