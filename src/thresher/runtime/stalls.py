@@ -55,6 +55,7 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._end = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self, timeout: float, when_stuck: Callable[[float], None]) -> None:
         """Call `when_stuck` once, with the seconds without progress; an earlier watch ends."""
@@ -68,7 +69,12 @@ class StallWatch:
                     when_stuck(seconds)
                     return
 
-        threading.Thread(target=watch, name="stall watch", daemon=True).start()
+        self._thread = threading.Thread(target=watch, name="stall watch", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
+        """Wait for the thread: what `when_stuck` refers to, such as process groups, must not be destroyed in it."""
         self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
