@@ -49,9 +49,16 @@ class CommandGroup(TyperGroup):
 
 def _hide_types_of_flags(command: Any) -> None:
     """A flag takes no value, so that help must not show `<bool>` as one."""
-    for option in command.params:
-        if getattr(option, "is_bool_flag", False) and option.metavar is None:
-            option.metavar = ""
+    get_params = command.get_params
+
+    def without_types(context: typer.Context) -> Any:
+        params = get_params(context)
+        for each in params:
+            if getattr(each, "is_bool_flag", False) and each.metavar is None:
+                each.metavar = ""
+        return params
+
+    command.get_params = without_types  # the only place with the option --help
     for each in getattr(command, "commands", {}).values():
         _hide_types_of_flags(each)
 

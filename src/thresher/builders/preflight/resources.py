@@ -26,9 +26,11 @@ def check_devices(parts: RunParts) -> Iterator[Finding]:
     if config.ray_address is not None:
         return
     for section, role in (("actor_train", config.actor_train), ("reference", config.reference)):
-        is_used = section == "actor_train" or parts.loads_reference
+        is_policy = section == "actor_train"
+        # a strategy of the other role is another problem
+        is_used = (role.strategy.build_train is not None) == is_policy and (is_policy or parts.loads_reference)
         if is_used and role.strategy.needs_gpu and not (count or role.device_mapping):
-            other = "fsdp2_train" if section == "actor_train" else "hf_infer"
+            other = "fsdp2_train" if is_policy else "hf_infer"
             yield Finding(
                 f"{section}.strategy_args.strategy_name is {role.strategy_name}, which needs a GPU per worker, but "
                 f"this machine has no CUDA device; use one with GPUs, or set it to {other}, which also runs on CPUs"
