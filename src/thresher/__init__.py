@@ -7,7 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thresher.api.trainer import DPOTrainer, TrainResult, train
+    from thresher.api.results import TrainResult
+    from thresher.api.trainer import DPOTrainer, train
     from thresher.config import DPOConfig, load_config
     from thresher.errors import UserError
     from thresher.pipeline import DPOPipeline
@@ -21,7 +22,7 @@ _HOMES = {
     "DPOConfig": "thresher.config",
     "DPOPipeline": "thresher.pipeline",
     "DPOTrainer": "thresher.api.trainer",
-    "TrainResult": "thresher.api.trainer",
+    "TrainResult": "thresher.api.results",
     "UserError": "thresher.errors",
     "load_config": "thresher.config",
     "train": "thresher.api.trainer",

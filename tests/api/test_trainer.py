@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import thresher
-from tests.support.compared_runs import merge
 from tests.support.small_runs import last_weights
 from thresher import DPOConfig, DPOTrainer, UserError
 from thresher.config import parse_config
@@ -29,47 +28,11 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def small(base) -> dict[str, Any]:
-    """A run of two steps whose reference is the initial policy."""
-    return merge(base, {"reference": {"model_args": {}}, "max_steps": 2}) | {"reference": {}}
-
-
-@pytest.fixture(scope="session")
 def by_file(small, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights of the run from a config."""
     output = tmp_path_factory.mktemp("by-file")
     DPOPipeline(parse_config({**small, "output_dir": str(output)})).run()
     return last_weights(output)
-
-
-@pytest.fixture
-def config(small, tmp_path) -> DPOConfig:
-    """The settings of the run by flat names, without model and data."""
-    return DPOConfig(
-        output_dir=tmp_path,
-        max_steps=2,
-        save_steps=2,
-        eval_steps=2,
-        max_length=64,
-        bf16=False,
-        template="raw",
-        global_batch_size=6,
-        track_with=[],
-        **{
-            name: small["actor_train"]["training_args"][name]
-            for name in ("learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "adam_epsilon")
-        },
-    )
-
-
-@pytest.fixture
-def files(small) -> dict[str, str]:
-    """The model and the data of the run."""
-    return {
-        "model": small["pretrain"],
-        "train": small["actor_train"]["data_args"]["file_name"],
-        "eval": small["validation"]["data_args"]["file_name"],
-    }
 
 
 def assert_same_weights(output: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -235,7 +198,9 @@ def test_a_callback_ends_the_run_with_a_result(config, files):
         ({"train_dataset": DatasetDict()}, "give one of its splits"),
         ({"train_dataset": Dataset.from_list([{"a": "b"}]).to_iterable_dataset()}, "IterableDataset"),
         ({"train_dataset": [{"prompt": "a", "chosen": b"b", "rejected": "c"}]}, "row 0 of train_dataset is not JSON"),
-        ({"eval_dataset": {"a": [], "b": []}}, "eval_dataset has several data sets"),
+        ({"eval_dataset": {"a": [], "b": []}}, "eval_dataset['a'] is empty"),
+        ({"eval_dataset": {}}, "eval_dataset is empty"),
+        ({"train_dataset": {"a": [], "b": []}}, "train_dataset has several data sets (a, b); join them"),
         ({"devices": 0}, "devices is 0"),
         ({"data_collator": object()}, "DPOTrainer has no argument data_collator"),
         ({"config": DPOConfig(), "args": DPOConfig()}, "config and args are both set"),

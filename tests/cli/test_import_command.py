@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from thresher.cli.import_config import fold_at_dots
+
 
 @pytest.mark.parametrize("command", [("train",), ("config", "show")])
 def test_a_foreign_config_is_named_with_the_command_that_converts_it(
@@ -21,15 +23,32 @@ def test_a_foreign_config_is_named_with_the_command_that_converts_it(
     assert f"{path} is a config of axolotl; convert it with: thresher import {path} -o dpo.yaml" in result.err
 
 
-def test_import_writes_a_config_and_reports_every_key(command_line, tmp_path: Path) -> None:
+def test_import_writes_a_config_and_reports_every_key_on_request(command_line, tmp_path: Path) -> None:
     path, output = tmp_path / "theirs.yaml", tmp_path / "dpo.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nmax_length: 64\nlog_level: info\n")
-    result = command_line("import", str(path), "-o", str(output))
+    result = command_line("import", str(path), "-o", str(output), "--all")
     assert result.code == 0, result.err
     for word in ("renamed", "translated", "no equivalent", "max_length", "sequence_length", "log_level", "(default)"):
         assert word in result.err
     assert yaml.safe_load(output.read_text())["sequence_length"] == 64
     assert "exists; remove it" in command_line("import", str(path), "-o", str(output)).err
+
+
+def test_import_shows_what_differs_and_counts_the_rest(command_line, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nmax_length: 64\nlog_level: info\nload_in_4bit: true\n")
+    shown = command_line("import", str(path), "--force").err
+    assert "max_length" not in shown
+    assert "renamed" not in shown
+    assert shown.index("dataset_name") < shown.index("load_in_4bit") < shown.index("log_level")
+    assert "other keys mean the same here or have no effect; --all shows them" in " ".join(shown.split())
+
+
+def test_long_keys_are_folded_at_their_dots() -> None:
+    folded = fold_at_dots("actor_train.training_args.learning_rate")
+    assert folded.split("\n") == ["actor_train.", "training_args.", "learning_rate"]
+    assert fold_at_dots("max_steps") == "max_steps"
+    assert fold_at_dots("a.b.c") == "a.b.c"
 
 
 def test_import_fails_where_the_numbers_would_change_unless_forced(command_line, tmp_path: Path) -> None:

@@ -91,6 +91,144 @@ def test_trl_ignores_label_smoothing_of_sigmoid_and_we_do_not(tmp_path: Path) ->
     assert value(imported(tmp_path, f"{text}loss_type: robust\n"), "label_smoothing") == 0.1
 
 
+TRL = "model_name_or_path: m\ndataset_name: d\n"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given"),
+    [
+        ("trl", {"num_train_epochs": 1.0}),
+        ("trl", {}),
+        ("llama-factory", {"num_train_epochs": 1.0}),
+        ("ms-swift", {}),
+        ("axolotl", {"num_epochs": 2}),
+        ("open-instruct", {"num_train_epochs": 2}),
+    ],
+)
+def test_a_number_of_steps_takes_precedence_over_epochs(trainer: str, given: dict[str, object]) -> None:
+    """In transformers the data repeats until max_steps; here the run would end after the epochs."""
+    key = "max_train_steps" if trainer == "open-instruct" else "max_steps"
+    run = translate(NAMES[trainer], {**given, key: 1000})
+    assert (run.value("max_steps"), run.value("num_train_epochs")) == (1000, None)
+    epochs = [each for each in run.entries if each.key in ("num_train_epochs", "num_epochs")]
+    assert [(each.outcome, "takes precedence" in each.notes[0]) for each in epochs] == [("no effect", True)] * len(
+        given
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "smoothing"),
+    [
+        ("loss_type: robust", "robust", 0.0),  # TRL's default, ours is 0.1
+        ("loss_type: robust\nlabel_smoothing: 0.0", "robust", 0.0),
+        ("loss_type: robust\nlabel_smoothing: 0.2", "robust", 0.2),
+        ("loss_type: exo_pair\nlabel_smoothing: 0.01", "exo_pair", 0.01),
+        ("loss_type: aot\nlabel_smoothing: 0.2", "aot", 0.2),
+        ("loss_type: [sigmoid, hinge]\nlabel_smoothing: 0.2", {"sigmoid": 1.0, "hinge": 1.0}, None),
+        (
+            "loss_type: [sigmoid, robust]\nlabel_smoothing: 0.2",
+            {"sigmoid": {"weight": 1.0, "label_smoothing": 0.0}, "robust": 1.0},
+            0.2,
+        ),
+        (
+            "loss_type: [aot, sigmoid]\nloss_weights: [0.3, 0.7]\nlabel_smoothing: 0.2",
+            {"aot": 0.3, "sigmoid": {"weight": 0.7, "label_smoothing": 0.0}},
+            0.2,
+        ),
+    ],
+)
+def test_each_loss_of_trl_gets_its_label_smoothing(tmp_path: Path, text: str, loss: object, smoothing: object) -> None:
+    done = imported(tmp_path, f"{TRL}{text}\n")
+    assert (value(done, "pref_loss"), value(done, "label_smoothing")) == (loss, smoothing)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "note"),
+    [
+        ("loss_type: [sigmoid, sft]", "loss_type", "sft: TRL averages over all tokens of a micro-batch"),
+        ("loss_type: bco_pair", "loss_type", "bco_pair: TRL classifies the rewards as they are"),
+        ("loss_type: aot", "loss_type", "aot: TRL sorts the pairs of a micro-batch"),
+        ("loss_type: exo_pair", "loss_type", "TRL refuses exo_pair without label_smoothing"),
+        ("disable_dropout: false", "disable_dropout", "dropout is always off"),
+        ("beta: 0.1", "dataset_name", "rows of plain strings as raw text"),
+    ],
+)
+def test_numbers_that_differ_from_trl_are_reported(tmp_path: Path, text: str, key: str, note: str) -> None:
+    done = imported(tmp_path, f"{TRL}{text}\n")
+    assert entry(done, key).outcome == "different meaning"
+    assert note in "; ".join(entry(done, key).notes)
+    assert note in done.text
+
+
+def test_one_weight_per_loss(tmp_path: Path) -> None:
+    done = imported(tmp_path, f"{TRL}loss_type: [sigmoid, sft]\nloss_weights: [0.8]\n")
+    assert lost(done) == {"loss_type"}
+    assert "1 weights for 2 losses" in entry(done, "loss_type").notes[0]
+
+
+def test_trl_evaluates_with_the_logs_unless_it_says_when(tmp_path: Path) -> None:
+    text = f"{TRL}eval_strategy: steps\n"
+    assert value(imported(tmp_path, text), "eval_steps") == 10, "TRL's default of logging_steps"
+    assert value(imported(tmp_path, f"{text}logging_steps: 25\n"), "eval_steps") == 25
+    assert value(imported(tmp_path, f"{text}eval_steps: 7\n"), "eval_steps") == 7
+
+
+def test_answers_at_evaluations_are_samples(tmp_path: Path) -> None:
+    text = f"{TRL}generate_during_eval: true\neval_strategy: epoch\n"
+    assert value(imported(tmp_path, text), "samples.num_prompts") == 16
+    assert value(imported(tmp_path, f"{TRL}generate_during_eval: true\n"), "samples.num_prompts") is None
+    run = translate(NAMES["axolotl"], {"base_model": "m", "dpo_generate_during_eval": True, "val_set_size": 0.1})
+    assert run.value("samples.num_prompts") == 16
+
+
+def test_arguments_of_from_pretrained_are_settings_of_the_model(tmp_path: Path) -> None:
+    given = "{dtype: bfloat16, attn_implementation: sdpa, revision: v1, use_cache: false, device_map: null}"
+    done = imported(tmp_path, f"{TRL}model_init_kwargs: {given}\n")
+    assert value(done, f"{MODEL}master_dtype") == "bf16"
+    assert (value(done, f"{MODEL}attn_implementation"), value(done, f"{MODEL}revision")) == ("sdpa", "v1")
+    assert not lost(done)
+    assert lost(imported(tmp_path, f"{TRL}model_init_kwargs: {{rope_theta: 1}}\n")) == {"model_init_kwargs"}
+    plain = imported(tmp_path, f"{TRL}model_init_kwargs: {{revision: main, dtype: auto}}\n")
+    assert entry(plain, "model_init_kwargs").outcome == "no effect"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "arguments"),
+    [("qwen3_nothink", "chatml", None), ("other_nothink", None, {"enable_thinking": False})],
+)
+def test_templates_without_thinking(tmp_path: Path, name: str, template: object, arguments: object) -> None:
+    done = imported(tmp_path, f"stage: dpo\nmodel_name_or_path: m\ndataset: d\ntemplate: {name}\n")
+    assert value(done, "actor_train.data_args.template") == template
+    assert value(done, "actor_train.data_args.template_arguments") == arguments
+    assert not lost(done)
+
+
+def test_the_lora_file_of_colossalchat_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "lora.json"
+    given = {"r": 8, "lora_alpha": 16, "linear_lora_dropout": 0.2, "lora_initialization_method": "PiSSA"}
+    path.write_text(json.dumps({**given, "target_modules": ["q_proj"]}))
+    script = f"torchrun train_dpo.py --pretrain m --mixed_precision bf16 --lora_config {path}\n"
+    done = imported(tmp_path, script, "train.sh")
+    assert (value(done, f"{MODEL}lora_rank"), value(done, f"{MODEL}lora_target")) == (8, ["q_proj"])
+    # its linear layers take neither value of the file: coati/models/lora.py, _lora_linear_wrapper
+    assert (value(done, f"{MODEL}lora_alpha"), value(done, f"{MODEL}lora_dropout")) == (32, 0.0)
+    assert value(done, f"{MODEL}lora_init") == "pissa_niter_4"
+    assert not lost(done)
+    path.write_text(json.dumps({**given, "lora_train_bias": "all"}))
+    assert lost(imported(tmp_path, script, "train.sh")) == {"lora_config"}
+    path.write_text(json.dumps(given))
+    assert entry(imported(tmp_path, script, "train.sh"), "lora_config").outcome == "different meaning"
+    path.unlink()
+    assert lost(imported(tmp_path, script, "train.sh")) == {"lora_config"}
+
+
+def test_a_note_is_about_its_key() -> None:
+    run = translate(NAMES["trl"], {"overwrite_output_dir": True, "load_best_model_at_end": True})
+    notes = {each.key: each.notes[0] for each in run.entries if each.notes}
+    assert "resume_from_checkpoint: false starts again" in notes["overwrite_output_dir"]
+    assert "thresher export --best" in notes["load_best_model_at_end"]
+
+
 def test_bf16_weights_are_bf16_master_weights_only_where_all_weights_are_trained(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\ndtype: bfloat16\n"
     assert value(imported(tmp_path, text), f"{MODEL}master_dtype") == "bf16"

@@ -229,7 +229,17 @@ ALWAYS = {
     *(f"{section}.data_args.store" for section in ("actor_train", "validation")),
 }
 BY_LOSS = {
-    *("pref_loss", "ipo", "simpo_loss", "beta", "label_smoothing", "gamma", "length_normalization", "cpo_alpha"),
+    *(
+        "pref_loss",
+        "pref_loss_digests",
+        "ipo",
+        "simpo_loss",
+        "beta",
+        "label_smoothing",
+        "gamma",
+        "length_normalization",
+        "cpo_alpha",
+    ),
     *("discopop_tau", "rpo_alpha", "f_divergence_type", "ld_alpha", "use_wpo", "length_penalty"),
 }
 BY_MODEL_OR_MODE = {

@@ -53,11 +53,20 @@ def data_source(dataset: Any, directory: Path, argument: str) -> dict[str, Any]:
         raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
     if isinstance(dataset, Mapping) and kind not in _HINTS:
         names = ", ".join(map(str, dataset))
-        raise UserError(
-            f"{argument} has several data sets ({names}); join them, or call evaluate(eval_dataset=...) for each"
-        )
+        raise UserError(f"{argument} has several data sets ({names}); join them with datasets.concatenate_datasets")
     hint = _HINTS.get(kind, "give a datasets.Dataset, a list of dicts, a path, a list of paths or a prepared store")
     raise UserError(f"{argument} is of type {kind}, which cannot be read; {hint}")
+
+
+def joined_sources(sources: Mapping[str, dict[str, Any]], argument: str) -> dict[str, Any]:
+    """Join the keys of `data_args` of several data sets, which must be files."""
+    if not sources:
+        raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
+    if stores := [name for name, source in sources.items() if "store" in source]:
+        raise UserError(
+            f"{argument}[{stores[0]!r}] is a prepared store, which cannot be joined; give its rows or files"
+        )
+    return {"file_name": [file for source in sources.values() for file in source["file_name"]]}
 
 
 def _write_rows(rows: Sequence[Mapping[str, Any]], directory: Path, argument: str) -> Path:

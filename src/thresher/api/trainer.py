@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thresher.api.absent import absent_argument, absent_attribute, refuse_overrides
 from thresher.api.adapters import adapter_settings
-from thresher.api.objects import data_source, model_path, tokenizer_setting
+from thresher.api.hub import model_card, upload
+from thresher.api.objects import data_source, joined_sources, model_path, tokenizer_setting
+from thresher.api.results import Metrics, TrainResult, mean_loss, read_records, trainer_state
 from thresher.builders.checkpoints import build_checkpoint_manager
-from thresher.builders.export import export_checkpoint
-from thresher.builders.run import logging_dir
+from thresher.builders.export import export_checkpoint, load_checkpoint
+from thresher.builders.objective import build_objective
+from thresher.builders.run import describe_losses
 from thresher.checkpoint.retention import latest
 from thresher.config import DPOConfig, parse_config
-from thresher.config.flat import merge_settings
+from thresher.config.flat import merge_settings, trl_arguments
 from thresher.errors import RunStopped, UserError
-from thresher.observability.log_files import METRICS
-from thresher.observability.trackers import jsonl
+from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.location import named_model
+from thresher.observability.trackers.callbacks import name_in_trl
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.pipeline import DPOPipeline
 from thresher.redact import RedactingFormatter
+from thresher.runtime.launch import find_launch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from huggingface_hub import CommitInfo
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 logger = logging.getLogger(__name__)
-
-_ABSENT_ARGUMENTS = {
-    "tokenizer": "it is called processing_class",
-    "data_collator": "pairs are packed without padding; see layout",
-    "compute_metrics": "the metrics of DPO are always computed; add others in a callback",
-    "optimizers": "AdamW is the only optimizer; see learning_rate and lr_scheduler_type",
-    "quantization_config": "quantized base weights are not supported",
-}
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The end of a run: the last metrics of training and evaluation, its directory, and its checkpoints."""
-
-    metrics: dict[str, float]
-    run_dir: Path
-    checkpoint: Path | None
-    best_checkpoint: Path | None
 
 
 class DPOTrainer:
@@ -57,11 +49,13 @@ class DPOTrainer:
 
     model, ref_model: a path, a Hub name or a model of transformers; a model object is copied, not trained in place.
     config, or args: settings; what the other arguments say must not be set in it. train_dataset, eval_dataset: a
-    datasets.Dataset, a list of dicts, a path, a list of paths, or a prepared store. peft_config: a LoraConfig.
-    processing_class: the tokenizer. callbacks: objects with methods of transformers' TrainerCallback. devices: the
-    number of workers on Ray, on GPUs if there are any, or the ids of GPUs; one process when absent.
+    datasets.Dataset, a list of dicts, a path, a list of paths, or a prepared store; eval_dataset may also be several of
+    them by name. peft_config: a LoraConfig. processing_class: the tokenizer. callbacks: objects with methods of
+    transformers' TrainerCallback. devices: the number of workers on Ray, on GPUs if there are any, or the ids of GPUs;
+    one process when absent.
 
-    Objects are written to `inputs` in output_dir, under names that contain a digest of their content.
+    Objects are written to `inputs` in output_dir, under names that contain a digest of their content. The methods of
+    TRL's trainer that a program calls after `train` are here; a subclass with one that is never called is an error.
     """
 
     def __init__(
@@ -80,9 +74,7 @@ class DPOTrainer:
         **others: Any,
     ) -> None:
         for name in (name for name, value in others.items() if value not in (None, (None, None))):
-            raise UserError(
-                f"DPOTrainer has no argument {name}; {_ABSENT_ARGUMENTS.get(name, 'see its documentation')}"
-            )
+            raise UserError(absent_argument(name))
         if config is not None and args is not None:
             raise UserError("config and args are both set; they are the same argument, keep one")
         start = config or args or DPOConfig()
@@ -90,8 +82,16 @@ class DPOTrainer:
             kind = f"{type(start).__module__}.{type(start).__name__}"
             raise UserError(f"config is a {kind}; give a DPOConfig of thresher (from thresher import DPOConfig)")
         self.callbacks = list(callbacks or ())
+        self._options = start.trainer_options
+        self.hub_model_id: str | None = self._options["hub_model_id"]
+        if self._options["push_to_hub"]:
+            warnings.warn("push_to_hub: nothing is uploaded during training; call trainer.push_to_hub()", stacklevel=2)
+        self._tokenizer = processing_class
+        self._loaded: tuple[Path | None, PreTrainedModel] | None = None
+        self._eval_sets: Mapping[str, Any] = eval_dataset if isinstance(eval_dataset, Mapping) else {}
         self._directory = Path(start.output_dir).resolve() / "inputs"
-        models, workers = self._models(start, model, ref_model, processing_class, peft_config), _devices(devices)
+        with _quiet_libraries():
+            models, workers = self._models(start, model, ref_model, processing_class, peft_config), _devices(devices)
         # another reference would be one CPU worker
         is_scored_apart = "reference" in models and "device_mapping" in workers
         self.config = self._complete(
@@ -102,6 +102,15 @@ class DPOTrainer:
             {} if eval_dataset is None else self._validation(start, eval_dataset),
         )
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_overrides(cls, DPOTrainer)
+
+    if not TYPE_CHECKING:  # else mypy would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(absent_attribute(name))
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
         """Train, or resume the run of output_dir; after an interrupt, call it again to continue.
 
@@ -110,7 +119,8 @@ class DPOTrainer:
         added = {} if resume_from_checkpoint is None else {"resume_from_checkpoint": resume_from_checkpoint}
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}
-        with _console() as console:
+        started = time.monotonic()
+        with _console() as console, _quiet_libraries():
             try:
                 evaluation = DPOPipeline(config, console=console, callbacks=self.callbacks).run()
             except RunStopped as stopped:
@@ -120,15 +130,32 @@ class DPOTrainer:
                     raise KeyboardInterrupt(message) from None
                 if stopped.exit_code:
                     raise SystemExit(stopped.exit_code) from None
-        records = jsonl.read_metrics(logging_dir(config) / METRICS)
-        trained: dict[str, float] = next((record for record in reversed(records) if "loss" in record), {})
+        records = read_records(config)
+        trained: dict[str, Any] = next((record for record in reversed(records) if "loss" in record), {})
+        loss = mean_loss(records)
+        timing = {"train_loss": loss, "train_runtime": time.monotonic() - started}
         checkpoints = build_checkpoint_manager(config)
         return TrainResult(
-            {**trained, **evaluation}, Path(config.output_dir), latest(checkpoints.root), checkpoints.best()
+            metrics=Metrics({**trained, **evaluation, **timing}),
+            run_dir=Path(config.output_dir),
+            checkpoint=latest(checkpoints.root),
+            best_checkpoint=checkpoints.best(),
+            global_step=int(trained.get("step", 0)),
+            training_loss=loss,
         )
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Evaluate the newest checkpoint, or the initial model before training, on eval_dataset or another data set."""
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> Metrics:
+        """Evaluate the newest checkpoint, or the initial model before training, on eval_dataset or another data set.
+
+        eval_dataset: several by name are evaluated one by one, their metrics named eval_NAME/... . ignore_keys: metrics
+        to leave out.
+        """
+        named = self._eval_sets if eval_dataset is None else eval_dataset if isinstance(eval_dataset, Mapping) else {}
+        if named:
+            found = [self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}") for name, each in named.items()]
+            return Metrics({key: value for metrics in found for key, value in metrics.items()})
         config = self.config
         if eval_dataset is not None and config.validation is not None and config.validation.split is not None:
             raise UserError("validation.split holds out training pairs; call evaluate() without another data set")
@@ -139,21 +166,181 @@ class DPOTrainer:
             config = self._complete(config, self._validation(config, eval_dataset))
         if config.validation is None:
             raise UserError("there is no validation data; call evaluate(eval_dataset=...) or give DPOTrainer one")
-        with _console() as console:
-            return DPOPipeline(config, console=console).evaluate()
+        with _console() as console, _quiet_libraries():
+            metrics = DPOPipeline(config, console=console).evaluate()
+        hidden = {name_in_trl(key).replace("/", "_") for key in ignore_keys or ()}
+        return Metrics(
+            {
+                name.replace("eval/", f"{metric_key_prefix}/", 1): value
+                for name, value in metrics.items()
+                if name_in_trl(name).replace("/", "_") not in hidden
+            }
+        )
+
+    @property
+    def args(self) -> SimpleNamespace:
+        """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig."""
+        return SimpleNamespace(**{**vars(trl_arguments(self.config)), **self._options})
+
+    @property
+    def state(self) -> TrainerState:
+        """transformers' TrainerState, from the logs of the run: log_history, global_step, best_metric and others."""
+        return trainer_state(self.config, self.args)
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        if self._tokenizer is None:
+            trusts = self.config.actor_train.model_args.trust_remote_code
+            self._tokenizer = load_tokenizer(named_model(self.config.tokenizer_path), trust_remote_code=trusts)
+        return self._tokenizer
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """A copy of the trained model, adapters merged, loaded on first use; the initial model before training."""
+        checkpoint = self._checkpoint()
+        if self._loaded is None or self._loaded[0] != checkpoint:
+            args = self.config.actor_train.model_args
+            with _quiet_libraries():
+                if checkpoint is None:
+                    path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
+                    model = load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code)
+                else:
+                    model = load_checkpoint(checkpoint, trust_remote_code=args.trust_remote_code).model
+            self._loaded = checkpoint, model
+        return self._loaded[1]
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What programs use of accelerate's Accelerator outside of training."""
+        launch = find_launch(os.environ)
+        return Accelerator() if launch is None else Accelerator(launch.rank, launch.size, launch.local_rank)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process leads the run: always, except under torchrun and srun."""
+        return self.accelerator.is_main_process
+
+    def add_callback(self, callback: object) -> None:
+        """Add a callback, an instance or a class."""
+        self.callbacks.append(callback)
+
+    def remove_callback(self, callback: object) -> None:
+        """Remove a callback: the instance, or the first one of a class."""
+        self.pop_callback(callback)
+
+    def pop_callback(self, callback: object) -> object | None:
+        """Remove a callback and return it; None if there is no such callback."""
+        for position, each in enumerate(self.callbacks):
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                return self.callbacks.pop(position)
+        return None
 
     def save_model(self, output_dir: str | PathLike[str] | None = None) -> Path:
         """Write the newest checkpoint as a plain Hugging Face directory, adapters merged; return its path.
 
-        output_dir: a new directory; `model` in the run's output_dir when absent.
+        With load_best_model_at_end, the best checkpoint. output_dir: `model` in the run's output_dir when absent. The
+        files of a model that is there are replaced, other files stay.
         """
         output = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / "model"
-        checkpoint = latest(build_checkpoint_manager(self.config).root)
+        if not self.is_world_process_zero():
+            return output
+        checkpoint = self._checkpoint()
         if checkpoint is None:
             raise UserError(f"{self.config.output_dir} has no checkpoint to save; call train() first")
         trusts = self.config.actor_train.model_args.trust_remote_code
-        export_checkpoint(checkpoint, output, trust_remote_code=trusts)
+        with _quiet_libraries():
+            export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
         return output
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to output_dir, as transformers does."""
+        from transformers.trainer_pt_utils import save_state
+
+        save_state(self)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics as transformers does. split: `train`, `eval` or another name."""
+        from transformers.trainer_pt_utils import log_metrics
+
+        log_metrics(self, split, _named_as_in_trl(metrics))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `SPLIT_results.json`, and to `all_results.json` if combined, as transformers does."""
+        from transformers.trainer_pt_utils import save_metrics
+
+        save_metrics(self, split, _named_as_in_trl(metrics), combined)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        language: str | None = None,
+        license: str | None = None,  # noqa: A002
+    ) -> None:
+        """Write the model card, README.md, to `model` in output_dir."""
+        if not self.is_world_process_zero():
+            return
+        config, state = self.config, self.state
+        text = model_card(
+            model_name or (self.hub_model_id or Path(config.output_dir).resolve().name).rpartition("/")[2],
+            {
+                "loss": describe_losses(build_objective(config)),
+                "steps": state.global_step,
+                "pairs per step": config.pairs_per_step,
+                "learning rate": config.actor_train.training_args.learning_rate,
+                **{name: f"{value:.4f}" for name, value in self._last_evaluation().items()},
+            },
+            base_model=_hub_name(config.policy_path),
+            datasets=dataset_name,
+            tags=["dpo", "thresher", *([tags] if isinstance(tags, str) else tags or [])],
+            language=language,
+            license=license,
+        )
+        directory = Path(config.output_dir) / "model"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "README.md").write_text(text, encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # noqa: ARG002
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> CommitInfo | None:
+        """Save the model and upload it to the Hugging Face Hub, as hub_model_id or by the name of output_dir.
+
+        blocking: for TRL's programs; the upload is complete when this returns. card: arguments of create_model_card.
+        """
+        directory = self.save_model()
+        self.create_model_card(**card)
+        if not self.is_world_process_zero():
+            return None
+        done = upload(
+            directory,
+            self.hub_model_id or Path(self.config.output_dir).resolve().name,
+            message=commit_message,
+            token=token or self._options["hub_token"],
+            private=self._options["hub_private_repo"],
+            revision=revision or self._options["hub_revision"],
+        )
+        self.hub_model_id = done.repo_url.repo_id
+        return done
+
+    def end(self) -> None:
+        """Do nothing: a run closes its trackers and processes itself. For TRL's programs."""
+
+    def _checkpoint(self) -> Path | None:
+        """The newest checkpoint, or with load_best_model_at_end the best one if there was an evaluation."""
+        manager = build_checkpoint_manager(self.config)
+        best = manager.best() if self._options["load_best_model_at_end"] else None
+        return best or latest(manager.root)
+
+    def _last_evaluation(self) -> dict[str, float]:
+        records = reversed(read_records(self.config))
+        found: dict[str, float] = next((record for record in records if "eval/loss" in record), {})
+        return {name: value for name, value in found.items() if name.startswith("eval/")}
 
     def _models(
         self, config: DPOConfig, model: Any, ref_model: Any, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any
@@ -184,7 +371,11 @@ class DPOTrainer:
 
     def _validation(self, config: DPOConfig, dataset: Any) -> dict[str, Any]:
         """Settings of validation data, read with the settings of the training data unless the config sets them."""
-        source = self._data(dataset, "eval_dataset")
+        if isinstance(dataset, Mapping):
+            sources = {str(name): self._data(each, f"eval_dataset[{name!r}]") for name, each in dataset.items()}
+            source = joined_sources(sources, "eval_dataset")
+        else:
+            source = self._data(dataset, "eval_dataset")
         train = config.actor_train.data_args.model_dump(exclude_unset=True)
         shared = {name: value for name, value in train.items() if name not in ("file_name", "store", "dataset_dir")}
         own = {} if config.validation is None else config.validation.data_args.model_dump(exclude_unset=True)
@@ -226,6 +417,54 @@ def _devices(devices: int | Sequence[int] | None) -> dict[str, Any]:
     if devices < 1:
         raise UserError(f"devices is {devices}; give a number of workers, or the ids of GPUs")
     return {"device_mapping": list(range(devices))} if torch.cuda.is_available() else {"num_workers": devices}
+
+
+class Accelerator:
+    """This process, by the names of accelerate's Accelerator; the workers of a run are processes of their own."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
+        self.process_index, self.num_processes, self.local_process_index = rank, size, local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    def print(self, *values: object, **arguments: Any) -> None:
+        """Print in the main process."""
+        if self.is_main_process:
+            print(*values, **arguments)  # noqa: T201
+
+    def wait_for_everyone(self) -> None:
+        """Do nothing: a run has ended in all of its processes when `train` returns."""
+
+
+def _named_as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name_in_trl(name): value for name, value in metrics.items()}
+
+
+def _hub_name(path: str | None) -> str | None:
+    """Return the name of a model on the Hub; None for a path on this machine."""
+    return None if path is None or Path(path).exists() or path.count("/") != 1 else path
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hide progress bars of transformers and deprecations inside of libraries, as the command line does."""
+    from transformers.utils import logging as transformers_logging
+
+    is_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|peft|torch|transformers)\b")
+            yield
+    finally:
+        if is_on:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

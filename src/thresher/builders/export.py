@@ -7,11 +7,11 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
@@ -34,27 +34,23 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "50GB"  # the default of transformers
 _SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 
+# weights of a model that save_pretrained wrote: shards of an earlier one would be read with those of the new one
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
-def export_checkpoint(
-    checkpoint: Path,
-    output: Path,
-    *,
-    dtype: str | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
-    trust_remote_code: bool = False,
-    replaces: bool = False,
-) -> None:
-    """Load the run's model, load the checkpoint's weights into it, merge adapters and save.
 
-    trust_remote_code is not taken from the checkpoint, which may be untrusted. replaces: whether an earlier export may
-    be replaced.
+class LoadedCheckpoint(NamedTuple):
+    """A trained model with its tokenizer. path: the model that the run started from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+
+
+def load_checkpoint(checkpoint: Path, *, dtype: str | None = None, trust_remote_code: bool = False) -> LoadedCheckpoint:
+    """Load the run's model, load the checkpoint's weights into it and merge adapters.
+
+    trust_remote_code is not taken from the checkpoint, which may be untrusted.
     """
-    if output.resolve() in (Path.cwd(), Path(output.anchor).resolve()):
-        raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
-    if not replaces and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is not an empty directory; name a new one")
-    if not _SIZE.fullmatch(max_shard_size):
-        raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
     verify(checkpoint)
     path, args = _trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
@@ -69,21 +65,45 @@ def export_checkpoint(
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
     if tokenizer.pad_token_id is not None:
         plain.config.pad_token_id = tokenizer.pad_token_id
+    return LoadedCheckpoint(plain, tokenizer, path)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the model of a checkpoint. overwrite: replace the files of a model in a directory that has other files."""
+    if output.resolve() in (Path.cwd(), Path(output.anchor).resolve()):
+        raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
+    is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if is_used and (not overwrite or not output.is_dir()):
+        raise UserError(f"{output} is not an empty directory; name a new one")
+    if not _SIZE.fullmatch(max_shard_size):
+        raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
+    model, tokenizer, path = load_checkpoint(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
+    if is_used and output.resolve() == Path(path).resolve():
+        raise UserError(f"{output} is the model that the run started from; name another directory")
     # written under another name and renamed, so that an existing directory is complete
-    staging, earlier = (output.with_name(f".{output.name}.{state}") for state in ("partial", "earlier"))
-    for directory in (staging, earlier):
-        durable.refuse_link(directory)
-        shutil.rmtree(directory, ignore_errors=True)
+    staging = output.with_name(f".{output.name}.partial")
+    durable.refuse_link(staging)
+    shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
-    plain.save_pretrained(staging, max_shard_size=max_shard_size)
+    model.save_pretrained(staging, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(staging)
     readable = (staging / "config.json").stat().st_mode
     for file in staging.glob("*.safetensors"):
         file.chmod(readable)  # safetensors writes files that only their owner can read
+    if is_used:
+        _replace_files(staging, output)
+        return
     if output.exists():
-        output.rename(earlier)
+        output.rmdir()
     staging.rename(output)
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def export_run(config: DPOConfig) -> None:
@@ -93,8 +113,19 @@ def export_run(config: DPOConfig) -> None:
         logger.warning("%s has no checkpoint, so no model was exported", root)
         return
     trusts = config.actor_train.model_args.trust_remote_code
-    export_checkpoint(checkpoint, output, trust_remote_code=trusts, replaces=True)
+    export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
     logger.info("exported %s to %s", checkpoint, output)
+
+
+def _replace_files(staging: Path, output: Path) -> None:
+    for stale in (file for pattern in _WEIGHTS for file in output.glob(pattern)):
+        stale.unlink()
+    for file in staging.iterdir():
+        target = output / file.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        file.replace(target)
+    staging.rmdir()
 
 
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:

@@ -18,7 +18,7 @@ def build_objective(config: DPOConfig) -> Objective:
     # gamma is SimPO's target margin; other losses get the same term in their logit
     has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
     margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)
-    losses = make_losses(list(weights), parameters)
+    losses = make_losses(list(weights), parameters, config.term_parameters)
     _check_length_normalization(config, weights)
     return Objective(
         terms=tuple(zip(losses, weights.values(), strict=True)),

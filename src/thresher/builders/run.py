@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thresher.builders.checkpoints import build_checkpoint_manager
@@ -83,35 +81,14 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
     """Make a tracker of callbacks of transformers' Trainer, one for all attempts of a run; None without callbacks."""
     if not callbacks:
         return None
+    from thresher.config.flat import trl_arguments  # large tables of other trainers' names
+
     root = build_checkpoint_manager(config).root
     return CallbackTracker(
         callbacks,
-        _training_arguments(config),
+        trl_arguments(config),
         stop_file(config),
         lambda: {step: path for path in list_checkpoints(root) if (step := step_of(path)) is not None},
-    )
-
-
-def _training_arguments(config: DPOConfig) -> SimpleNamespace:
-    """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig, and those of ours."""
-    from thresher.config.dialects.hints import flat_names
-
-    renamed = {name: reduce(getattr, key.split("."), config) for name, key in flat_names().items()}
-    return SimpleNamespace(
-        **{name: getattr(config, name) for name in type(config).model_fields}
-        | renamed
-        | {
-            "max_steps": config.max_steps or -1,
-            "gradient_checkpointing": config.actor_train.training_args.gradient_checkpointing != "off",
-            "metric_for_best_model": config.metric_for_best_model.replace("eval/", "eval_", 1),
-            "eval_strategy": "no"
-            if (config.eval_strategy, config.eval_steps) == ("steps", 0)
-            else config.eval_strategy,
-            "save_strategy": "no"
-            if (config.save_strategy, config.save_steps) == ("steps", 0)
-            else config.save_strategy,
-            "load_best_model_at_end": False,
-        }
     )
 
 

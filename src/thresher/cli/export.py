@@ -23,6 +23,9 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="Export the best checkpoint of the run, not the newest.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of a model that is in the directory.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow Python code from the model directory.")
     ] = False,
@@ -57,6 +60,11 @@ def export(
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
     export_checkpoint(
-        checkpoint, output, dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+        checkpoint,
+        output,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        trust_remote_code=trust_remote_code,
+        overwrite=overwrite,
     )
     logger.info("exported %s to %s", checkpoint, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,13 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from thresher.config.dialects.convert import Conversion
+    from thresher.config.dialects.translation import Entry
 
 logger = logging.getLogger(__name__)
+
+# what a reader must know; the other outcomes are the same training
+_DIFFERENT = ("different meaning", "no equivalent")
+_KEY_WIDTH = 24  # four columns fit into 80 characters
 
 
 def import_config(
@@ -36,8 +41,11 @@ def import_config(
         bool,
         typer.Option("--force", help="Write the config even if a setting that changes the training has no equivalent."),
     ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every key, not only those that differ or have no equivalent.")
+    ] = False,
 ) -> None:
-    """Translate a config of another trainer, and report what became of each key."""
+    """Translate a config of another trainer, and report what became of its keys."""
     from thresher.cli.terminal import console
     from thresher.config.dialects.convert import convert
     from thresher.config.load import check_yaml_size
@@ -47,7 +55,11 @@ def import_config(
     if output is not None and output.exists():
         raise UserError(f"{output} exists; remove it or name another file")
     conversion = convert(path, dialect)
-    console.print(entries_table(conversion))
+    shown = [entry for entry in conversion.entries if show_all or entry.outcome in _DIFFERENT]
+    if shown:
+        console.print(entries_table(conversion.dialect.title, shown))
+    if others := len(conversion.entries) - len(shown):
+        logger.info("%d other keys mean the same here or have no effect; --all shows them", others)
     lost = conversion.lost
     if lost and not force:
         names = ", ".join(entry.key for entry in lost)
@@ -62,8 +74,8 @@ def import_config(
         logger.info("wrote %s; check it with: thresher check %s", output, output)
 
 
-def entries_table(conversion: Conversion) -> Table:
-    """Build the table of keys, grouped by what became of them."""
+def entries_table(title: str, shown: Sequence[Entry]) -> Table:
+    """Build the table of keys, grouped by what became of them; those that stop the import come first in their group."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -71,18 +83,28 @@ def entries_table(conversion: Conversion) -> Table:
     from thresher.config.dialects.translation import OUTCOMES
     from thresher.redact import escape_control_chars
 
-    title = conversion.dialect.title
     table = Table(title=f"config of {title}", title_justify="left")
     for heading in (f"key of {title}", "value", "key here", "note"):
         table.add_column(heading, overflow="fold")
     for outcome in OUTCOMES:
-        entries = [entry for entry in conversion.entries if entry.outcome == outcome]
+        entries = sorted((each for each in shown if each.outcome == outcome), key=lambda each: not each.is_lost)
         if entries:
             table.add_section()
             table.add_row(f"[bold]{outcome}[/]")
         for entry in entries:
             value = f"{shown_value(entry)}{' (default)' if entry.is_default else ''}"
             style = "bold red" if entry.is_lost else None
-            cells = (entry.key, value, "\n".join(entry.targets), "; ".join(entry.notes))
+            targets = "\n".join(fold_at_dots(target) for target in entry.targets)
+            cells = (fold_at_dots(entry.key), value, targets, "; ".join(entry.notes))
             table.add_row(*(escape(escape_control_chars(cell)) if cell else "" for cell in cells), style=style)
     return table
+
+
+def fold_at_dots(key: str) -> str:
+    """Break a long dotted key into lines after its dots."""
+    lines = [""]
+    for part in key.replace(".", ".\n").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) > _KEY_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)

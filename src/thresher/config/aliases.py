@@ -35,6 +35,7 @@ class Aliases(NamedTuple):
         return next((old for old, new in self.keys.items() if new == key), key), value
 
 
+_REWARDS = ("accuracies", "margins", "chosen", "rejected")
 # by the name of the section's class
 ALIASES = {
     "DPOConfig": Aliases(
@@ -47,6 +48,12 @@ ALIASES = {
         shorthands={
             "max_steps": {-1: None},
             "num_train_epochs": {-1: None},
+            # the names of transformers
+            "metric_for_best_model": {
+                f"{prefix}{name}": f"eval/{name}"
+                for prefix in ("", "eval_")
+                for name in ("loss", "sft_loss", *(f"rewards/{each}" for each in _REWARDS))
+            },
             "resume_from_checkpoint": {"false": False, "False": False, "": False, True: "auto"},
         },
     ),

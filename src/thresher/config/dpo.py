@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PositiveInt,
+    PrivateAttr,
     StrictBool,
     ValidationError,
     ValidationInfo,
@@ -18,6 +20,8 @@ from pydantic import (
 )
 
 from thresher.config.aliases import resolve_loss_names
+from thresher.config.from_python import TRAINER_OPTIONS, as_in_trl
+from thresher.config.own_losses import with_digests
 from thresher.config.roles import (
     DType,
     Environment,
@@ -40,6 +44,15 @@ _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/re
 # the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
 _SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
 Positive = Annotated[float, Field(gt=0)]
+
+
+def _check_weight(term: dict[str, float]) -> dict[str, float]:
+    if term.get("weight", 1.0) <= 0:
+        raise ValueError("weight must be above 0")
+    return term
+
+
+LossTerm = Annotated[dict[str, float], AfterValidator(_check_weight)]
 # YAML reads a bare `no` or `off` as false
 Health = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
 Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)]
@@ -48,8 +61,13 @@ Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda valu
 class LossConfig(Section):
     """The objective. A parameter left out takes the default of the chosen loss (`thresher losses` lists them)."""
 
-    pref_loss: str | list[str] | dict[str, Positive] = "sigmoid"
-    """Name of a loss, a list of names, or a mapping from name to weight (MPO). `dpo` is another name of sigmoid."""
+    pref_loss: str | list[str] | dict[str, Positive | LossTerm] = "sigmoid"
+    """Name of a loss, a list of names, or a mapping from name to weight (MPO), or to `weight` and parameters of that
+    loss: `{sigmoid: 0.8, robust: {weight: 0.2, label_smoothing: 0.1}}`. `dpo` is another name of sigmoid. A loss of
+    your own is path/to/file.py:function or package.module:function; see docs/concepts/losses.md."""
+    pref_loss_digests: dict[str, str] = {}
+    """Recorded when a config is read, not to be set: SHA-256 of each Python file that pref_loss names, so that a
+    resumed run notices a change."""
     ipo: StrictBool | None = None
     """`true` is the same as pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
     simpo_loss: StrictBool | None = None
@@ -113,7 +131,8 @@ class LossConfig(Section):
     @property
     def _terms(self) -> list[tuple[str, float]]:
         names = [self.pref_loss] if isinstance(self.pref_loss, str) else self.pref_loss
-        weights = names if isinstance(names, dict) else {}
+        terms = names if isinstance(names, dict) else {}
+        weights = {name: term.get("weight", 1.0) if isinstance(term, dict) else term for name, term in terms.items()}
         return [(self._normalised_name(name), weights.get(name, 1.0)) for name in names]
 
     def _normalised_name(self, name: str) -> str:
@@ -121,8 +140,18 @@ class LossConfig(Section):
         return renamed.get((name, self.length_normalization), name) if self.length_normalization is not None else name
 
     @property
+    def term_parameters(self) -> dict[str, dict[str, float]]:
+        """Parameters that pref_loss sets for one loss, by its name; they take precedence over given_parameters."""
+        terms = self.pref_loss.items() if isinstance(self.pref_loss, dict) else ()
+        return {
+            self._normalised_name(name): {key: value for key, value in term.items() if key != "weight"}
+            for name, term in terms
+            if isinstance(term, dict)
+        }
+
+    @property
     def given_parameters(self) -> dict[str, float]:
-        """Loss parameters that the user set."""
+        """Loss parameters that the user set for all losses."""
         return {name: getattr(self, name) for name in LOSS_PARAMETERS if getattr(self, name) is not None}
 
 
@@ -182,10 +211,11 @@ class DPOConfig(LossConfig):
     """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
     reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
     max_steps: PositiveInt | None = None
-    """Maximum number of optimizer steps; no limit when absent or -1."""
+    """Maximum number of optimizer steps; no limit when absent or -1. Without num_train_epochs, the data repeats until
+    then."""
     num_train_epochs: Positive | None = None
-    """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first; with neither, after
-    one epoch."""
+    """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first, as in ROLL; TRL and
+    transformers ignore the epochs, and so do `thresher import` and DPOConfig in Python. With neither, one epoch."""
     save_strategy: Cadence = "steps"
     """When to save, besides the final step: every save_steps `steps`, at the end of each `epoch`, or `no`."""
     save_steps: Annotated[int, Field(ge=0)] = 100
@@ -270,8 +300,13 @@ class DPOConfig(LossConfig):
     """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
 
+    # names of TRL that DPOTrainer's methods use and a run does not, such as hub_model_id
+    _trainer_options: dict[str, Any] = PrivateAttr(default_factory=dict)
+
     def __init__(self, **values: Any) -> None:
         given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        options = {name: given.pop(name) for name in TRAINER_OPTIONS if name in given}
+        given = as_in_trl(with_digests(given))
         if given.keys() - type(self).model_fields.keys():
             from thresher.config.flat import nest_flat_names  # large tables of other trainers' names
 
@@ -280,6 +315,24 @@ class DPOConfig(LossConfig):
             self.__pydantic_validator__.validate_python(given, self_instance=self, context=_FROM_PYTHON)
         except ValidationError as error:
             raise readable_errors(error, type(self)) from None
+        self._trainer_options = options
+
+    if not TYPE_CHECKING:  # else mypy would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a setting under TRL's name, as programs do: `training_args.learning_rate`."""
+            if not name.startswith("_"):
+                from thresher.config.flat import trl_arguments
+
+                found = vars(trl_arguments(self))
+                if name in found:
+                    return found[name]
+            return super().__getattr__(name)
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:
+        """Settings of TRL that only `DPOTrainer` uses, with their defaults."""
+        return TRAINER_OPTIONS | self._trainer_options
 
     # keeps pydantic from calling it for the plain values of a file, which have no flat names
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

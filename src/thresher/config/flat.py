@@ -6,7 +6,10 @@ import logging
 import warnings
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from thresher.config.aliases import ALIASES
 from thresher.config.dialects.hints import flat_names
@@ -15,6 +18,9 @@ from thresher.config.dialects.translation import Entry, nest, translate
 from thresher.config.dialects.trl import TRL
 from thresher.config.section import Section, inner_section, known_keys
 from thresher.errors import UserError
+
+if TYPE_CHECKING:
+    from thresher.config.dpo import DPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +53,38 @@ def nest_flat_names(root: type[Section], given: Mapping[str, Any]) -> dict[str, 
     keys = {target: flat[name] for name, target in renamed.items()}
     merged = merge_settings(values, nest(keys), root)
     return merge_settings(merged, nest(_translate(foreign, values, ours)), root) | unknown
+
+
+def names_in_python(root: type[Section]) -> set[str]:
+    """The names that `DPOConfig(...)` accepts."""
+    return {*root.model_fields, *_own_names(root), *(name for name in TRL.table if not name.endswith("*"))}
+
+
+def trl_arguments(config: DPOConfig) -> SimpleNamespace:
+    """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig, and those of ours."""
+    renamed = {name: reduce(getattr, key.split("."), config) for name, key in flat_names().items()}
+    model, names = config.actor_train.model_args, config.loss_weights
+    is_cadence_off = {
+        name: (getattr(config, f"{name}_strategy"), getattr(config, f"{name}_steps")) == ("steps", 0)
+        for name in ("eval", "save")
+    }
+    return SimpleNamespace(
+        **{name: getattr(config, name) for name in type(config).model_fields}
+        | renamed
+        | config.trainer_options
+        | {f"{name}_strategy": "no" for name, is_off in is_cadence_off.items() if is_off}
+        | {
+            "max_steps": config.max_steps or -1,
+            "gradient_checkpointing": config.actor_train.training_args.gradient_checkpointing != "off",
+            "metric_for_best_model": config.metric_for_best_model.replace("eval/", "eval_", 1),
+            "bf16": model.dtype == "bf16",
+            "fp16": model.dtype == "fp16",
+            "loss_type": list(names),
+            "loss_weights": list(names.values()),
+            "report_to": [name for name in config.track_with if name != "console"],
+            "model_init_kwargs": None,
+        }
+    )
 
 
 def _own_names(root: type[Section]) -> dict[str, str]:
@@ -93,6 +131,8 @@ def _translate(foreign: Mapping[str, Any], values: Mapping[str, Any], ours: Mapp
 
 
 def _problem(entry: Entry) -> str | None:
+    if entry.key == "deepspeed" and _is_missing(entry):
+        return f"deepspeed: {entry.value} does not exist; give the path of a DeepSpeed config"
     if entry.is_lost:
         return f"{entry.key}: no equivalent; {'; '.join(entry.notes)}"
     if entry.outcome == "no effect" and not entry.notes:
@@ -100,6 +140,13 @@ def _problem(entry: Entry) -> str | None:
         needed = " and ".join(rule.targets) if rule else ""
         return f"{entry.key}={entry.value!r} has no effect alone; set {needed}"
     return None
+
+
+def _is_missing(entry: Entry) -> bool:
+    """Whether a file is not here; unlike an imported config, a program runs where its files are."""
+    value = entry.value
+    named = isinstance(value, str) and not value.lstrip().startswith("{")
+    return named and not Path(value).is_file() and (value.endswith(".json") or entry.outcome == "no equivalent")
 
 
 def _invalid(problems: list[str]) -> UserError:

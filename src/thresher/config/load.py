@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from thresher.config.dpo import DPOConfig
+from thresher.config.own_losses import with_digests
 from thresher.config.roll import translate
 from thresher.config.section import readable_errors
 from thresher.errors import UserError
@@ -51,6 +52,7 @@ def _find_foreign_trainer(path: Path) -> str | None:
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:
     """Validate plain values; all errors are reported in one message. Keys of ROLL are read, with a note on each."""
     values, notes = translate(values) if isinstance(values, Mapping) else (values, [])
+    values = with_digests(values) if isinstance(values, Mapping) else values
     for note in notes:
         logger.info("config: %s", note)
     try:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from thresher.errors import UserError
 from thresher.losses.base import Loss
+from thresher.losses.custom import load_loss
 from thresher.spelling import nearest
 
 _LOSSES: dict[str, type[Loss]] = {}
@@ -61,8 +62,12 @@ def loss_names() -> list[str]:
 
 
 def loss_class(name: str) -> type[Loss]:
-    """Find a loss by name."""
+    """Find a loss by name, or load one of the user by its location."""
+    if ":" in name:
+        return load_loss(name)
     if name not in _LOSSES:
+        if name.endswith(".py"):
+            raise UserError(f"pref_loss {name} names no function; write {name}:FUNCTION")
         if other := _OTHER_METHODS.get(name.lower().replace("-", "_")):
             raise UserError(f"pref_loss {name} is not a loss of thresher: {other} (see `thresher losses`)")
         raise UserError(f"unknown loss {name!r}{_suggestion(name, _LOSSES)}; the losses are {', '.join(loss_names())}")
@@ -80,13 +85,28 @@ def make_loss(name: str, parameters: Mapping[str, float]) -> Loss:
     return make_losses([name], parameters)[0]
 
 
-def make_losses(names: Sequence[str], parameters: Mapping[str, float]) -> tuple[Loss, ...]:
-    """Build several losses; each takes the parameters it has, and a parameter that no loss has is an error."""
+def make_losses(
+    names: Sequence[str], parameters: Mapping[str, float], own: Mapping[str, Mapping[str, float]] | None = None
+) -> tuple[Loss, ...]:
+    """Build several losses; each takes the parameters it has, and a parameter that no loss has is an error.
+
+    own: parameters of one loss, by its name, which take precedence.
+    """
+    own = own or {}
     known = {name: parameter_defaults(name) for name in names}
+    for name, given in own.items():
+        if unknown := [parameter for parameter in given if parameter not in known[name]]:
+            raise UserError(_unknown_parameter(unknown[0], [name]))
     for parameter in parameters:
-        if not any(parameter in defaults for defaults in known.values()):
+        owners = [name for name in names if parameter in known[name]]
+        if not owners:
             raise UserError(_unknown_parameter(parameter, names))
-    return tuple(loss_class(name)(**{k: v for k, v in parameters.items() if k in known[name]}) for name in names)
+        if all(parameter in own.get(name, {}) for name in owners):
+            raise UserError(
+                f"{parameter} has no effect: pref_loss sets it for {' and '.join(owners)}; remove one of them"
+            )
+    shared = {name: {key: value for key, value in parameters.items() if key in known[name]} for name in names}
+    return tuple(loss_class(name)(**{**shared[name], **own.get(name, {})}) for name in names)
 
 
 def describe() -> list[LossRow]:

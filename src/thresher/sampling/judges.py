@@ -7,18 +7,14 @@ called in both orders, because judges prefer positions.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from thresher.errors import UserError
+from thresher.imported_function import import_function
 from thresher.sampling.answers import SampledPrompt
 from thresher.sampling.win_rate import TIE, Verdict, from_both_orders, from_scores
 
@@ -79,32 +75,7 @@ class ComparingJudge:
 
 def load_judge(location: str) -> Judge:
     """Import the judge at `package.module:function` or `path/to/file.py:function`."""
-    module, separator, name = location.rpartition(":")
-    if not separator or not name:
-        raise UserError(
-            f"samples.judge is {location!r}, which names no function; write package.module:function or "
-            "path/to/file.py:function"
-        )
-    try:
-        imported = _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    except Exception as error:  # the user's module may raise anything
-        raise UserError(f"samples.judge: cannot import {module}: {type(error).__name__}: {error}") from error
-    function = getattr(imported, name, None)
-    if not callable(function):
-        raise UserError(f"samples.judge: {module} has no function {name}; check the spelling")
-    return _judge_of(location, function)
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"thresher_judge_{path.stem}", path.resolve())
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of the file look their module up
-    spec.loader.exec_module(module)
-    return module
+    return _judge_of(location, import_function(location, "samples.judge"))
 
 
 def _judge_of(location: str, function: Callable[..., Any]) -> Judge:

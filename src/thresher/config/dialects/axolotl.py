@@ -26,6 +26,7 @@ from thresher.config.dialects.rules import (
     lora_init,
     part_of,
     planned,
+    samples,
     set_split,
     template,
     template_argument,
@@ -192,7 +193,7 @@ def _set_float16(value: Any, run: Translation) -> None:
 _OWN: dict[str, Rule] = {
     "base_model": to("pretrain"),
     "rl": by(_set_method, "pref_loss", note="dpo, ipo, simpo and orpo; kto and others have no equivalent"),
-    "dpo_loss_type": by(set_losses("dpo_loss_weights"), "pref_loss"),
+    "dpo_loss_type": by(set_losses("dpo_loss_weights", "dpo_label_smoothing"), "pref_loss", "label_smoothing"),
     "dpo_loss_weights": part_of("dpo_loss_type", "pref_loss"),
     "rl_beta": to("beta"),
     "dpo_beta": to("beta"),
@@ -203,6 +204,7 @@ _OWN: dict[str, Rule] = {
     "rpo_alpha": by(set_if_positive("rpo_alpha"), "rpo_alpha"),
     "dpo_label_smoothing": by(set_label_smoothing, "label_smoothing"),
     "dpo_use_weighting": to("use_wpo"),
+    "dpo_generate_during_eval": samples(),
     "dpo_norm_loss": lacks("use pref_loss: sigmoid_norm"),
     "precompute_ref_log_probs": by(
         lambda v, run: run.set("reference.mode", "precompute") if v else run.ignore("the mode does not change numbers"),
@@ -358,7 +360,7 @@ _OWN: dict[str, Rule] = {
     **drop(
         "generation is not part of training",
         "generate_samples generation_* num_generation_samples eval_max_new_tokens eval_table_size "
-        "dpo_generate_during_eval gradio_* do_bench_eval bench_* do_causal_lm_eval eval_causal_lm_metrics "
+        "gradio_* do_bench_eval bench_* do_causal_lm_eval eval_causal_lm_metrics "
         "eval_sequence_len merge_*",
     ),
     **drop(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from thresher.config.dialects.engines import has_reference_model
@@ -24,6 +26,7 @@ from thresher.config.dialects.translation import Dialect, Translation, axis
 
 _AXIS = "actor_train.strategy_args.strategy_config"
 _DEFAULT_SIMPO_GAMMA = 1.4
+_LORA_ALPHA = 32
 _PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
 # what to set when device_mapping has several workers
 _WITH_MORE_WORKERS = {
@@ -67,6 +70,33 @@ def _set_loss_mask(value: Any, run: Translation) -> None:
 
 def _set_precision(value: Any, run: Translation) -> None:
     run.set(f"{MODEL}dtype", value)
+
+
+def _set_lora(value: Any, run: Translation) -> None:
+    """Read the JSON file of LoRA. ColossalChat's linear layers ignore its alpha and dropout: they have 32 and 0."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return run.lacks(f"cannot be read ({error}); put the JSON file there, or set lora_rank and lora_target")
+    if not value.get("r"):
+        return run.ignore("rank 0: LoRA is off")
+    if value.get("lora_train_bias", "none") != "none":
+        return run.lacks("lora_train_bias: biases cannot be trained beside the adapters")
+    run.set(f"{MODEL}lora_rank", int(value["r"]))
+    run.set(f"{MODEL}lora_alpha", _LORA_ALPHA)
+    run.set(f"{MODEL}lora_dropout", 0.0)
+    given = [name for name in ("lora_alpha", "linear_lora_dropout") if name in value]
+    if given:
+        run.note(f"ColossalChat's linear layers ignore {' and '.join(given)}: alpha is 32, and there is no dropout")
+    if value.get("lora_initialization_method") == "PiSSA":
+        run.set(f"{MODEL}lora_init", "pissa_niter_4")
+    if targets := value.get("target_modules"):
+        run.set(f"{MODEL}lora_target", list(targets))
+    else:
+        run.set(f"{MODEL}lora_target", ["all-linear"])
+        run.differs("ColossalChat adapts the embedding and the LM head too; here all linear modules but the LM head")
+    return None
 
 
 def _set_data(target: str) -> Any:
@@ -173,7 +203,11 @@ TABLE: dict[str, Rule] = {
         lambda v, run: run.set(f"{MODEL}attn_implementation", "flash_attention_2") if v else run.ignore("off"),
         f"{MODEL}attn_implementation",
     ),
-    "lora_config": lacks("a JSON file: set lora_rank, lora_alpha, lora_dropout and lora_target"),
+    "lora_config": by(
+        _set_lora,
+        *(f"{MODEL}{name}" for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_init")),
+        note="a JSON file, or its content",
+    ),
     "dataset": by(_set_data(FILES), FILES, f"{DATA}template"),
     "eval_dataset": by(_set_data(VALIDATION_FILES), VALIDATION_FILES, "eval_strategy"),
     "tokenizer_dir": tokenizer("pretrain"),

@@ -19,11 +19,20 @@ _COMMON = {
 }
 
 
+# arguments of other trainers' Python classes, which no config of theirs has
+_REASONS = {
+    "start_epoch": "a run resumes from its newest checkpoint by itself; see `resume_from_checkpoint`",
+    "use_ref_model": "set `reference.mode`: none trains without a reference",
+}
+
+
 def hint(path: str) -> str | None:
     """Say what a key of another trainer is called here, or why there is none; None for a key that nobody has."""
     spellings = (path, path.rpartition(".")[2])  # ROLL has sections, the other trainers have flat keys
     tables = [(NAMES[name].title, NAMES[name].table) for name in _ORDER]
     found = [(title, table[key]) for key in spellings for title, table in tables if key in table]
+    if spellings[-1] in _REASONS:
+        return _REASONS[spellings[-1]]
     target = next((rule.targets[0] for _, rule in found if rule.targets), _COMMON.get(spellings[-1]))
     if target is not None:
         return f"did you mean `{target}`?"

@@ -82,6 +82,15 @@ def set_warmup_steps(value: Any, run: Translation) -> None:
     run.set(f"{TRAINING}{name}", float(value) if name == "warmup_ratio" else int(value))
 
 
+def set_max_steps(value: Any, run: Translation) -> None:
+    """Read a number of steps, which takes precedence over epochs: the data repeats until then."""
+    if value > 0:
+        run.unset("num_train_epochs", "max_steps takes precedence, there and here")
+        run.set("max_steps", value)
+    else:
+        run.ignore("no limit")
+
+
 def set_trackers(value: Any, run: Translation) -> None:
     """Read the list of trackers."""
     names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
@@ -117,6 +126,9 @@ def set_strategy(target: str) -> Function:
             run.ignore("no evaluation during training")
         elif value in ("steps", "epoch"):
             run.set(target, value)
+            if (value, target) == ("steps", "eval_strategy") and not run.get("eval_steps"):
+                run.set("eval_steps", int(run.get("logging_steps", 500)))
+                run.note("every logging_steps, because eval_steps is not set")
         else:
             run.drop("steps, epoch or no; the best checkpoint is kept as well")
 
@@ -191,7 +203,7 @@ TABLE: dict[str, Rule] = {
     "per_device_train_batch_size": to(f"{TRAINING}per_device_train_batch_size"),
     "gradient_accumulation_steps": to(f"{TRAINING}gradient_accumulation_steps"),
     "num_train_epochs": to("num_train_epochs"),
-    "max_steps": by(lambda v, run: run.set("max_steps", v) if v > 0 else run.ignore("no limit"), "max_steps"),
+    "max_steps": by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
     "lr_scheduler_type": by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "lr_scheduler_kwargs": by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
     "warmup_ratio": to(f"{TRAINING}warmup_ratio"),
@@ -215,8 +227,8 @@ TABLE: dict[str, Rule] = {
         lambda v, run: run.set("logging_steps", int(v)) if float(v) >= 1 else run.drop("counted in steps here"),
         "logging_steps",
     ),
-    "eval_strategy": by(set_strategy("eval_strategy"), "eval_strategy"),
-    "evaluation_strategy": by(set_strategy("eval_strategy"), "eval_strategy"),
+    "eval_strategy": by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
+    "evaluation_strategy": by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
     "eval_steps": by(set_cadence("eval_steps", "eval_strategy", "no"), "eval_steps"),
     "eval_on_start": to("eval_on_start"),
     "per_device_eval_batch_size": to(f"{TRAINING}per_device_eval_batch_size"),
@@ -266,7 +278,7 @@ TABLE: dict[str, Rule] = {
         "trackio_space_id trackio_bucket_id trackio_static_space_id",
     ),
     **drop(
-        "nothing is uploaded; `thresher export` writes a model directory",
+        "a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory",
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision "
         "hub_model_revision",
     ),
@@ -276,10 +288,12 @@ TABLE: dict[str, Rule] = {
         "eval_use_gather_object batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval label_names",
     ),
     **drop(
-        "checkpoints hold the full state; the best one is kept as well",
-        "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint load_best_model_at_end "
-        "ignore_data_skip restore_callback_states_from_checkpoint overwrite_output_dir",
+        "checkpoints hold the full state, in safetensors",
+        "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint",
     ),
+    **drop("a resumed run continues with the next pair", "ignore_data_skip restore_callback_states_from_checkpoint"),
+    **drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
+    **drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),
     **drop("device and cache are chosen by the runtime", "use_cpu use_cache no_cuda"),
     **lack("optimizer options beyond betas, epsilon and weight decay", "optim_args"),
 }

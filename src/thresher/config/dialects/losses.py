@@ -33,10 +33,20 @@ LOSS_PARAMETERS: dict[str, tuple[str, ...]] = {
     "sppo_hard": ("beta",),
 }
 _TRL_NAMES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "kto_pair": None, "bco": "bco_pair"}
+# the losses of TRL 1.x that read label_smoothing; its sigmoid ignores it, ours does not
+_SMOOTHED = ("aot", "aot_unpaired", "exo_pair", "robust")
+_IN_QUANTILES = "TRL sorts the pairs of a micro-batch, here those of the whole step: equal if a step is one micro-batch"
+# losses whose numbers differ from TRL's
+_DIFFERENT = {
+    "aot": _IN_QUANTILES,
+    "aot_unpaired": _IN_QUANTILES,
+    "bco_pair": "TRL classifies the rewards as they are, here minus their running mean",
+    "sft": "TRL averages over all tokens of a micro-batch, here over each response, then over the pairs",
+}
 
 
-def set_losses(weights_key: str) -> Function:
-    """Make a function that reads a loss or a list of losses, with weights under another key."""
+def set_losses(weights_key: str, smoothing_key: str = "label_smoothing") -> Function:
+    """Make a function that reads a loss or a list of losses, with weights and label smoothing under other keys."""
 
     def function(value: Any, run: Translation) -> None:
         given = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
@@ -45,18 +55,39 @@ def set_losses(weights_key: str) -> Function:
         if unknown:
             return run.lacks(f"there is no loss {', '.join(map(str, unknown))}; `thresher losses` lists the losses")
         weights = run.get(weights_key)
-        if isinstance(weights, list) and len(weights) == len(names):
-            return run.set("pref_loss", dict(zip(names, weights, strict=True)))
-        return run.set("pref_loss", names[0] if len(names) == 1 else dict.fromkeys(names, 1.0))
+        if isinstance(weights, list) and len(weights) != len(names):
+            return run.lacks(
+                f"{weights_key} has {len(weights)} weights for {len(names)} losses, which TRL refuses; "
+                "give one weight per loss"
+            )
+        terms: dict[Any, Any] = dict.fromkeys(names, 1.0)
+        if isinstance(weights, list):
+            terms = dict(zip(names, weights, strict=True))
+        smoothing, smoothed = run.get(smoothing_key), set(names) & set(_SMOOTHED)
+        if smoothing and smoothed and "sigmoid" in terms:
+            terms["sigmoid"] = {"weight": terms["sigmoid"], "label_smoothing": 0.0}
+            run.note(f"{smoothing_key} is not for sigmoid, where TRL 1.x ignores it")
+        is_single = len(names) == 1 and not isinstance(weights, list)
+        run.set("pref_loss", names[0] if is_single else terms)
+        if not smoothing and "exo_pair" in smoothed:
+            run.differs(f"TRL refuses exo_pair without {smoothing_key}; here its default is 0.001")
+        elif "robust" in smoothed and smoothing is None:
+            run.set("label_smoothing", 0.0)
+            run.note("TRL's default of label_smoothing is 0")
+        for name in names:
+            if name in _DIFFERENT:
+                run.differs(f"{name}: {_DIFFERENT[str(name)]}")
+        return None
 
     return function
 
 
 def set_label_smoothing(value: Any, run: Translation) -> None:
     """Read label smoothing as TRL 1.x does: its sigmoid ignores it, ours does not."""
-    if value and set(run.losses) & {"sigmoid"}:
+    smoothed = set(run.losses) & set(_SMOOTHED)
+    if value and not smoothed and "sigmoid" in run.losses:
         run.drop("ignored with sigmoid by TRL 1.x, so it is left out; set label_smoothing for cDPO")
-    elif value:
+    elif value or ("robust" in smoothed and "exo_pair" not in smoothed):
         run.set("label_smoothing", value)
     else:
         run.ignore("no label smoothing")

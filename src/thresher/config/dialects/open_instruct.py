@@ -7,7 +7,7 @@ from typing import Any
 
 from thresher.config.dialects.engines import set_deepspeed
 from thresher.config.dialects.huggingface import TABLE as HF
-from thresher.config.dialects.huggingface import set_resume, set_schedule, source_name
+from thresher.config.dialects.huggingface import set_max_steps, set_resume, set_schedule, source_name
 from thresher.config.dialects.rules import (
     AXES,
     DATA,
@@ -151,7 +151,7 @@ TABLE: dict[str, Rule] = {
     "gradient_accumulation_steps": to(f"{TRAINING}gradient_accumulation_steps"),
     "num_epochs": to("num_train_epochs"),
     "num_train_epochs": to("num_train_epochs"),
-    "max_train_steps": to("max_steps"),
+    "max_train_steps": by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
     "gradient_checkpointing": to(f"{TRAINING}gradient_checkpointing"),
     "use_lora": Rule(
         (f"{MODEL}lora_rank",),

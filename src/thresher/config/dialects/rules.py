@@ -27,6 +27,7 @@ TEMPLATES = {
     **{name: name for name in ("chatml", "gemma", "llama3", "mistral", "phi4", "qwen2_5", "qwen3")},
     "qwen_25": "qwen2_5",
     "phi_4": "phi4",
+    "qwen3_nothink": "chatml",  # LLaMA-Factory: Qwen3's turns without the block of thoughts
 }
 VALIDATION_FILES = "validation.data_args.file_name"
 VALIDATION_SPLIT = "validation.split"
@@ -130,6 +131,9 @@ def template(*neutral: str) -> Rule:
             run.ignore("the tokenizer's template")
         elif value in TEMPLATES:
             run.set(f"{DATA}template", TEMPLATES[value])
+        elif str(value).endswith("_nothink"):
+            run.set(f"{DATA}template_arguments", {"enable_thinking": False})
+            run.differs("the tokenizer's own template is used, without thinking; compare them with `thresher inspect`")
         else:
             run.plan("named_template", value)
 
@@ -144,6 +148,19 @@ def template_argument(name: str | None = None) -> Rule:
         run.set(f"{DATA}template_arguments", {**(run.value(f"{DATA}template_arguments") or {}), **given})
 
     return by(function, f"{DATA}template_arguments")
+
+
+def samples() -> Rule:
+    """Generate answers at each evaluation."""
+
+    def function(value: Any, run: Translation) -> None:
+        if value:
+            run.set("samples.num_prompts", 16)
+            run.note("policy and reference answer the first validation prompts at each evaluation")
+        else:
+            run.ignore("off")
+
+    return by(function, "samples.num_prompts")
 
 
 def track(name: str) -> Function:

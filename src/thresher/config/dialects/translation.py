@@ -258,6 +258,7 @@ class Translation:
             for name in ("eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
                 self.unset(name, "there is no validation data")
             self.unset(f"{TRAINING}per_device_eval_batch_size", "there is no validation data")
+            self.unset("samples.num_prompts", "there is no validation data")
 
     def settle(self) -> None:
         """Leave out targets that were not set after all."""

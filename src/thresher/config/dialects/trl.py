@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from thresher.config.dialects.rules import (
     lacks,
     part_of,
     planned,
+    samples,
     set_reference_free,
     set_split,
     to,
@@ -34,6 +36,10 @@ _TRUNCATION = {"keep_start": "response_end", "keep_end": "prompt_start"}
 def set_files(run: Translation, train: list[str], test: list[str]) -> None:
     """Set the sources; validation data only if the config evaluates."""
     run.set(FILES, train[0] if len(train) == 1 else train)
+    run.differs(
+        "TRL trains on rows of plain strings as raw text, here they get the chat template: set "
+        f"{DATA}template=raw for such rows; conversations are the same"
+    )
     if test and run.get("eval_strategy", run.get("evaluation_strategy", "no")) != "no":
         run.set(VALIDATION_FILES, test[0] if len(test) == 1 else test)
 
@@ -126,9 +132,26 @@ def _set_sync(value: Any, run: Translation) -> None:
         run.ignore("the reference is frozen")
 
 
+def _set_model_arguments(value: Any, run: Translation) -> None:
+    """Read the arguments of from_pretrained that have a setting here."""
+    value = json.loads(value) if isinstance(value, str) else value
+    arguments = {name: each for name, each in value.items() if each is not None}
+    dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
+    if dtype not in (None, "auto"):
+        set_weight_dtype(lambda run: not _is_lora(run))(dtype, run)
+    for name, default in (("attn_implementation", None), ("revision", "main"), ("trust_remote_code", False)):
+        if arguments.pop(name, default) != default:
+            run.set(f"{MODEL}{name}", value[name])
+    others = arguments.keys() - {"use_cache", "device_map", "low_cpu_mem_usage"}
+    if others:
+        run.lacks(f"{', '.join(sorted(others))} of the model's class cannot be set")
+    elif not run.entries[-1].targets and run.entries[-1].outcome == "translated":
+        run.ignore("the defaults")
+
+
 _METHOD: dict[str, Rule] = {
     "model_name_or_path": to("pretrain"),
-    "loss_type": by(set_losses("loss_weights"), "pref_loss"),
+    "loss_type": by(set_losses("loss_weights"), "pref_loss", "label_smoothing"),
     "loss_weights": part_of("loss_type", "pref_loss"),
     "beta": to("beta"),
     "label_smoothing": by(
@@ -147,6 +170,7 @@ _METHOD: dict[str, Rule] = {
         "f_alpha_divergence_coef",
     ),
     "use_weighting": to("use_wpo"),
+    "generate_during_eval": samples(),
     "reference_free": by(set_reference_free, "reference.mode"),
     "sync_ref_model": by(_set_sync, "reference.sync_steps", "reference.sync_alpha"),
     "ref_model_sync_steps": part_of("sync_ref_model", "reference.sync_steps"),
@@ -180,9 +204,20 @@ _MODEL: dict[str, Rule] = {
     "model_revision": planned("revision", "main"),
     "pad_token": to(f"{MODEL}pad_token"),
     "router_aux_loss_coef": planned("moe_aux_loss", 0.0),
-    "model_init_kwargs": lacks("arguments of the model's class cannot be set"),
+    "model_init_kwargs": by(
+        _set_model_arguments,
+        *(f"{MODEL}{name}" for name in ("dtype", "master_dtype", "attn_implementation", "revision")),
+        note="dtype, attn_implementation, revision and trust_remote_code",
+    ),
     "ref_model_init_kwargs": lacks("arguments of the model's class cannot be set"),
-    "disable_dropout": lacks("dropout is always off", True),
+    "disable_dropout": by(
+        lambda v, run: (
+            run.ignore("dropout is always off")
+            if v
+            else run.differs("dropout is always off, so a model whose config has dropout trains without it")
+        ),
+        note="dropout is always off",
+    ),
     "model_adapter_name": planned("adapter"),
     "ref_adapter_name": planned("adapter"),
     **drop("used with load_in_4bit", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
@@ -210,7 +245,6 @@ _DATA: dict[str, Rule] = {
     **drop("all sources except JSON lists are streamed", "dataset_streaming streaming"),
     **drop("rows are packed unless `layout: padded`; numbers do not change", "padding_free pad_to_multiple_of"),
     **drop("padding is not scored", "label_pad_token_id padding_value ignore_bias_buffers"),
-    **drop("no generation during training", "generate_during_eval"),
     **drop("the loss is computed in chunks", "use_liger_loss"),
 }
 

@@ -7,7 +7,7 @@ TrainerControl. Metrics have the names of TRL: `eval_loss` and `learning_rate`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from thresher.observability.trackers.tracker import RunInfo, Status, Table
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl
+    from transformers import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,12 @@ class CallbackTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call on_save for checkpoints published since the last call, then on_log, and on_evaluate for evaluations."""
         self._report_saves()
-        named = {_name_in_trl(name): value for name, value in metrics.items()}
-        self.state.global_step = step
-        self.state.epoch = metrics.get("epoch", self.state.epoch)
-        self.state.log_history.append({**named, "step": step})
+        named = _record(self.state, step, metrics)
         self._call("on_log", logs=dict(named))
         if any(name.startswith("eval/") for name in metrics):
             self._call("on_evaluate", metrics=dict(named))
-            self._update_best(named)
+            # after on_evaluate, as in transformers: a callback compares with the best evaluation before this one
+            _update_best(self.state, self._args, named)
 
     def log_table(self, step: int, table: Table) -> None:
         """Call nothing: callbacks of transformers have no event for tables."""
@@ -90,14 +88,6 @@ class CallbackTracker:
                 self._call("on_save", checkpoint=str(path))
         self.state.global_step = current
 
-    def _update_best(self, metrics: Mapping[str, float]) -> None:
-        # after on_evaluate, as in transformers: a callback compares with the best evaluation before this one
-        value, best = metrics.get(self._args.metric_for_best_model), self.state.best_metric
-        if value is None:
-            return
-        if best is None or (value > best if self._args.greater_is_better else value < best):
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-
     def _call(self, event: str, **arguments: Any) -> None:
         for callback in self._callbacks:
             method = getattr(callback, event, None)
@@ -115,8 +105,37 @@ class CallbackTracker:
             self._stop_file.touch()
 
 
-def _name_in_trl(name: str) -> str:
+def name_in_trl(name: str) -> str:
+    """Return what TRL calls a metric: `eval_loss` is `eval/loss`, `learning_rate` is `lr`."""
     return "learning_rate" if name == "lr" else name.replace("eval/", "eval_", 1) if name.startswith("eval/") else name
+
+
+def read_state(records: Iterable[Mapping[str, Any]], args: SimpleNamespace) -> TrainerState:
+    """Rebuild the state that callbacks see from the records of `metrics.jsonl`."""
+    from transformers import TrainerState
+
+    state = TrainerState()
+    for record in records:
+        named = _record(state, int(record["step"]), {name: each for name, each in record.items() if name != "step"})
+        _update_best(state, args, named)
+    return state
+
+
+def _record(state: TrainerState, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add one log entry to the state, and return it under the names of TRL."""
+    named = {name_in_trl(name): value for name, value in metrics.items()}
+    state.global_step = step
+    state.epoch = metrics.get("epoch", state.epoch)
+    state.log_history.append({**named, "step": step})
+    return named
+
+
+def _update_best(state: TrainerState, args: SimpleNamespace, metrics: Mapping[str, float]) -> None:
+    value, best = metrics.get(args.metric_for_best_model), state.best_metric
+    if value is None:
+        return
+    if best is None or (value > best if args.greater_is_better else value < best):
+        state.best_metric, state.best_global_step = value, state.global_step
 
 
 def _warn_about_other_events(callback: object) -> None:
