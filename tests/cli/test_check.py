@@ -85,7 +85,7 @@ def test_a_config_without_problems_is_described_and_nothing_is_written(command_l
     assert result.code == 0
     assert result.out.splitlines() == [
         f"policy: {models / 'policy'}, 6,480 parameters, 6,480 of them trained",
-        "loss: sigmoid(beta=0.1, label_smoothing=0); reference: precompute; layout: shared",
+        "loss: sigmoid(beta=0.1); reference: precompute; layout: shared",
         "checkpoints: about 77.8 kB each, in out",
         "no problems found; not checked: the rows of the data, and the memory that a step needs",
     ]

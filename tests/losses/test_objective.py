@@ -125,6 +125,27 @@ def test_a_margin_above_rounding_is_not_a_tie():
     assert objective_of("sigmoid")(inputs).metrics["rewards/accuracies"].mean == 1.0
 
 
+MODIFIERS = {
+    "f_divergence": ("alpha_divergence", "f_divergence alpha_divergence (0.5)"),
+    "ld_alpha": (0.5, "ld_alpha 0.5 (LD-DPO)"),
+    "length_penalty": (0.01, "length_penalty 0.01 (R-DPO)"),
+    "margin": (0.3, "gamma 0.3"),
+    "wpo": (True, "pairs weighted by WPO"),
+    "reference_free": (True, "reference-free"),
+}
+
+
+def test_the_formula_has_every_term_and_modifier_that_is_on():
+    plain = Objective(((make_loss("sigmoid", {"beta": 0.5}), 1.0),))
+    assert plain.describe() == "sigmoid(beta=0.5)"
+    assert replace(plain, rpo_alpha=1.0).describe() == "sigmoid(beta=0.5) + 1.0 * RPO NLL"
+    assert mixed("sigmoid", "sft").describe() == "1.0 * sigmoid(beta=0.1) + 1.0 * sft"
+    no_modifiers = {"terms", "measures_entropy", "rpo_alpha", "f_alpha_divergence_coef"}
+    assert MODIFIERS.keys() == {field.name for field in dataclasses.fields(Objective)} - no_modifiers
+    for name, (value, text) in MODIFIERS.items():
+        assert replace(plain, **{name: value}).describe() == f"sigmoid(beta=0.5), {text}"
+
+
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_metrics_do_not_depend_on_micro_batches(name):
     pairs = random_pairs(dtype=torch.float32)

@@ -68,5 +68,5 @@ def test_a_resumed_run_writes_the_same_pairs_and_describes_itself(tmp_path):
     assert (description["num_steps"], description["pairs_per_step"]) == (4, 6)
     assert description["data"]["train"]["report"]["pairs_kept"] == 21
     assert description["config"]["output_dir"] == str(tmp_path / "whole")
-    assert description["facts"]["loss"] == "sigmoid(beta=0.1, label_smoothing=0)"
+    assert description["facts"]["loss"] == "sigmoid(beta=0.1)"
     assert description["environment"]["torch"] == torch.__version__

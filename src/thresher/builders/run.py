@@ -16,8 +16,6 @@ from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
-from thresher.losses.objective import Objective
-from thresher.losses.registry import parameter_defaults
 from thresher.observability.log_files import METRICS, RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
@@ -139,7 +137,7 @@ def run_facts(
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
         "parameters": _describe_parameters(parameters, config.actor_train.model_args),
         "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} {held_out}for validation" if validation else ""),
-        "loss": describe_losses(inputs.objective),
+        "loss": inputs.objective.describe(),
         "steps": (
             f"{plan.num_steps:,} steps of {plan.pairs_per_step} pairs ({epochs} epoch{'' if epochs == '1' else 's'})"
         ),
@@ -166,12 +164,3 @@ def _describe_parameters(counts: ParameterCounts, args: ModelArgs) -> str:
     if args.adapter_name_or_path is not None:
         lora = f": LoRA from {args.adapter_name_or_path}"
     return f"{counts.total:,}, of which {counts.trained:,} ({counts.trained / counts.total:.3%}) are trained{lora}"
-
-
-def describe_losses(objective: Objective) -> str:
-    """Name the losses with their parameters, and with their weights unless the only one is 1."""
-    names = []
-    for loss, weight in objective.terms:
-        values = ", ".join(f"{name}={getattr(loss, name):g}" for name in parameter_defaults(loss.name))
-        names.append(f"{weight:g} x {loss.name}" + (f"({values})" if values else ""))
-    return names[0].removeprefix("1 x ") if len(names) == 1 else " + ".join(names)

@@ -46,8 +46,8 @@ def merge_metrics(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricS
 def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRejected) -> dict[str, MetricSum]:
     """Sum every metric over these pairs; rewards come from the objective's first loss that compares both sides.
 
-    kl: (policy - reference) summed logps, averaged over the two sides of a pair, in nats per response. It estimates the
-    KL to the reference on the data's responses and may be negative. Present only with a reference.
+    kl: the log-ratio on the data, (policy - reference) summed logps, averaged over the two sides of a pair, in nats per
+    response. It is not an expectation over the policy, and so may be negative. Present only with a reference.
     """
     chosen, rejected = rewards
     policy_chosen, policy_rejected = inputs.policy.chosen.sums(), inputs.policy.rejected.sums()

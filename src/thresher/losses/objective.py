@@ -16,7 +16,7 @@ from thresher.losses.metrics import MetricSum, compute_metrics
 from thresher.losses.modifiers import FDivergence, wpo_weights
 from thresher.losses.pairs import ObjectiveInputs, TokenStatistics
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
-from thresher.losses.registry import loss_class, loss_names
+from thresher.losses.registry import loss_class, loss_names, parameter_defaults
 from thresher.losses.scores import ChosenRejected, PairScores, score_pairs
 
 
@@ -100,6 +100,30 @@ class Objective:
                 return None
             total += weight * loss.zero_margin_loss
         return total
+
+    def describe(self) -> str:
+        """The formula in one line: losses with their parameters and weights, then the modifiers that are on.
+
+        A parameter of 0 is off and left out, and so is the weight of a single loss if it is 1.
+        """
+        terms = []
+        for loss, weight in self.terms:
+            values = {name: getattr(loss, name) for name in parameter_defaults(loss.name)}
+            given = ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
+            factor = "" if len(self.terms) == 1 and weight == 1.0 else f"{float(weight)} * "
+            terms.append(f"{factor}{loss.name}" + (f"({given})" if given else ""))
+        if self.rpo_alpha:
+            terms.append(f"{float(self.rpo_alpha)} * RPO NLL")
+        coef = f" ({self.f_alpha_divergence_coef:g})" if self.f_divergence == "alpha_divergence" else ""
+        modifiers = {
+            f"f_divergence {self.f_divergence}{coef}": self.f_divergence != "reverse_kl",
+            f"ld_alpha {self.ld_alpha:g} (LD-DPO)": self.ld_alpha != 1.0,
+            f"length_penalty {self.length_penalty:g} (R-DPO)": self.length_penalty,
+            f"gamma {self.margin:g}": self.margin,
+            "pairs weighted by WPO": self.wpo,
+            "reference-free": self.reference_free,
+        }
+        return ", ".join([" + ".join(terms), *(text for text, is_on in modifiers.items() if is_on)])
 
     def check_columns(self, *, weight: bool, margin: bool) -> None:
         """Reject, before a run starts, data columns that one of the losses would ignore."""

@@ -36,7 +36,6 @@ def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
 
     from thresher.builders.preflight import models, resources, settings
     from thresher.builders.preflight.parts import RunParts
-    from thresher.builders.run import describe_losses
 
     parts = RunParts(config)
     of_parts = (*models.MODELS, *resources.DEVICES, *(resources.TRAINING if trains else ()))
@@ -47,7 +46,7 @@ def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
     counts = parts.parameters
     summary = (
         f"policy: {parts.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
-        f"loss: {describe_losses(parts.objective)}; reference: {parts.mode}; layout: {parts.layout.name}",
+        f"loss: {parts.objective.describe()}; reference: {parts.mode}; layout: {parts.layout.name}",
         f"checkpoints: about {filesize.decimal(resources.checkpoint_size(parts))} each, in {config.output_dir}",
     )
     return RunCheck(tuple(warnings), summary)
