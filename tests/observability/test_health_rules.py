@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from thresher.observability.health import rules
-from thresher.observability.health.history import History
+from thresher.observability.health.history import History, pairs_before_comparison
 from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine, replay
 from thresher.observability.health.rules import RULES, Rule, RunFacts
 
-STEPS, PAIRS = 200, 16
+STEPS, PAIRS, VALIDATION_PAIRS = 200, 16, 100
 FACTS = RunFacts(
     total_steps=STEPS,
     num_pairs=1000,
@@ -21,6 +21,7 @@ FACTS = RunFacts(
     initial_loss=math.log(2),
     starts_at_reference=True,
     logp_noise=1e-3,
+    num_validation_pairs=VALIDATION_PAIRS,
 )
 Metrics = dict[str, float]
 Fault = Callable[[float, Metrics], Mapping[str, float]]
@@ -55,6 +56,9 @@ def healthy(seed: int = 0, steps: int = STEPS) -> list[Metrics]:
                 # means over 16 answers at temperature 1
                 "samples/repetition/policy": 0.08 + 0.05 * progress + draw.normal(0, 0.03),
                 "samples/repetition/reference": 0.08,
+                "eval/loss": math.log(2) - 0.2 * progress + draw.normal(0, 0.03),
+                "eval/rewards/accuracies": draw.binomial(VALIDATION_PAIRS, 0.5 + 0.2 * progress) / VALIDATION_PAIRS,
+                "eval/rewards/margins": 0.8 * progress + draw.normal(0, 0.05),
             }
         )
     return records
@@ -96,6 +100,11 @@ FAULTS: dict[str, tuple[Fault, RunFacts]] = {
     "mismatched_reference": (lambda _, record: {"kl": -2.0} if record["step"] == 1 else {}, FACTS),
     "gradient_spikes": (spike, FACTS),
     "repetition": (lambda t, _: {"samples/repetition/policy": 0.1 + 0.6 * t}, FACTS),
+    "validation_below_chance": (
+        lambda t, _: {"eval/rewards/accuracies": 0.5 - 0.4 * t, "eval/rewards/margins": -1.2 * t},
+        FACTS,
+    ),
+    "overfitting": (lambda t, _: {"eval/loss": 0.65 + 0.8 * max(0.0, t - 0.3)}, FACTS),
     "repeated_data": (lambda *_: {}, RunFacts(STEPS, num_pairs=1000, duplicates=80)),
 }
 
@@ -244,3 +253,71 @@ def test_repetition_is_checked_at_evaluations_without_training_metrics():
     assert engine.add(10, {"samples/repetition/policy": 0.35, "samples/repetition/reference": 0.1}) == []
     (event,) = engine.add(20, {"samples/repetition/policy": 0.55, "samples/repetition/reference": 0.1})
     assert (event.rule, event.step) == ("repetition", 20)
+
+
+def evaluations(training: Metrics, of_validation: list[Metrics], pairs: int) -> list[str]:
+    """The rules that fire if every evaluation follows ten steps of 8 pairs with these training metrics."""
+    facts = RunFacts(total_steps=50, num_pairs=400, num_validation_pairs=pairs)
+    engine, fired = RuleEngine(facts), []
+    for number, evaluated in enumerate(of_validation):
+        for step in range(10 * number + 1, 10 * number + 11):
+            fired += engine.add(step, {"loss": 0.1, "pairs_seen": 8 * step, **training})
+        fired += engine.add(10 * number + 10, {f"eval/{name}": value for name, value in evaluated.items()})
+    return [f"{event.rule} at {event.step}" for event in fired]
+
+
+def test_swapped_columns_are_found_from_validation_within_400_pairs():
+    """The evaluations of a quickstart run whose training file has its columns swapped, on 24 validation pairs."""
+    accuracies, losses = (0.292, 0.125, 0.083, 0.083, 0.042), (1.17, 1.35, 1.5, 1.6, 1.63)
+    training = {"rewards/accuracies": 1.0, "rewards/margins": 3.0}
+    logged = [
+        {"rewards/accuracies": accuracy, "rewards/margins": -0.5, "loss": loss}
+        for accuracy, loss in zip(accuracies, losses, strict=True)
+    ]
+    assert evaluations(training, logged, pairs=24) == ["validation_below_chance at 30"]
+    # the margins alone: as large as in training, with the opposite sign
+    logged = [each | {"rewards/accuracies": 0.3, "rewards/margins": -3.0} for each in logged]
+    assert evaluations(training, logged, pairs=24) == ["validation_below_chance at 10"]
+
+
+@pytest.mark.parametrize(
+    ("training", "accuracy", "margin"),
+    [
+        ({"rewards/accuracies": 0.3, "rewards/margins": -2.0}, 0.2, -2.0),
+        ({"rewards/accuracies": 0.66, "rewards/margins": 0.01}, 0.45, -0.005),
+        ({"rewards/accuracies": 1.0, "rewards/margins": 3.0}, 0.4, -0.8),
+        ({"rewards/accuracies": 0.9, "rewards/margins": -0.1}, 0.5, 0.0),
+        ({}, 0.0, -9.0),
+    ],
+    ids=["training prefers the rejected side too", "noise of the start", "chance", "outliers", "no training metrics"],
+)
+def test_validation_is_below_chance_only_if_training_is_clearly_above(training, accuracy, margin):
+    logged = [{"rewards/accuracies": accuracy, "rewards/margins": margin, "loss": 0.69}] * 5
+    assert evaluations(training, logged, pairs=100) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "trained", "fired"),
+    [
+        ([0.69, 0.5, 0.55, 0.75, 0.9], 0.2, ["overfitting at 40"]),
+        ([0.69, 0.9, 1.2], 0.2, ["overfitting at 20"]),
+        ([0.69, 0.65, 0.72, 0.6, 0.7], 0.2, []),
+        ([0.69, 0.9, 1.2], 1.0, []),
+        ([math.nan, 0.69, math.inf, 0.6], 0.2, []),
+    ],
+    ids=["above its minimum", "above its first value", "noise of 400 pairs", "training diverges too", "not finite"],
+)
+def test_overfitting_is_a_validation_loss_far_above_its_minimum(losses, trained, fired):
+    """400 validation pairs: the limit is 20 % of the first loss, 0.14."""
+    logged = [{"rewards/accuracies": 0.6, "rewards/margins": 0.5, "loss": loss} for loss in losses]
+    training = {"rewards/accuracies": 0.9, "rewards/margins": 1.0, "loss": trained}
+    assert evaluations(training, logged, pairs=400) == fired
+
+
+@pytest.mark.parametrize(("pairs_per_record", "first"), [(8, 512), (16, 512), (128, 768), (100, 600)])
+def test_rules_compare_from_the_pair_on_that_is_announced(pairs_per_record, first):
+    history, seen = History(10_000, 100), 0
+    while history.recent() is None:
+        seen += pairs_per_record
+        history.add(seen, {"loss": 1.0, "pairs_seen": seen})
+    assert seen == first == pairs_before_comparison(pairs_per_record)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ METRICS = {"loss": 0.69314, "rewards/accuracies": 0.5, "rewards/margins": 0.25, 
 
 
 def run_of(total_steps: int) -> RunInfo:
-    return RunInfo("my-run", Path("runs") / "a", {}, total_steps=total_steps, total_pairs=640)
+    return RunInfo("my-run", Path("runs") / "a", {}, total_steps=total_steps, total_pairs=640, health_from=512)
 
 
 class Screen:
@@ -53,19 +54,35 @@ def screen() -> Iterator[Screen]:
 def test_the_display_has_the_bar_the_metrics_and_the_last_event(screen):
     screen.tracker.start(run_of(10), None)
     screen.now = 20.0
-    screen.tracker.log(4, {**METRICS, "kl": 1.5, "lr": 1e-6})
+    screen.tracker.log(4, {**METRICS, "kl": -1.5, "lr": 1e-6, "pairs_seen": 512})
     bar, metrics, events = screen.lines()
     # 4 steps in 20 seconds: the other 6 take 30
     # 12 of the 30 characters of the bar; without colors, the rest is blank
     assert re.fullmatch(r"step 4/10 ━{12} +40%  0:00:20 elapsed, 0:00:30 left", bar), bar
-    assert metrics == "loss 0.6931  accuracy 0.500  margin 0.2500  KL 1.5000  12.3 pairs/s"
+    assert metrics == "loss 0.6931  accuracy 0.500  margin 0.2500  log-ratio -1.5000  12.3 pairs/s"
     assert events == "no events"
 
 
-def test_a_run_without_reference_shows_no_kl(screen):
+@pytest.mark.parametrize(
+    ("changes", "pairs_seen", "shown"),
+    [
+        ({}, 511, "no events yet; most health rules compare from pair 512 on"),
+        ({}, 512, "no events"),
+        ({"total_pairs": 400}, 80, "no events yet; most health rules compare from pair 512 on, and this run has fewer"),
+        ({"health_from": None}, 9000, "health is off"),
+    ],
+)
+def test_silence_of_the_health_rules_is_not_shown_as_health(screen, changes, pairs_seen, shown):
+    screen.tracker.start(replace(run_of(10), **changes), None)
+    assert screen.lines()[2] != "no events"
+    screen.tracker.log(4, {**METRICS, "pairs_seen": pairs_seen})
+    assert screen.lines()[2] == shown
+
+
+def test_a_run_without_reference_shows_no_log_ratio(screen):
     screen.tracker.start(run_of(10), None)
     screen.tracker.log(1, METRICS)
-    assert "KL" not in screen.lines()[1]
+    assert "log-ratio" not in screen.lines()[1]
 
 
 def test_a_resumed_run_starts_at_its_step_and_estimates_from_its_own_steps(screen):

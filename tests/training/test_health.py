@@ -78,7 +78,7 @@ def test_a_run_that_drifts_away_is_reported_while_it_runs(base, tmp_path, caplog
     displaced, far = found["likelihood_displacement"], found["large_kl"]
     assert (displaced["step"], displaced["action"]) == (EVENT_STEP, "warn")
     assert displaced["evidence"]["margin now"] > displaced["evidence"]["margin at the start"]
-    assert abs(far["evidence"]["kl per token"]) > far["evidence"]["limit per token"]
+    assert abs(far["evidence"]["log-ratio per token"]) > far["evidence"]["limit per token"]
     assert f"health: likelihood_displacement at step {EVENT_STEP}: the chosen responses become less" in caplog.text
     marked = {record["step"] for record in metric_log(output) if record.get("health/likelihood_displacement") == 1.0}
     assert marked == {EVENT_STEP}
@@ -92,6 +92,20 @@ def test_a_run_that_learns_has_no_events_and_no_file(base, tmp_path):
     # as recorded, and by every rule that needs facts beside the metrics
     facts = RunFacts(STEPS, num_pairs=128, initial_loss=0.693147, starts_at_reference=True, logp_noise=1e-4)
     assert list(replay(facts, read_metrics(output / "logs" / "metrics.jsonl"))) == []
+
+
+def test_columns_swapped_between_training_and_validation_are_reported(base, tmp_path):
+    """The same pairs on both sides: what training learns is wrong for validation only if the columns are swapped."""
+    rows = [json.loads(line) for line in Path(base["actor_train"]["data_args"]["file_name"]).read_text().splitlines()]
+    for name, (chosen, rejected) in (("swapped", ("rejected", "chosen")), ("same", ("chosen", "rejected"))):
+        file = tmp_path / f"{name}.jsonl"
+        turned = [row | {"chosen": row[chosen], "rejected": row[rejected]} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in turned))
+        validation = {"data_args": {"file_name": str(file), "template": "raw"}}
+        output = run(base, tmp_path / name, LEARNING, validation=validation, eval_steps=2)
+        found = {each["rule"]: each for each in events(output)}
+        assert found.keys() == ({"validation_below_chance"} if name == "swapped" else set())
+    assert "health/validation_below_chance" in {name for record in metric_log(tmp_path / "swapped") for name in record}
 
 
 def test_the_advice_for_likelihood_displacement_ends_it(base, tmp_path, drifted):

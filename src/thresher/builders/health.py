@@ -38,6 +38,7 @@ def run_facts(config: DPOConfig, inputs: RunInputs) -> RunFacts:
         starts_at_reference=starts_at_reference,
         logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other axes", num_tokens=1),
         compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
+        num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
     )
 
 

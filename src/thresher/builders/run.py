@@ -16,6 +16,7 @@ from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
+from thresher.observability.health.history import pairs_before_comparison
 from thresher.observability.log_files import METRICS, RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
@@ -107,6 +108,9 @@ def track(
         config=redact(values),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
+        health_from=None
+        if config.health == "off"
+        else pairs_before_comparison(plan.pairs_per_step * config.logging_steps),
     )
     # a checkpoint of another directory has its log there
     if resume_step is not None and resume_step > 0 and list_checkpoints(build_checkpoint_manager(config).root):

@@ -1,4 +1,4 @@
-"""The training records that the rules compare: the first of a run, and the newest.
+"""The records that the rules compare: the first and the newest training records, and the evaluations.
 
 A window is counted in pairs, not in records or steps, because the noise of a mean depends on the pairs in it: the same
 run then gets the same verdict with any logging_steps.
@@ -6,6 +6,7 @@ run then gets the same verdict with any logging_steps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,13 @@ from dataclasses import dataclass
 WINDOW_PAIRS = 256
 # one batch alone is no trend, however large it is
 MIN_RECORDS = 3
-# a metric of every evaluation with sampled answers
-SAMPLED = "samples/repetition/policy"
+# a metric of every evaluation with sampled answers, and of every one with validation pairs
+SAMPLED, VALIDATED = "samples/repetition/policy", "eval/loss"
+
+
+def pairs_before_comparison(pairs_per_record: int) -> int:
+    """The number of pairs after which the first and the newest window are complete, so that rules compare them."""
+    return 2 * pairs_per_record * max(MIN_RECORDS, -(-WINDOW_PAIRS // pairs_per_record))
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,25 @@ class Window:
         return sum(record.metrics[name] * record.pairs for record in present) / pairs if pairs else None
 
 
+@dataclass(frozen=True)
+class Validation:
+    """The newest evaluation on validation pairs with a finite loss, and the first and the lowest loss so far.
+
+    training: the newest training records at that time; fewer than a full window at the start of a run.
+    """
+
+    metrics: Mapping[str, float]
+    training: Window
+    first_loss: float
+    lowest_loss: float
+    lowest_step: int
+
+
 class History:
     """The first window of a run and the newest records; a function of the records alone, so that a replay restores it.
 
     max_pairs, max_records: at least as many of the newest are kept. sampled: the metrics of the newest evaluation with
-    sampled answers.
+    sampled answers. validation: the newest evaluation on validation pairs.
     """
 
     def __init__(self, max_pairs: int, max_records: int) -> None:
@@ -61,14 +81,20 @@ class History:
         self._newest: deque[Record] = deque()
         self._newest_pairs = self._pairs_seen = 0
         self.sampled: Mapping[str, float] = {}
+        self.validation: Validation | None = None
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add a record; return False if it has nothing that a rule compares, or if all its steps were skipped."""
-        has_samples = SAMPLED in metrics
-        if has_samples:
+        is_training = "loss" in metrics and "pairs_seen" in metrics
+        if is_training:
+            self._add_training(step, metrics)
+        if SAMPLED in metrics:
             self.sampled = metrics
-        if "loss" not in metrics or "pairs_seen" not in metrics:
-            return has_samples
+        if VALIDATED in metrics:
+            self._add_validation(step, metrics)
+        return is_training or SAMPLED in metrics or VALIDATED in metrics
+
+    def _add_training(self, step: int, metrics: Mapping[str, float]) -> None:
         seen = int(metrics["pairs_seen"])
         record = Record(step, seen - self._pairs_seen, metrics)
         self._pairs_seen = seen
@@ -78,7 +104,26 @@ class History:
         self._newest_pairs += record.pairs
         while len(self._newest) > self._max_records and self._newest_pairs - self._newest[0].pairs >= self._max_pairs:
             self._newest_pairs -= self._newest.popleft().pairs
-        return True
+
+    def _add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        loss, before = metrics[VALIDATED], self.validation
+        if not math.isfinite(loss):
+            return
+        first, lowest, lowest_step = loss, loss, step
+        if before is not None:
+            first = before.first_loss
+            if loss >= before.lowest_loss:
+                lowest, lowest_step = before.lowest_loss, before.lowest_step
+        self.validation = Validation(metrics, self._newest_window(), first, lowest, lowest_step)
+
+    def _newest_window(self) -> Window:
+        """The newest records with WINDOW_PAIRS pairs, or all there are."""
+        found: list[Record] = []
+        for record in reversed(self._newest):
+            if Window(found).is_full:
+                break
+            found.append(record)
+        return Window(found[::-1])
 
     @property
     def last(self) -> Record:

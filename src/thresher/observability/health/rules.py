@@ -7,11 +7,12 @@ as `kl` without a reference, returns None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 
-from thresher.observability.health.history import SAMPLED, History, Window
+from thresher.observability.health.history import SAMPLED, VALIDATED, History, Window
 
 Evidence = Mapping[str, float]
 
@@ -42,6 +43,12 @@ NUM_SPIKES = 3
 DUPLICATE_SHARE = 0.05
 # share of repeated phrases in the policy's answers beyond that of the reference's: a third of what it says
 REPETITION_EXCESS = 0.3
+# standard errors by which validation must differ from what training shows
+NUM_STANDARD_ERRORS = 4.0
+# share of the first validation loss by which it must exceed its minimum, however many pairs it is the mean of
+OVERFITTING_RISE = 0.1
+# of a normal distribution, the share of pairs with a positive margin if its mean is one standard deviation
+MAX_INFORMATIVE_ACCURACY = 0.84
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class RunFacts:
     initial_loss: the loss while policy equals reference, None if that is not a constant. starts_at_reference: both
     start from the same weights; logp_noise: by how many nats per token their logps may differ nonetheless.
     compares_sides: the objective compares chosen with rejected. duplicates: training pairs that repeat another one.
+    num_validation_pairs: 0 without validation.
     """
 
     total_steps: int
@@ -60,6 +68,7 @@ class RunFacts:
     starts_at_reference: bool = False
     logp_noise: float = 0.0
     compares_sides: bool = True
+    num_validation_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,8 @@ def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
     kl = None if window is None else window.mean("kl")
     if window is None or kl is None or abs(kl) / _tokens(window) < KL_PER_TOKEN:
         return None
-    return {"kl per response": kl, "kl per token": kl / _tokens(window), "limit per token": KL_PER_TOKEN}
+    per_token = kl / _tokens(window)
+    return {"log-ratio per response": kl, "log-ratio per token": per_token, "limit per token": KL_PER_TOKEN}
 
 
 def entropy_collapse(history: History, _facts: RunFacts) -> Evidence | None:
@@ -212,6 +222,58 @@ def repetition(history: History, _facts: RunFacts) -> Evidence | None:
     return {"repeated phrases of the policy": policy, "repeated phrases of the reference": reference}
 
 
+def validation_below_chance(history: History, facts: RunFacts) -> Evidence | None:
+    """Training separates the sides, and the same policy prefers the rejected side of validation pairs.
+
+    The accuracy or the margin on validation pairs is four standard errors below that of a coin.
+    """
+    validation = history.validation
+    if validation is None or not facts.compares_sides or not facts.num_validation_pairs:
+        return None
+    names = ("rewards/accuracies", "rewards/margins")
+    accuracy, margin = (validation.metrics.get(f"eval/{name}") for name in names)
+    trained_accuracy, trained_margin = (validation.training.mean(name) for name in names)
+    if accuracy is None or margin is None or trained_accuracy is None or trained_margin is None:
+        return None
+    # a policy that prefers the rejected side of all pairs, such as one without a reference at its start, may learn yet
+    if trained_accuracy < 0.5 + 0.5 * NUM_STANDARD_ERRORS / math.sqrt(validation.training.num_pairs):
+        return None
+    # margins have no standard deviation in the log: take that of a normal distribution with the accuracy of training
+    spread = max(0.0, trained_margin) / NormalDist().inv_cdf(min(trained_accuracy, MAX_INFORMATIVE_ACCURACY))
+    standard_errors = NUM_STANDARD_ERRORS / math.sqrt(facts.num_validation_pairs)
+    is_below = spread > 0 and margin < -spread * standard_errors
+    if accuracy >= 0.5 - 0.5 * standard_errors and not is_below:
+        return None
+    return {
+        "validation accuracy": accuracy,
+        "training accuracy": trained_accuracy,
+        "validation margin": margin,
+        "training margin": trained_margin,
+        "validation pairs": facts.num_validation_pairs,
+    }
+
+
+def overfitting(history: History, facts: RunFacts) -> Evidence | None:
+    """The loss on validation pairs is far above its minimum, and that on training pairs is below it."""
+    validation = history.validation
+    trained = None if validation is None else validation.training.mean("loss")
+    if validation is None or trained is None or not facts.num_validation_pairs:
+        return None
+    # the loss of a pair changes by about as much as the loss itself
+    limit = max(OVERFITTING_RISE, NUM_STANDARD_ERRORS / math.sqrt(facts.num_validation_pairs))
+    loss, lowest = validation.metrics[VALIDATED], validation.lowest_loss
+    if loss - lowest < limit * abs(validation.first_loss) or trained >= lowest:
+        return None
+    if validation_below_chance(history, facts) is not None:
+        return None
+    return {
+        "validation loss": loss,
+        "its minimum": lowest,
+        "step of the minimum": validation.lowest_step,
+        "training loss": trained,
+    }
+
+
 _LR = "actor_train.training_args.learning_rate"
 RULES = (
     Rule(
@@ -280,5 +342,19 @@ RULES = (
         "the policy repeats itself in its answers, and the reference does not",
         f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
         repetition,
+    ),
+    Rule(
+        "validation_below_chance",
+        "the policy prefers the rejected responses of the validation pairs, as if their columns were swapped",
+        "compare `thresher inspect` of both files: chosen_key and rejected_key must name the same side in "
+        "actor_train.data_args.file_name and validation.data_args.file_name",
+        validation_below_chance,
+    ),
+    Rule(
+        "overfitting",
+        "the validation loss rises while the training loss falls",
+        f"export the best checkpoint (`thresher export --best`), train fewer steps (max_steps), lower {_LR}, or use "
+        "more pairs",
+        overfitting,
     ),
 )

@@ -19,7 +19,7 @@ _SHOWN = (
     ("rewards/margins", "margin {:.4f}"),
     ("pairs_per_second", "{:.1f} pairs/s"),
 )
-_SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "KL {:.4f}"), _SHOWN[-1])
+_SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "log-ratio {:.4f}"), _SHOWN[-1])
 _SHOWN_OF_EVALUATIONS = tuple((f"eval/{name}", pattern) for name, pattern in _SHOWN)
 _SUMMARIES = {f"{METRIC_PREFIX}{rule.name}": f"{rule.name}, {rule.summary}" for rule in RULES}
 
@@ -54,6 +54,8 @@ class ConsoleTracker:
         self._started_at = 0.0
         self._num_attempts = 0
         self._last_step = ""
+        self._health_from: int | None = None
+        self._total_pairs = 0
 
     @contextmanager
     def displayed(self) -> Iterator[None]:
@@ -69,6 +71,7 @@ class ConsoleTracker:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Describe the run, and show its steps from here on."""
         self._total_steps = run.total_steps
+        self._total_pairs, self._health_from = run.total_pairs, run.health_from
         self._first_step = max(0, resume_step or 0)
         self._started_at = self._clock()
         self._num_attempts += 1
@@ -78,6 +81,7 @@ class ConsoleTracker:
         self._open_display()
         if self._display is not None:
             self._display.begin_steps(self._first_step, run.total_steps)
+            self._display.show_without_event(self._without_event(0))
             if self._num_attempts > 1:
                 restart = f"resumed after step {self._first_step}" if self._first_step else "started again"
                 self._display.show_event(f"attempt {self._num_attempts}, {restart}")
@@ -95,9 +99,19 @@ class ConsoleTracker:
         self._last_step = f"step {step}/{self._total_steps}  {shown}"
         if self._display is not None:
             self._display.show_step(step, _format(metrics, _SHOWN_LIVE))
+            self._display.show_without_event(self._without_event(metrics.get("pairs_seen", 0)))
         else:
             elapsed, done = self._clock() - self._started_at, step - self._first_step
             self.print(f"{self._last_step}  eta {seconds_left(elapsed, done, self._total_steps - step)}")
+
+    def _without_event(self, pairs_seen: float) -> str:
+        """What it means that no health rule has fired."""
+        if self._health_from is None:
+            return "health is off"
+        if pairs_seen >= self._health_from:
+            return "no events"
+        reach = ", and this run has fewer" if self._total_pairs < self._health_from else ""
+        return f"no events yet; most health rules compare from pair {self._health_from:,} on{reach}"
 
     def show_work(self, what: str, done: int = 0, total: int = 0) -> bool:
         """Show other work than steps in the live display; return False if there is none."""
@@ -122,6 +136,10 @@ class ConsoleTracker:
     def print(self, message: str) -> None:
         """Print a message above the display, without markup or line wrapping."""
         self._console.print(escape_control_chars(redact_text(message)), markup=False, highlight=False, soft_wrap=True)
+
+    def erase(self) -> None:
+        """Erase the live display: the process is about to exit."""
+        self._close_display()
 
     def _open_display(self) -> None:
         if self._is_live and self._display is None:

@@ -32,6 +32,7 @@ class LiveDisplay:
         self._steps: tuple[int, int, int] | None = None  # first, completed, total
         self._steps_began = 0.0
         self._metrics = self._event = ""
+        self._without_event = "no events"
         self._live = Live(
             console=console,
             get_renderable=self._render,
@@ -55,6 +56,10 @@ class LiveDisplay:
         self._steps, self._steps_began = (first, first, total), self._clock()
         self._metrics, self._work = "", None
 
+    def show_without_event(self, text: str) -> None:
+        """Set the line that is shown until there is an event."""
+        self._without_event = text
+
     def show_step(self, step: int, metrics: str) -> None:
         """Show the metrics of a completed step."""
         if self._steps is not None:
@@ -74,9 +79,10 @@ class LiveDisplay:
         if self._steps is not None:
             lines.append(self._render_steps(*self._steps))
             lines.append(_line(self._metrics or "waiting for the first step"))
-            lines.append(_line(f"last event: {self._event}", "yellow") if self._event else _line("no events", "dim"))
-        elif self._event:
+        if self._event:
             lines.append(_line(f"last event: {self._event}", "yellow"))
+        elif self._steps is not None:
+            lines.append(_line(self._without_event, "dim"))
         if self._work is not None:
             lines.append(self._render_work(*self._work))
         return Group(*lines)

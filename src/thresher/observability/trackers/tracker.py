@@ -26,13 +26,17 @@ START_OVER = -1
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run for trackers. `run_dir` exists."""
+    """Description of a run for trackers. `run_dir` exists.
+
+    health_from: the pair from which most health rules compare; None with `health: off`.
+    """
 
     exp_name: str
     run_dir: Path
     config: Mapping[str, Any]
     total_steps: int
     total_pairs: int
+    health_from: int | None = None
 
 
 @dataclass(frozen=True)
