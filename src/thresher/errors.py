@@ -72,12 +72,17 @@ class WorkerError(RuntimeError):
         super().__init__(redact_text(message))
 
 
+def _saved(step: int | None) -> str:
+    if step == 0:
+        return "before the first step was complete (nothing to save)"
+    return "before the last steps were saved" if step is None else f"after step {step} (checkpoint saved)"
+
+
 class RunStopped(Exception):  # noqa: N818  # control flow, not an error
     """The run stopped on request; the command line exits with exit_code."""
 
     def __init__(self, step: int | None, exit_code: int = 0, message: str | None = None):
-        saved = f"after step {step} (checkpoint saved)" if step is not None else "before the last steps were saved"
-        super().__init__(message or f"stopped on request {saved}; rerun the same command to resume")
+        super().__init__(message or f"stopped on request {_saved(step)}; rerun the same command to resume")
         self.step = step
         self.exit_code = exit_code
 
@@ -89,7 +94,7 @@ class HealthStopped(RunStopped):
 
     def __init__(self, step: int, rules: Sequence[str]):
         message = (
-            f"stopped by health after step {step} (checkpoint saved): {', '.join(rules)}; change a setting and add "
+            f"stopped by health {_saved(step)}: {', '.join(rules)}; change a setting and add "
             "resume_from_checkpoint=auto to continue with it, or set health=warn to continue unchanged"
         )
         super().__init__(step, self.EXIT_CODE, message)

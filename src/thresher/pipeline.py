@@ -22,6 +22,7 @@ from thresher.builders.run import (
     build_callbacks,
     build_supervisor,
     build_tracking,
+    describe_unfinished_stop,
     logging_dir,
     loop_settings,
     run_facts,
@@ -249,7 +250,7 @@ class DPOPipeline:
             supervisor.clock.end("preparation")
 
             with (
-                stop_on_signals(stop_file(config), config.graceful_stop_timeout),
+                stop_on_signals(stop_file(config), config.graceful_stop_timeout, self._report_unfinished_stop),
                 track(trackers, config, plan, max_tokens=run.max_tokens, resume_step=supervisor.resume_step) as skipped,
                 watch_health(config, inputs, trackers, checkpoint, resume_step=supervisor.resume_step) as watched,
             ):
@@ -266,6 +267,11 @@ class DPOPipeline:
                     EvaluatedPairsLog(logging_dir(config), supervisor.resume_step).write,
                     SampleLog(logging_dir(config), supervisor.resume_step, judge, trackers.log_table).write,
                 )
+
+    def _report_unfinished_stop(self) -> None:
+        if self._console is not None:
+            self._console.erase()
+        logger.error("%s", describe_unfinished_stop(self.config))
 
     @property
     def _opened(self) -> RunHandle:

@@ -25,7 +25,7 @@ from tests.support.strategies.deepspeed_runs import (
     score_partitioned,
     train_without_a_process_group,
 )
-from tests.support.strategies.skipped_runs import train_with_nonfinite_step
+from tests.support.strategies.skipped_runs import train_with_discarded_step, train_with_nonfinite_step
 
 pytestmark = pytest.mark.distributed
 ENGINE = "deepspeed"
@@ -148,6 +148,13 @@ def test_the_base_of_an_adapter_scores_as_before_training(zero, pool_of, model_d
     for before, base, policy in pool_of(2).run(score_base_and_policy, case, model_dirs("llama")[0]):
         assert base == before
         assert policy != before
+
+
+@pytest.mark.parametrize("zero", [Zero(1), Zero(3)], ids=str)
+def test_a_discarded_step_leaves_no_gradient(zero, pool_of, model_dirs, oracle):
+    case = Case(ParallelDims(), tokens_at_once=40, engine=zero)
+    (norms,) = pool_of(1).run(train_with_discarded_step, case, *model_dirs(case.family, case.num_layers))
+    assert norms == pytest.approx(oracle(case).grad_norms, abs=1e-5)
 
 
 def test_a_single_process_without_a_process_group_equals_the_oracle(pool_of, model_dirs, oracle):

@@ -16,6 +16,7 @@ from tests.strategies.test_parity import (
 )
 from tests.support.strategies.adapters import save_adapter
 from tests.support.strategies.parity import PAIRS, Case, score_single_process
+from tests.support.strategies.skipped_runs import train_with_discarded_step
 from tests.support.tiny_models import MIXED, batch_of
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.layouts import PackedLayout
@@ -140,6 +141,12 @@ def test_a_skipped_step_changes_nothing(sizes, settings, pool_of, model_dirs):
     for steps in pool_of(sizes.num_processes).run(train_with_skipped_step, case, *model_dirs("llama")):
         assert sum(skipped for skipped, _, _ in steps) == 1
         assert all(is_same == skipped for skipped, is_same, _ in steps)
+
+
+def test_a_discarded_step_leaves_no_gradient(pool_of, model_dirs, oracle):
+    case = on_megatron(Case(ParallelDims(), tokens_at_once=40))
+    (norms,) = pool_of(1).run(train_with_discarded_step, case, *model_dirs("llama"))
+    assert norms == pytest.approx(oracle(case).grad_norms, abs=1e-5)
 
 
 def test_a_disabled_adapter_leaves_the_base_model(two_ranks, model_dirs):

@@ -135,6 +135,71 @@ def test_a_stop_during_the_last_step_is_the_end_of_the_run(base):
     assert saved_metrics(run).keys() == {"step-00000006"}
 
 
+# two per step; other layouts would pack all pairs of a step into one
+MICRO_BATCHES = {
+    "layout": "padded",
+    "actor_train": {"training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}},
+}
+
+
+@pytest.fixture
+def discards_slow_steps(monkeypatch):
+    monkeypatch.setattr("thresher.strategies.accumulate.SECONDS_BEFORE_DISCARD", 0.0)
+
+
+@pytest.mark.usefixtures("discards_slow_steps")
+@pytest.mark.parametrize("loss", ["sigmoid", "aot"])
+def test_a_slow_step_is_discarded_and_the_resumed_run_ends_as_if_it_had_never_stopped(base, loss):
+    """The stop is requested when step 3 is logged, and seen in step 4."""
+    lora = {"lora_rank": 4, "lora_dropout": 0.1}
+    values = merge(merge(base, MICRO_BATCHES), {"pref_loss": loss, "actor_train": {"model_args": lora}})
+    whole, stopped, resumed = (
+        build_run(merge(values, {"output_dir": f"{base['output_dir']}-{name}"}), noise_pairs(12))
+        for name in ("whole", "stopped", "stopped")
+    )
+    torch.manual_seed(0)
+    whole.fit()
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    with pytest.raises(RunStopped, match=r"after step 3 \(checkpoint saved\)"):
+        replace(stopped, log=StopRequest(3, stop_file(stopped.config))).fit()
+    assert saved_metrics(stopped).keys() == {"step-00000003"}
+    stop_file(stopped.config).unlink()
+    torch.manual_seed(1)
+    resumed.trainer.resume(Path(resumed.config.output_dir) / "checkpoints" / "step-00000003")
+    resumed.fit()
+    assert torch.equal(torch.get_rng_state(), expected)
+    for name, weight in whole.trainer.strategy.weights().items():
+        assert torch.equal(weight, resumed.trainer.strategy.weights()[name]), name
+
+
+@pytest.mark.usefixtures("discards_slow_steps")
+def test_a_step_that_is_discarded_after_a_resume_needs_no_new_checkpoint(base):
+    values = merge(base, {**MICRO_BATCHES, "save_steps": 2})
+    first, again = (build_run(values, noise_pairs(12)) for _ in range(2))
+    file = stop_file(first.config)
+    file.parent.mkdir()
+    file.touch()
+    with pytest.raises(RunStopped, match=r"before the first step was complete \(nothing to save\)"):
+        first.fit()
+    assert saved_metrics(first) == {}
+    file.unlink()
+    with pytest.raises(RunStopped, match="after step 2"):
+        replace(first, log=StopRequest(2, file)).fit()
+    (checkpoint,) = (Path(base["output_dir"]) / "checkpoints").glob("step-*")
+    written = checkpoint.stat().st_ctime_ns
+    again.trainer.resume(checkpoint)
+    with pytest.raises(RunStopped, match="after step 2"):
+        again.fit()
+    assert checkpoint.stat().st_ctime_ns == written
+
+
+def test_a_fast_step_is_finished_before_the_run_stops(base):
+    run = run_with_stop_after(3, merge(base, MICRO_BATCHES))
+    with pytest.raises(RunStopped, match="after step 3"):
+        run.fit()
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, [(0, 3), (1, 3), (2, 3)]), (1000.0, [])])
 def test_only_a_long_evaluation_reports_its_progress(base, monkeypatch, seconds, shown):
     monkeypatch.setattr("thresher.training.trainer._SECONDS_BETWEEN_PROGRESS", seconds)

@@ -45,6 +45,16 @@ def logging_dir(config: DPOConfig) -> Path:
     return Path(config.logging_dir or Path(config.output_dir) / "logs")
 
 
+def describe_unfinished_stop(config: DPOConfig) -> str:
+    """What a run that exits after graceful_stop_timeout leaves behind, and what to do."""
+    saved = list_checkpoints(build_checkpoint_manager(config).root)
+    since = f"since step {step_of(saved[-1])}" if saved else "at all"
+    return (
+        f"not finished after {config.graceful_stop_timeout:g} s; nothing saved {since}; raise graceful_stop_timeout, "
+        "or set save_steps to save more often"
+    )
+
+
 def loop_settings(config: DPOConfig, plan: Plan) -> LoopSettings:
     """When to evaluate and save. All epochs have the same number of steps, so an epoch is an interval like others."""
     per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}

@@ -261,7 +261,9 @@ class DPOConfig(LossConfig):
     """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
     the next checkpoint."""
     graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds after SIGTERM or SIGINT to finish and save the current step; after that the run exits immediately."""
+    """Seconds after SIGTERM or SIGINT to stop and save; after that the run exits immediately and says what is lost. A
+    run of one process discards a slow step; several processes finish it, so that this must exceed the time of a
+    step."""
 
     runtime: Literal["auto", "local", "ray", "torchrun"] = "auto"
     """local: a single process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto:

@@ -8,6 +8,7 @@ ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -32,10 +33,13 @@ from thresher.losses.pairs import (
 )
 from thresher.observability.heartbeat import report_progress
 from thresher.strategies.nonfinite import ScoredPairs
-from thresher.strategies.strategy import MicroBatch, TokenCounts
+from thresher.strategies.strategy import MicroBatch, StepDiscarded, StopRequested, TokenCounts, never
 
 Score = Callable[[PairBatch], ChosenRejectedLogps]
 LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
+
+# A stop request ends a step between two micro-batches if the step has lasted this long; a faster one is finished.
+SECONDS_BEFORE_DISCARD = 5.0
 
 
 class ExecutedBatches(NamedTuple):
@@ -85,13 +89,18 @@ def accumulate_gradients(
     num_pairs_in_step: int,
     dp_group: DataParallelGroup,
     loss_scale: float | None = None,
+    stop_requested: StopRequested = never,
 ) -> LocalStepResult:
     """Add this rank's term of the step's gradient, times loss_scale, to `.grad` of the parameters.
 
     A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
+    Raises StepDiscarded if a stop is requested while a slow step runs; the gradients are then incomplete.
     """
     if objective.couples_pairs:
-        return _accumulate_coupled(executor, micro_batches, objective, num_pairs_in_step, dp_group, loss_scale)
+        return _accumulate_coupled(
+            executor, micro_batches, objective, num_pairs_in_step, dp_group, loss_scale, stop_requested
+        )
+    finished = _MicroBatchClock(dp_group, stop_requested)
     metrics: list[Metrics] = []
     scored_pairs: list[ScoredPairs] = []
 
@@ -100,7 +109,7 @@ def accumulate_gradients(
         output = objective(inputs)
         metrics.append(output.metrics)
         scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
-        report_progress()
+        finished.scored(is_last=index == len(micro_batches) - 1)
         return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
     batches = [micro.pairs for micro in micro_batches]
@@ -116,6 +125,7 @@ def _accumulate_coupled(
     num_pairs_in_step: int,
     dp_group: DataParallelGroup,
     loss_scale: float | None,
+    stop_requested: StopRequested,
 ) -> LocalStepResult:
     """Gradient of a loss that couples all pairs of a step, by the chain rule in two passes.
 
@@ -124,12 +134,13 @@ def _accumulate_coupled(
 
     Costs one more forward than other losses; exact for any micro-batch size and number of ranks.
     """
+    finished = _MicroBatchClock(dp_group, stop_requested)
     # forked: the second pass draws the same dropout masks again
     with torch.no_grad(), torch.random.fork_rng():
         local = []
         for micro in micro_batches:
             local.append(objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics)))
-            report_progress()
+            finished.scored()
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
     own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
     output = objective(concat_pairs(by_rank))
@@ -140,7 +151,7 @@ def _accumulate_coupled(
     rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
 
     def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
-        report_progress()
+        finished.scored(is_last=index == len(micro_batches) - 1)
         weighted = [policy.chosen.values * chosen_grads[index], policy.rejected.values * rejected_grads[index]]
         return torch.cat(weighted).sum()
 
@@ -153,6 +164,24 @@ def _accumulate_coupled(
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
     local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | executed.metrics
     return LocalStepResult(local_metrics, executed.tokens, [scored])
+
+
+class _MicroBatchClock:
+    """Reports each scored micro-batch of a step, and discards a slow step if a stop is requested.
+
+    Only in a run of one process: others would wait in their next collective for a rank that has left the step, and to
+    agree on it they would need a collective per micro-batch.
+    """
+
+    def __init__(self, dp_group: DataParallelGroup, stop_requested: StopRequested) -> None:
+        self._stop_requested = stop_requested if dp_group.world.size == 1 else never
+        self._may_discard_at = time.monotonic() + SECONDS_BEFORE_DISCARD
+
+    def scored(self, *, is_last: bool = False) -> None:
+        """Record a micro-batch; the last one is worth its backward."""
+        report_progress()
+        if not is_last and time.monotonic() >= self._may_discard_at and self._stop_requested():
+            raise StepDiscarded
 
 
 def _step_loss(per_pair: Tensor, num_pairs_in_step: int, loss_scale: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The end of a training step, for every engine: reduce, measure and clip the gradient, then update or skip.
+"""A training step of every engine: accumulate, reduce, measure and clip the gradient, then update or skip.
 
 All numbers that the processes must agree on travel in one message between devices: the squared norm of the gradient,
 the metrics, the counts of tokens and whether to stop. The host waits for the device once, to read their sums.
@@ -20,7 +20,7 @@ from thresher.losses.objective import Objective
 from thresher.strategies.accumulate import LocalStepResult
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
-from thresher.strategies.strategy import StepOutcome, StopRequested, TokenCounts, never
+from thresher.strategies.strategy import StepDiscarded, StepOutcome, StopRequested, TokenCounts, never
 
 
 class StepParameters(Protocol):
@@ -51,10 +51,10 @@ class StepParameters(Protocol):
         ...
 
 
-def finish_step(
+def make_step(
     parameters: StepParameters,
     update: Callable[[float], None],
-    local: LocalStepResult,
+    accumulate: Callable[[], LocalStepResult],
     objective: Objective,
     dp_group: DataParallelGroup,
     *,
@@ -67,9 +67,14 @@ def finish_step(
 ) -> StepOutcome:
     """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged.
 
-    update: makes the optimizer step with a learning rate. local: this rank's result of the backward, whose gradients
-    the parameters have. stop_requested: whether this process asks all of them to stop after the step.
+    accumulate: adds this rank's gradients to the parameters. update: makes the optimizer step with a learning rate.
+    stop_requested: whether this process asks all of them to stop after the step.
     """
+    try:
+        local = accumulate()
+    except StepDiscarded:
+        parameters.zero_grad()
+        raise
     parameters.reduce_gradients()
     zeros = parameters.count_zeros() if counts_zeros else 0.0
     if loss_scale is not None:

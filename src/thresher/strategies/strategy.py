@@ -24,6 +24,10 @@ from thresher.strategies.nonfinite import NonFiniteStep
 StopRequested = Callable[[], bool]
 
 
+class StepDiscarded(Exception):  # noqa: N818  # control flow, not an error
+    """A stop was requested during a slow step, which has changed neither weights nor optimizer state."""
+
+
 class ParameterCounts(NamedTuple):
     """Number of parameters of a model, adapters included, and of those that are trained."""
 
@@ -146,7 +150,9 @@ class TrainStrategy(Scorer, Protocol):
         """Forward, loss summed over pairs and divided once by num_pairs_in_step, backward, clip, optimizer.
 
         micro_batches are those of this rank; the outcome is that of the whole step, equal on every rank.
-        stop_requested: called after the backward; the outcome tells all ranks if it is true on any.
+        stop_requested: called after the backward; the outcome tells all ranks if it is true on any. An engine may also
+        call it between the micro-batches of a slow step in a run of one process, drop the gradients if it is true, and
+        raise StepDiscarded.
         """
         ...
 

@@ -31,7 +31,7 @@ class Trainable(Protocol):
 
     @property
     def stopped_at(self) -> int | None:
-        """The step after which the last `run` stopped on request; None if it reached its end."""
+        """The last complete step when the last `run` stopped on request; None if it reached its end."""
         ...
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
@@ -91,6 +91,7 @@ def fit(
     All checkpoints are published when this returns.
     """
     step, last = progress.step, dict(progress.last_evaluation)
+    saved = step  # a run that continues has a checkpoint of its first step, and a new one has nothing to save yet
     if step == 0 and settings.eval_on_start:
         last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
     while step < num_steps:
@@ -106,8 +107,9 @@ def fit(
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
             last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
-        if step == next_checkpoint or stopped_at is not None:
+        if step != saved and (step == next_checkpoint or stopped_at is not None):
             trainable.save()
+            saved = step
         if stopped_at is not None and step < num_steps:
             trainable.wait_for_saves()
             raise RunStopped(step)

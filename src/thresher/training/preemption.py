@@ -1,7 +1,8 @@
-"""Graceful shutdown: SIGTERM and SIGINT create a stop file; all ranks stop after the current step and save.
+"""Graceful shutdown: SIGTERM and SIGINT create a stop file; all ranks stop after the same step and save it.
 
-Rank 0 of the policy checks the file and broadcasts the decision, so that all ranks stop after the same step (see
-`RankTrainer`). Running the same command again resumes from the checkpoint of that step.
+Rank 0 of the policy checks the file and broadcasts the decision with the results of the step (see `RankTrainer`). One
+process alone also checks it between the micro-batches of a slow step, and discards that step. Running the same command
+again resumes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,11 +21,15 @@ from thresher.errors import RescaleRequested, RunStopped, WorkerError, WorkerLos
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "stop"
+# for the last message: a lock of a handler or of the terminal may be held forever
+_SECONDS_TO_REPORT = 5.0
 
 
 @contextmanager
-def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
+def stop_on_signals(file: Path, deadline: float, before_exit: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Create the file on the first SIGTERM or SIGINT; exit immediately on a second one or after `deadline` seconds.
+
+    before_exit: called in a thread at the deadline, to say what was not saved.
 
     After a signal, a failure ends the run instead of restarting it: the sender may have ended the workers as well.
     """
@@ -40,11 +45,11 @@ def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
         received.append(number)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        timers.append(threading.Timer(deadline, os._exit, (128 + number,)))
+        timers.append(threading.Timer(deadline, _exit, (128 + number, before_exit)))
         timers[0].daemon = True
         timers[0].start()
         logger.warning(
-            "%s: finishing and saving the current step (up to %.0f s); send the signal again to exit immediately",
+            "%s: stopping and saving (up to %.0f s); send the signal again to exit immediately",
             signal.Signals(number).name,
             deadline,
         )
@@ -68,3 +73,10 @@ def stop_on_signals(file: Path, deadline: float) -> Iterator[None]:
             timer.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _exit(code: int, before_exit: Callable[[], object]) -> None:
+    report = threading.Thread(target=before_exit, daemon=True)
+    report.start()
+    report.join(_SECONDS_TO_REPORT)
+    os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.host_buffers import HostBuffers
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.manager import AsyncSaver, CheckpointManager
-from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng_of_rank
+from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng, restore_rng_of_rank
 from thresher.checkpoint.state import load_state, save_state
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -36,11 +37,13 @@ from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
 from thresher.strategies.accumulate import Evaluation
-from thresher.strategies.strategy import MicroBatch, TrainStrategy
+from thresher.strategies.strategy import MicroBatch, StepDiscarded, TrainStrategy
 from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
 from thresher.training.state import TrainerState
+
+logger = logging.getLogger(__name__)
 
 # entries of a run's identity
 POLICY_SETTINGS, REFERENCE_SETTINGS = "policy's config.json", "reference's config.json"
@@ -164,6 +167,7 @@ class RankTrainer:
         Returns, not raises, after a skipped step that ends the run: an error from every rank could arrive before the
         record of the step.
         """
+        self.stopped_at = None
         try:
             yield from self._run(until)
         finally:  # between two calls, and while they save, ranks wait for each other as long as it takes
@@ -174,7 +178,15 @@ class RankTrainer:
         while self.state.step < until:
             if self._num_steps_made >= NUM_WARM_UP_OPERATIONS:
                 limit_collectives(self._settings.collective_timeout)
-            self.training_step()
+            try:
+                self.training_step()
+            except StepDiscarded:
+                step = self.state.step
+                logger.warning(
+                    "step %d takes long and is discarded, so that the run stops after step %d", step + 1, step
+                )
+                self.stopped_at = step
+                return
             if self.skipped is not None:
                 yield self.state.step, self.skipped
                 if self.skipped.ends_run:
@@ -186,22 +198,32 @@ class RankTrainer:
                 return
 
     def training_step(self) -> Metrics:
-        """Make the next optimizer step of the plan; `skipped` is set if it was skipped."""
+        """Make the next optimizer step of the plan; `skipped` is set if it was skipped.
+
+        After StepDiscarded everything that a checkpoint contains is as before the step.
+        """
         self._background.check()
         pair_ids = self.plan.pair_ids(self.state.step)
         pace = pace_after(self._num_steps_made)
+        # only one process alone discards a step
+        rng = capture_rng() if self.strategy.dp_group.world.size == 1 else None
         set_activity(f"step {self.state.step + 1}: waiting for the reference", pace)
         with self._clock.waiting():  # for the reference; reading tokens takes next to no time
             micro_batches = list(self._micro_batches(pair_ids))
         set_activity(f"step {self.state.step + 1}: training", pace)
         started = time.time()
-        outcome = self.strategy.train_step(
-            micro_batches,
-            self.objective,
-            num_pairs_in_step=len(pair_ids),
-            learning_rate=self._schedule(self.state.step),
-            stop_requested=self._sees_stop_file,
-        )
+        try:
+            outcome = self.strategy.train_step(
+                micro_batches,
+                self.objective,
+                num_pairs_in_step=len(pair_ids),
+                learning_rate=self._schedule(self.state.step),
+                stop_requested=self._sees_stop_file,
+            )
+        except StepDiscarded:
+            if rng is not None:
+                restore_rng(rng)
+            raise
         self._stops = outcome.stop_requested
         self._num_steps_made += 1
         self.state.record_step(len(pair_ids), outcome)

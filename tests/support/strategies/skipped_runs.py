@@ -1,17 +1,19 @@
-"""Three steps, one of them non-finite on a single rank; returns what each process skipped and its state digests."""
+"""Three steps, one of them skipped or discarded; returns what each process skipped, and its state."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.strategies.parity import LOSSES_WITH_REFERENCE, NUM_STEPS, Case, NativeEngine, make_trainer
 from thresher.losses.objective import Objective
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.strategy import StepDiscarded, TrainStrategy
 from thresher.training.skipped_steps import SkippedStep
 from thresher.training.trainer import RankTrainer
 
@@ -41,6 +43,25 @@ def train_with_nonfinite_step(case: Case, policy_dir: Path, reference_dir: Path,
         skipped.append(trainer.skipped)
         steps.append(trainer.state.step)
     return Skips(before, digests, skipped, steps)
+
+
+def train_with_discarded_step(case: Case, policy_dir: Path, reference_dir: Path) -> list[float]:
+    """Train in one process; a stop is requested in the second step, which is then made again. Return gradient norms."""
+    engine = case.engine or NativeEngine()
+    policy, reference = engine.policy(case, policy_dir), engine.reference(case, reference_dir)
+    trainer = make_trainer(policy, reference.score if case.loss in LOSSES_WITH_REFERENCE else None, case)
+    norms = []
+    for step in range(NUM_STEPS):
+        if step == 1:
+            with (
+                patch.object(trainer, "_sees_stop_file", lambda: True),
+                patch("thresher.strategies.accumulate.SECONDS_BEFORE_DISCARD", 0.0),
+                pytest.raises(StepDiscarded),
+            ):
+                trainer.training_step()
+        trainer.training_step()
+        norms.append(trainer.state.grad_norm)
+    return norms
 
 
 def with_scale(trainer: RankTrainer, scale: float) -> None:

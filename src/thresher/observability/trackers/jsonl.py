@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -96,6 +97,7 @@ def find_holes(path: Path, until: int, interval: int) -> str | None:
     records = read_records(path) if path.exists() else []
     counts = Counter(record["step"] for record in records if "lr" in record and record["step"] <= until)
     first = min(counts, default=interval)
+    interval = max(interval, min((b - a for a, b in pairwise(sorted(counts))), default=0))  # of an earlier start
     missing = [step for step in range(first, until + 1) if step % interval == 0 and step not in counts]
     repeated = [step for step, count in sorted(counts.items()) if count > 1]
     for what, steps in (("has no record", missing), ("has several records", repeated)):

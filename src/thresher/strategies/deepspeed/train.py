@@ -33,7 +33,7 @@ from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.router_loss import RouterLoss
 from thresher.strategies.native.sequential import SequentialExecutor
 from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.step import finish_step
+from thresher.strategies.step import make_step
 from thresher.strategies.strategy import MicroBatch, StepOutcome, StopRequested, never
 
 
@@ -84,13 +84,18 @@ class DeepSpeedTrain:
         stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
-        local = accumulate_gradients(
-            self._executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale
-        )
-        return finish_step(
+        return make_step(
             self._parameters,
             self._parameters.update,
-            local,
+            lambda: accumulate_gradients(
+                self._executor,
+                micro_batches,
+                objective,
+                num_pairs_in_step,
+                self.dp_group,
+                self.loss_scale,
+                stop_requested,
+            ),
             objective,
             self.dp_group,
             learning_rate=learning_rate,

@@ -24,7 +24,7 @@ from thresher.strategies.megatron.lora import ChunkAdapters
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.megatron.optimizer import PolicyOptimizer
 from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.step import finish_step
+from thresher.strategies.step import make_step
 from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome, StopRequested, never
 
 
@@ -63,13 +63,18 @@ class MegatronTrain:
         stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
-        local = accumulate_gradients(
-            self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale
-        )
-        return finish_step(
+        return make_step(
             self._optimizer,
             self._optimizer.step,
-            local,
+            lambda: accumulate_gradients(
+                self._infer.executor,
+                micro_batches,
+                objective,
+                num_pairs_in_step,
+                self.dp_group,
+                self.loss_scale,
+                stop_requested,
+            ),
             objective,
             self.dp_group,
             learning_rate=learning_rate,

@@ -23,7 +23,7 @@ from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.parameters import LocalParameters
 from thresher.strategies.optimizer import OptimizerSettings, adamw
-from thresher.strategies.step import finish_step
+from thresher.strategies.step import make_step
 from thresher.strategies.strategy import MicroBatch, ParameterCounts, StepOutcome, StopRequested, never
 
 
@@ -72,10 +72,10 @@ class NativeTrain:
         stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged."""
-        return finish_step(
+        return make_step(
             self._parameters,
             self._update,
-            self.accumulate(micro_batches, objective, num_pairs_in_step),
+            lambda: self.accumulate(micro_batches, objective, num_pairs_in_step, stop_requested),
             objective,
             self.dp_group,
             learning_rate=learning_rate,
@@ -97,11 +97,21 @@ class NativeTrain:
         self._infer.compile(compilation)
 
     def accumulate(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        num_pairs_in_step: int,
+        stop_requested: StopRequested = never,
     ) -> LocalStepResult:
         """Add this rank's term of the step's gradient, times the loss scale, to the parameters; not yet reduced."""
         return accumulate_gradients(
-            self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale
+            self._infer.executor,
+            micro_batches,
+            objective,
+            num_pairs_in_step,
+            self.dp_group,
+            self.loss_scale,
+            stop_requested,
         )
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
