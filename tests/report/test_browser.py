@@ -54,6 +54,7 @@ def test_the_page_works_offline_at_any_width_and_theme(browser: Any, report_file
     page.goto(report_file.as_uri())
     page.wait_for_function("document.documentElement.dataset.drawn", timeout=60_000)
     assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("document.querySelector('nav').scrollWidth <= document.querySelector('nav').clientWidth")
     assert page.locator(".chart").count() == page.locator(".chart svg").count() > 10
     violations = axe.Axe().run(page, options=RULES).response["violations"]
     assert [(each["id"], each["nodes"][0]["html"]) for each in violations] == []

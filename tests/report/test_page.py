@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.report_page import Page
+from thresher.observability.health.events import HealthEvent, HealthLog
 from thresher.observability.trackers.jsonl import read_metrics, read_records
 from thresher.report.charts import Chart
 from thresher.report.page import render_page, sections_of
@@ -70,15 +71,26 @@ def test_the_distribution_holds_every_validation_pair(page: Page, run_dir: Path)
 def test_tables_show_what_was_run(page: Page, run_dir: Path) -> None:
     config = json.loads((run_dir / "logs" / "run.json").read_text())["config"]
     assert "All 4 steps done. Reward accuracy on validation pairs" in page.text
-    assert "sigmoid(beta=0.1, label_smoothing=0)" in page.text
+    assert "sigmoid(beta=0.1)" in page.text
     assert "actor_train.training_args.learning_rate" in page.text
     assert "rows read" in page.text
     assert "Training pairs: 21" in page.text
     assert config["pretrain"] in page.text
     assert "torch" in page.text
-    assert {"summary", "curves", "pairs", "frontier", "speed", "data", "config", "environment", "metrics"} == set(
-        page.sections
-    )
+    assert "No events; most rules compare from pair 516 on, and the run has seen 21." in page.text
+    assert "Report on tiny" in page.text  # exp_name is the default
+    assert {
+        "summary",
+        "health",
+        "curves",
+        "pairs",
+        "frontier",
+        "speed",
+        "data",
+        "config",
+        "environment",
+        "metrics",
+    } == set(page.sections)
 
 
 def test_the_page_requests_nothing_and_is_small(page: Page) -> None:
@@ -109,10 +121,8 @@ def test_every_chart_is_drawn_with_its_points(run_dir: Path) -> None:
 
 
 def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> None:
-    event = {"step": 3, "rule": "kl_limit", "level": "warn", "message": "KL is 31", "evidence": {"kl": 31.25}}
     run = copy_run(
         "eventful",
-        health=[{**event, "advice": "raise beta"}],
         samples=[
             {
                 "step": step,
@@ -132,10 +142,14 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
         ],
         skipped_steps=[{"step": 1, "reason": "loss", "grad_norm": "nan", "pairs": [{"pair": 17, "fault": "loss"}]}],
     )
+    log = HealthLog(run / "logs", None)
+    log.write(HealthEvent(3, "kl_limit", "KL is 31", {"kl": 31.25}, "raise beta"), "stop")
+    log.write_continued(3, ["beta was 0.1, is 0.2"])
     page = page_of(run)
     for text in (
         "kl limit",
         "KL is 31",
+        "beta was 0.1, is 0.2",
         "kl 31.25",
         "raise beta",
         "worker lost",
@@ -155,7 +169,7 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
 def test_hostile_text_stays_text(copy_run: Callable[..., Path]) -> None:
     run = copy_run(
         "a run <b>named<b> badly",
-        health=[{"step": 1, "rule": HOSTILE, "level": HOSTILE, "message": HOSTILE, "evidence": {HOSTILE: HOSTILE}}],
+        health=[{"step": 1, "rule": HOSTILE, "action": HOSTILE, "summary": HOSTILE, "evidence": {HOSTILE: HOSTILE}}],
         samples=[{"step": 1, "prompt": HOSTILE, "policy": HOSTILE, "reference": HOSTILE, HOSTILE: HOSTILE}],
         recoveries=[{"step": 1, "cause": HOSTILE, "phases": {HOSTILE: 1.0, "stop": HOSTILE}}],
         skipped_steps=[{"step": 1, "reason": HOSTILE, "pairs": [{"pair": HOSTILE}]}],
@@ -190,16 +204,28 @@ def test_several_runs_are_compared(copy_run: Callable[..., Path], run_dir: Path)
     description = other / "logs" / "run.json"
     values = json.loads(description.read_text())
     values["config"]["beta"] = 0.7
+    values["facts"]["loss"] = "sigmoid(beta=0.7)"
     description.write_text(json.dumps(values))
     page = page_of(run_dir, other)
     assert {each["labels"]["run"] for each in page.charts["loss"]["series"]} == {"tiny", "other"}
-    settings = page.text.partition("Settings in which the runs differ.")[2].partition("All settings of")[0]
+    settings = page.text.partition("Settings in which the runs differ")[2].partition("What was run")[0]
     assert settings.split() == ["setting", "tiny", "other", "beta", "not", "set", "0.7"]
     assert page.points("frontier-eval-rewards-margins", run="other")
+    facts = page.text.partition("What was run")[2].split()
+    assert facts[:4] == ["fact", "tiny", "other", "loss"]  # what differs comes first
+
+
+def test_the_title_is_the_name_of_the_experiment(copy_run: Callable[..., Path]) -> None:
+    run = copy_run("run")
+    description = run / "logs" / "run.json"
+    values = json.loads(description.read_text())
+    values["config"]["exp_name"] = "polite answers"
+    description.write_text(json.dumps(values))
+    assert "<title>Report on polite answers</title>" in page_of(run).html
 
 
 def test_long_logs_of_many_runs_stay_small(copy_run: Callable[..., Path]) -> None:
-    event = {"rule": "kl_limit", "level": "warn", "message": "m" * 100, "evidence": {"kl": 31.25}, "advice": "a" * 100}
+    event = {"rule": "kl_limit", "action": "warn", "summary": "m" * 100, "evidence": {"kl": 31.25}, "advice": "a" * 100}
     prompts = [{"step": 1, "prompt": str(i), "policy": "p" * 9000, "reference": "r" * 9000} for i in range(30)]
     runs = []
     for number in range(25):

@@ -56,10 +56,11 @@ _CURVES = (
     ),
     _Curve(
         "kl",
-        "Distance from the reference",
-        "Good: stays small. The KL to the reference, estimated on the responses of the data, in nats per response. "
-        "Far below 0, the policy has become unlikely to give any response of the data.",
-        "KL (nats)",
+        "Log-ratio on the data",
+        "Good: stays small. log(policy / reference) of the responses of the data, mean of both sides, in nats per "
+        "response. It falls where rejected responses become less likely; far below 0, the policy has become unlikely "
+        "to give any response of the data.",
+        "log-ratio (nats)",
         at=0.0,
     ),
     _Curve(

@@ -9,8 +9,8 @@ from thresher.report.charts import Chart, path_chart
 from thresher.report.run_files import RunFiles
 from thresher.report.series import Series, rounded
 
-# measured on answers of the policy if a run has them, else estimated on the responses of the data
-_DISTANCES = ("samples/kl", "eval/kl")
+# measured on answers of the policy if a run has them, else the log-ratio on the responses of the data
+_DISTANCES = {"samples/kl": ("KL", "KL on answers (nats)"), "eval/kl": ("log-ratio", "log-ratio on the data (nats)")}
 _GAINS = (
     ("samples/win_rate", "Win rate", "win rate", True),
     ("samples/reward", "Reward of answers", "reward", False),
@@ -28,15 +28,16 @@ def frontier_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     distance = next((each for each in _DISTANCES if any(run.points(each) for run in runs)), None)
     if distance is None:
         return []
+    name, label = _DISTANCES[distance]
     charts = []
     for gain, title, unit, is_percent in _GAINS:
         series = [each for run in runs if (each := _path(run, distance, gain)) is not None]
         if series:
             is_beta_dependent = gain == "eval/rewards/margins" and len(runs) > 1
             note = " Margins of runs with different beta are not comparable." if is_beta_dependent else ""
-            spec = path_chart(series, x="KL to the reference (nats)", y=unit, color="run", is_percent=is_percent)
+            spec = path_chart(series, x=label, y=unit, color="run", is_percent=is_percent)
             chart_id = f"frontier-{gain.replace('/', '-').replace('_', '-')}"
-            charts.append(Chart(chart_id, f"{title} against KL", _CAPTION + note, spec, series))
+            charts.append(Chart(chart_id, f"{title} against {name}", _CAPTION + note, spec, series))
     return charts
 
 

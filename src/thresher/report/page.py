@@ -29,6 +29,7 @@ from thresher.report.records import (
     NUM_SHOWN_SAMPLES,
     data_reports,
     health_events,
+    quiet_runs,
     recovery_rows,
     samples_of,
     skipped_rows,
@@ -65,7 +66,7 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
     scripts = [_embeddable(script) for script in (bundle, (_FILES / "page.js").read_text(encoding="utf-8"))]
     charts = [chart.to_json() for section in sections for chart in section.charts]
     page: str = environment.get_template("page.html").render(
-        title=f"Report on {runs[0].name}" if len(runs) == 1 else f"Report on {len(runs)} runs",
+        title=f"Report on {runs[0].title}" if len(runs) == 1 else f"Report on {len(runs)} runs",
         version=__version__,
         date=f"{now.day} {now:%B %Y, %H:%M}",
         runs=runs,
@@ -85,14 +86,23 @@ def sections_of(runs: Sequence[RunFiles]) -> list[Section]:
     """All sections in order, also those without content."""
     defaults = parse_config({}).model_dump(mode="json") if len(runs) == 1 else {}
     configs = config_rows(runs, defaults) if any(run.config for run in runs) else None
+    events, quiet = health_events(runs), quiet_runs(runs)
     recoveries, skipped = recovery_rows(runs), skipped_rows(runs)
     curves = curve_charts(runs)
     return [
-        Section("summary", "Summary", content={"outcome": outcome_rows(runs), "facts": fact_rows(runs)}),
-        Section("health", "Health", content=health_events(runs)),
+        Section(
+            "summary",
+            "Summary",
+            content={
+                "outcome": outcome_rows(runs),
+                "settings": configs if len(runs) > 1 else None,
+                "facts": fact_rows(runs),
+            },
+        ),
+        Section("health", "Health", content={"events": events, "quiet": quiet} if events or quiet else None),
         Section("curves", "Curves", curves, _describe_lines(curves)),
         Section("pairs", "Before and after", distribution_charts(runs)),
-        Section("frontier", "Reward against KL", frontier_charts(runs)),
+        Section("frontier", "Reward against distance", frontier_charts(runs)),
         Section("samples", "Answers", content=samples_of(runs)),
         Section("speed", "Speed", speed_charts(runs), speed_rows(runs)),
         Section(
@@ -101,7 +111,7 @@ def sections_of(runs: Sequence[RunFiles]) -> list[Section]:
             content={"recoveries": recoveries, "skipped": skipped} if recoveries or skipped else None,
         ),
         Section("data", "Data", content=data_reports(runs)),
-        Section("config", "Settings", content=None if configs is None else {"rows": configs}),
+        Section("config", "Settings", content=None if configs is None else {"rows": configs if len(runs) == 1 else []}),
         Section("environment", "Environment", content=environment_rows(runs)),
         Section("metrics", "All metrics", content=metric_rows(runs)),
     ]

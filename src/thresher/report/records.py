@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thresher.data.prepare.report import PrepareReport, percentile_names
+from thresher.observability.health.history import pairs_before_comparison
 from thresher.report.distributions import newest_samples
 from thresher.report.numbers import format_number
 from thresher.report.rows import Row
@@ -17,7 +18,7 @@ from thresher.report.run_files import Record, RunFiles
 _MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
 _MAX_CHARS = 3000
 _MAX_PHASES = 3
-_LEVELS = {"info": "note", "warn": "warning", "warning": "warning", "stop": "error", "error": "error"}
+_STYLES = {"warn": "warning", "stop": "error"}
 
 
 NUM_SHOWN_SAMPLES = 6  # the others are folded away
@@ -31,12 +32,12 @@ class Sample(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A health event; style: note, warning or error."""
+    """A health event; action: what the run did. style: note, warning or error."""
 
     run: str
     step: str
     rule: str
-    level: str
+    action: str
     style: str
     message: str
     evidence: str
@@ -88,25 +89,46 @@ def _remarks(row: Record, who: str) -> str:
 
 
 def health_events(runs: Sequence[RunFiles]) -> list[Event]:
-    """The events of all runs, in the order of the log."""
+    """The events of all runs, in the order of the log; a run that was continued after a stop is one as well."""
     events = []
     for run in runs:
         for each in run.health[: _max_events(runs)]:
-            level = str(each.get("level", ""))
-            evidence = each.get("evidence")
+            changes, evidence = each.get("continued"), each.get("evidence")
+            action = str(each.get("action", "")) if changes is None else "continued"
             events.append(
                 Event(
                     run.name,
                     f"{each['step']:,}",
                     str(each.get("rule", "")).replace("_", " "),
-                    level,
-                    _LEVELS.get(level, "note"),
-                    str(each.get("message", "")),
+                    action,
+                    _STYLES.get(action, "note"),
+                    str(each.get("summary", "")) if changes is None else _text_of(changes),
                     _describe(evidence) if isinstance(evidence, Mapping) else "",
                     str(each.get("advice", "")),
                 )
             )
     return events
+
+
+def quiet_runs(runs: Sequence[RunFiles]) -> list[tuple[str, str]]:
+    """The runs without events, and what that means."""
+    return [(run.name, _without_events(run)) for run in runs if run.config and not run.health]
+
+
+def _without_events(run: RunFiles) -> str:
+    if run.config.get("health") == "off":
+        return "Health is off."
+    pairs_per_step, every = run.description.get("pairs_per_step"), run.config.get("logging_steps")
+    if not isinstance(pairs_per_step, int) or not isinstance(every, int) or pairs_per_step * every <= 0:
+        return "No events."
+    start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
+    if seen >= start:
+        return "No events."
+    return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+
+
+def _text_of(changes: object) -> str:
+    return "; ".join(map(str, changes)) if isinstance(changes, list) else str(changes)
 
 
 def _describe(values: Mapping[str, Any]) -> str:

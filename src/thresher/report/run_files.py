@@ -10,6 +10,7 @@ from typing import Any
 
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.retention import latest
+from thresher.config import DPOConfig
 from thresher.config.stored import from_stored
 from thresher.errors import UserError
 from thresher.observability.log_files import (
@@ -42,6 +43,13 @@ class RunFiles:
     health: Sequence[Record] = ()
     recoveries: Sequence[Record] = ()
     skipped: Sequence[Record] = ()
+
+    @property
+    def title(self) -> str:
+        """exp_name, unless it is the default, which every run has."""
+        name = self.config.get("exp_name")
+        is_given = isinstance(name, str) and name != DPOConfig.model_fields["exp_name"].default
+        return str(name) if is_given else self.name
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[Row]:
         ("loss", "loss", False),
         ("reward margin", "rewards/margins", False),
         ("chosen log-probability", "logps/chosen", False),
-        ("KL to the reference (nats)", "kl", False),
+        ("log-ratio on the data (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
         ("reward of answers", "samples/reward", False),
         ("KL on answers (nats)", "samples/kl", False),
@@ -38,7 +38,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[Row]:
     seconds = [training_seconds(run) for run in runs]
     rows.append(Row("training time", [MISSING if each is None else format_seconds(each) for each in seconds]))
     for heading, records in (
-        ("health events", [run.health for run in runs]),
+        ("health events", [[each for each in run.health if "rule" in each] for run in runs]),
         ("recoveries", [run.recoveries for run in runs]),
         ("skipped steps", [run.skipped for run in runs]),
     ):
@@ -103,8 +103,8 @@ def _progress(run: RunFiles) -> str:
 
 
 def fact_rows(runs: Sequence[RunFiles]) -> list[Row]:
-    """What was run: model, data, loss and so on."""
-    return _compare([run.facts for run in runs])
+    """What was run: model, data, loss and so on; facts in which the runs differ come first."""
+    return sorted(_compare([run.facts for run in runs]), key=lambda row: not row.differs)
 
 
 def environment_rows(runs: Sequence[RunFiles]) -> list[Row]:
