@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,24 @@ def test_the_report_shows_memory_traffic_and_time_of_each_stage(command_line, co
     assert result.code == 0, result.err
     for text in ("first stage", "middle stage", "last stage", "gather buffers", "dp_shard", "MFU", "GPU-hours"):
         assert text in result.out
+
+
+def test_a_plan_says_what_it_works_on_and_shows_a_figure_once(command_line, config):
+    """A run of 16 steps of a tiny model: seconds, not 0.0000 hours; its peak is before the first backward."""
+    result = command_line("plan", config("small"), "--gpu", "t4")
+
+    assert result.code == 0, result.err
+    assert result.err.splitlines() == ["reading the model and the pairs", "searching cheaper layouts of axes"]
+    assert "precision: t4 has no bf16, and the rates are those of fp16" in result.out
+    training = next(line for line in result.out.splitlines() if line.startswith("training: "))
+    assert re.match(
+        r"training: [\d.e-]+ \([\d.e-]+ at best\) seconds, [\d.e-]+ \([\d.e-]+ at best\) GPU-seconds; ", training
+    )
+    assert "largest max_tokens_per_micro_batch" not in result.out  # the line of the chosen budget has it
+    gradients = next(line for line in result.out.splitlines() if "G gradients" in line)
+    assert "0 bytes" not in gradients
+    given = command_line("plan", config("small"), "actor_train.training_args.max_tokens_per_micro_batch=512").out
+    assert given.count("max_tokens_per_micro_batch") == 1
 
 
 @pytest.mark.parametrize("name", ["plan.html", "plan.svg"])
@@ -194,7 +213,7 @@ def test_axes_that_the_model_does_not_allow_are_rejected(command_line, config):
 def test_an_unknown_gpu_is_answered_with_the_known_ones(command_line, config):
     result = command_line("plan", config("small"), "--gpu", "h1000")
     assert result.code == 2
-    assert "h100, h200" in result.err
+    assert "h100, h100-pcie, h200" in result.err
 
 
 def test_the_quickstart_example_has_a_plan(command_line, tmp_path, monkeypatch):

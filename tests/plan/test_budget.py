@@ -109,6 +109,17 @@ def test_a_strategy_without_formulas_keeps_the_default(large):
 def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver():
     assert Gpu("NVIDIA A100-SXM4-40GB", 7).hardware.memory_bandwidth == GPUS["a100-40gb"].memory_bandwidth
     assert Gpu("NVIDIA H100 80GB HBM3", 7).hardware.peak_flops == GPUS["h100"].peak_flops
+    for name, found in (
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ):
+        assert Gpu(name, 7).hardware.peak_flops == GPUS[found].peak_flops
     assert Gpu("Some GPU", 7).hardware.memory == 7
 
 

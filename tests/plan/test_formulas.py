@@ -158,6 +158,31 @@ def test_a_group_that_spans_nodes_uses_the_network():
     assert cluster.bandwidth("dp_shard", dims) == 0.8 * 50e9
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("4090", "rtx-4090"),
+        ("RTX 5090", "rtx-5090"),
+        ("rtx3090", "rtx-3090"),
+        ("NVIDIA A10G", "a10g"),
+        ("A100", "a100"),
+        ("A100-40GB", "a100-40gb"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_a_gpu_is_found_as_people_write_it(name, found):
+    assert find_gpu(name).name == found
+
+
+def test_the_memory_of_a_gpu_and_the_time_to_read_it_are_plausible():
+    """A digit too many is far from all others: reading the memory takes 18 to 80 ms, at 37 to 419 FLOP per byte."""
+    for gpu in GPUS.values():
+        assert 0.014 < gpu.memory / gpu.memory_bandwidth < 0.081, gpu.name
+        assert 36 < gpu.peak_flops / gpu.memory_bandwidth < 430, gpu.name
+    assert [name for name, gpu in GPUS.items() if not gpu.has_bf16] == ["t4", "v100"]
+
+
 def test_rates_replace_those_of_a_gpu():
     gpu = find_gpu("A100").with_rates(peak_flops=100, memory=24, bandwidth=10)
     assert (gpu.peak_flops, gpu.memory, gpu.inter_node) == (100e12, 24e9, 10e9)

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from thresher.observability.details import PHASE
+
 logger = logging.getLogger(__name__)
 
 _NUM_PROMPTS, _NUM_SHOWN = 48, 3
@@ -83,7 +85,7 @@ def _make_inputs(directory: Path, model: str | None, data: list[str] | None) -> 
     from thresher.cli.run_display import run_display
 
     with run_display(directory) as display:
-        display.console.show_work("importing torch and transformers")
+        logger.info("importing torch and transformers", extra=PHASE)
 
         from thresher.cli.library_messages import silence_loud_loggers
         from thresher.demo.config import write_config

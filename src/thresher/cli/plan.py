@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def plan(
     path: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="GPU: a100, h100, h200, b200, l40s, ...")] = "h100",
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="GPU: h100, a100, l4, 4090, mi300x, ...")] = "h100",
     peak_flops: Annotated[float | None, typer.Option("--peak-flops", help="Peak dense bf16 TFLOP/s of a GPU.")] = None,
     memory: Annotated[float | None, typer.Option("--memory", help="Memory of a GPU in GB.")] = None,
     bandwidth: Annotated[
@@ -38,7 +38,7 @@ def plan(
 ) -> None:
     """Predict memory, communication, time and cost of a run by formula; exit code 2 if it does not fit."""
     from thresher.cli.plan_report import PlanReport, print_json, print_plan, save_plan
-    from thresher.cli.terminal import quiet_libraries
+    from thresher.cli.terminal import quiet_libraries, working
     from thresher.cli.timed_steps import time_steps
     from thresher.config import load_config
     from thresher.errors import UserError
@@ -52,10 +52,15 @@ def plan(
         raise UserError(f"--output {output} is neither .html nor .svg; use one of these endings")
     quiet_libraries()
     hardware = find_gpu(gpu).with_rates(peak_flops=peak_flops, memory=memory, bandwidth=bandwidth)
-    estimate = with_chosen_budget(estimate_run(load_config(path, overrides or []), hardware, nodes, gpus_per_node))
+    config = load_config(path, overrides or [])
+    with working("reading the model and the pairs"):
+        estimate = with_chosen_budget(estimate_run(config, hardware, nodes, gpus_per_node))
+        estimate.stages  # noqa: B018  # computed on first use
     simulated = _simulate(estimate) if simulate else []
     measured = run_calibration(estimate, time_steps) if calibrate else None
-    report = PlanReport(estimate, cheaper_layouts(estimate), simulated, measured)
+    with working("searching cheaper layouts of axes"):
+        layouts = cheaper_layouts(estimate)
+    report = PlanReport(estimate, layouts, simulated, measured)
     (print_json if json else print_plan)(report)
     if output is not None:
         save_plan(report, output)
@@ -65,14 +70,13 @@ def plan(
 
 def _simulate(estimate: Estimate) -> list[SimulatedRank]:
     """Simulate one rank after the other, and say which."""
-    from thresher.cli.terminal import progress_console
+    from thresher.cli.terminal import working
     from thresher.plan.simulate.run import simulate_stage, typical_micro_batches
 
     micro_batches, stages = typical_micro_batches(estimate), estimate.stage_indices
     found: list[SimulatedRank] = []
-    with progress_console().status("") as status:
-        for name, index in stages.items():
-            of_stage = "" if name == "all" else f" of the {name} stage"
-            status.update(f"simulating a rank{of_stage}, {len(found) + 1} of {len(stages)}; a minute for large models")
+    for name, index in stages.items():
+        of_stage = "" if name == "all" else f" of the {name} stage"
+        with working(f"simulating a rank{of_stage}, {len(found) + 1} of {len(stages)}; a minute for large models"):
             found.append(simulate_stage(estimate, name, index, micro_batches))
     return found

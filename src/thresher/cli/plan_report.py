@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,11 @@ def _facts(estimate: Estimate) -> list[str]:
     plan = workload.plan
     useful = workload.useful_per_step
     notes = [] if estimate.note is None else [f"strategy: {estimate.note}"]
+    if not cluster.gpu.has_bf16 and estimate.config.actor_train.model_args.dtype == "bf16":
+        notes.append(
+            f"precision: {cluster.gpu.name} has no bf16, and the rates are those of fp16; set "
+            "actor_train.model_args.dtype=fp16"
+        )
     return [
         *notes,
         f"model: {estimate.parts.policy_path}, {shape.num_parameters:,} parameters, {shape.num_trained:,} trained",
@@ -144,11 +149,18 @@ def _memory_table(estimate: Estimate) -> Table:
     for name in _COLORS:
         table.add_row(
             f"{_LETTERS[name]} {name.replace('_', ' ')}",
-            *(filesize.decimal(stage.memory.by_category[name]) for stage in estimate.stages),
+            *(_memory_cell(stage, name) for stage in estimate.stages),
         )
     table.add_section()
     table.add_row("total", *(filesize.decimal(stage.memory.total) for stage in estimate.stages))
     return table
+
+
+def _memory_cell(stage: StageEstimate, name: str) -> str:
+    size = stage.memory.by_category[name]
+    # the peak of a step with large activations is before its first backward
+    is_later = name == "gradients" and not size and stage.memory.optimizer > 0
+    return "not yet" if is_later else filesize.decimal(size)
 
 
 def _stage_title(stage: StageEstimate) -> str:
@@ -193,7 +205,7 @@ def _time_table(estimate: Estimate) -> Table:
     for stage in estimate.stages:
         table.add_column(_stage_title(stage), justify="right")
     lines = [stage.roofline for stage in estimate.stages]
-    table.add_row("matrix products", *(f"{_seconds(r.products[0])} to {_seconds(r.products[1])}" for r in lines))
+    table.add_row("matrix products", *(_range(_seconds, *r.products) for r in lines))
     table.add_row("elementwise", *(_seconds(r.elementwise) for r in lines))
     table.add_row("copies of FSDP2", *(_seconds(r.copies) for r in lines))
     table.add_row("optimizer", *(_seconds(r.optimizer) for r in lines))
@@ -204,7 +216,7 @@ def _time_table(estimate: Estimate) -> Table:
     if estimate.dims.pp > 1:
         table.add_row("pipeline bubble", *(_seconds(r.bubble) for r in lines))
     table.add_section()
-    table.add_row("step", *(f"{_seconds(r.best)} to {_seconds(r.worst)}" for r in lines))
+    table.add_row("step", *(_range(_seconds, r.best, r.worst) for r in lines))
     return table
 
 
@@ -213,9 +225,16 @@ def _seconds(value: float) -> str:
     return f"{round(value, 6):.3g}"
 
 
-def _hours(low: float, high: float) -> str:
-    digits = 2 if high >= 1 else 4
-    return f"{low:,.{digits}f} to {high:,.{digits}f}"
+def _range(show: Callable[[float], str], best: float, worst: float) -> str:
+    """The worst case first: published steps of other trainers are near it."""
+    return show(worst) if show(best) == show(worst) else f"{show(worst)} ({show(best)} at best)"
+
+
+def _durations(best: float, worst: float, prefix: str = "") -> str:
+    """Hours in a unit that gives them digits."""
+    units = {"hours": 1, "minutes": 60, "seconds": 3600}
+    unit = next((name for name, factor in units.items() if worst * factor >= 1), "seconds")
+    return f"{_range(lambda hours: f'{hours * units[unit]:,.3g}', best, worst)} {prefix}{unit}"
 
 
 def _conclusion(estimate: Estimate) -> list[str]:
@@ -223,16 +242,15 @@ def _conclusion(estimate: Estimate) -> list[str]:
     best, worst = estimate.hours
     num_gpus = estimate.cluster.num_gpus
     lines = [
-        f"MFU {low:.0%} to {high:.0%}; assumed: matrix products at {PRODUCT_RATES[0]:.0%} to {PRODUCT_RATES[1]:.0%} of "
-        f"the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 hidden or not, "
-        f"{_COMPILED[estimate.compiled]} compiled",
-        f"training: {_hours(best, worst)} hours, {_hours(best * num_gpus, worst * num_gpus)} GPU-hours; "
+        f"MFU {low:.0%} ({high:.0%} at best); assumed: matrix products at {PRODUCT_RATES[0]:.0%} to "
+        f"{PRODUCT_RATES[1]:.0%} of the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 "
+        f"hidden or not, {_COMPILED[estimate.compiled]} compiled",
+        f"training: {_durations(best, worst)}, {_durations(best * num_gpus, worst * num_gpus, 'GPU-')}; "
         "evaluation, saving and scoring of the reference before training come on top",
         f"checkpoint: {filesize.decimal(max(stage.checkpoint for stage in estimate.stages))} per writing process; at "
         f"start a node reads {filesize.decimal(estimate.loaded_bytes_per_node)}",
     ]
-    budget = estimate.largest_budget
-    if budget is not None:
+    if estimate.budget_reason is None and (budget := estimate.largest_budget) is not None:
         lines.append(f"largest max_tokens_per_micro_batch that fits: about {budget:,}")
     usable = f"{filesize.decimal(int(estimate.usable_memory))}, {RESERVED:.0%} less than the GPU has"
     if estimate.fits:
@@ -251,10 +269,10 @@ def _layout_lines(estimate: Estimate, layouts: Sequence[Proposal]) -> list[str]:
     lines = ["\ncheaper layouts of axes:" if estimate.fits else "layouts of axes that fit:"]
     for layout in layouts:
         found = layout.estimate
-        best, worst = found.step_seconds
         saved = f", {1 - found.mean_seconds / estimate.mean_seconds:.0%} fewer GPU-hours" if estimate.fits else ""
         lines += [
-            f"  {_axes(found)}: {best:.3g} to {worst:.3g} seconds per step, {filesize.decimal(found.peak)}{saved}",
+            f"  {_axes(found)}: {_range(_seconds, *found.step_seconds)} seconds per step, "
+            f"{filesize.decimal(found.peak)}{saved}",
             f"    {' '.join(layout.overrides)}",
         ]
     return lines

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from thresher.errors import UserError
-from thresher.observability.details import is_detail
+from thresher.observability.details import is_detail, is_phase
 from thresher.redact import RedactingFormatter, escape_control_chars, redact_text
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,12 @@ class TerminalHandler(logging.Handler):
 
 _handler = TerminalHandler()
 _handler.setFormatter(RedactingFormatter())
-_handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_detail(record))
+_handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or _is_line(record))
+
+
+def _is_line(record: logging.LogRecord) -> bool:
+    """Whether a phase of a run is a line of its own, because no live display shows it."""
+    return is_phase(record) and not is_live()
 
 
 def choose_level(*, quiet: bool, verbose: bool) -> int:
@@ -115,6 +120,17 @@ def is_live() -> bool:
     from thresher.observability.trackers.console import can_redraw
 
     return not _is_plain and can_redraw(progress_console())
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what a command works on until the block ends: with a spinner, or as a line where there is no live display."""
+    if not is_live():
+        logger.info("%s", what)
+        yield
+        return
+    with progress_console().status(escape_control_chars(redact_text(what))):
+        yield
 
 
 def print_line(line: str) -> None:

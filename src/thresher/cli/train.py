@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.observability.details import PHASE
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
@@ -58,7 +59,7 @@ def run(config: DPOConfig) -> list[Path]:
 
     log_directory = Path(config.logging_dir or Path(config.output_dir) / "logs")
     with run_display(log_directory) as display:
-        display.console.show_work("importing torch and transformers")
+        logger.info("importing torch and transformers", extra=PHASE)
 
         from thresher.builders.checkpoints import build_checkpoint_manager
         from thresher.checkpoint.retention import list_checkpoints
