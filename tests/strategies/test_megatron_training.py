@@ -28,6 +28,7 @@ from thresher.strategies.native.infer import NativeInfer
 pytest.importorskip("megatron.core", reason="the extra megatron is not installed")
 
 from tests.support.strategies.megatron_engine import (
+    ReversedPositions,
     check_logps,
     load_adapter,
     on_megatron,
@@ -186,9 +187,18 @@ def test_an_adapter_on_disk_is_read_by_slices(sizes, two_ranks, model_dirs, tmp_
         torch.testing.assert_close(of_reference, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [TP, PP], ids=["tp", "pp"])
-def test_the_start_up_check_accepts_packed_rows(sizes, two_ranks, model_dirs):
-    two_ranks.run(check_logps, on_megatron(Case(sizes)), model_dirs("llama")[0], MIXED)
+@pytest.mark.parametrize("axis", ["tp_size", "pp_size", "cp_size"])
+@pytest.mark.parametrize("shares_prompt", [True, False], ids=["shared", "packed"])
+def test_the_start_up_check_accepts_packed_rows(axis, shares_prompt, two_ranks, model_dirs):
+    layout = PackedLayout(shares_prompt)
+    assert two_ranks.run(check_logps, model_dirs("llama")[0], {axis: 2}, layout, MIXED) == [None, None]
+
+
+def test_the_start_up_check_compares_context_parallel_rows_with_full_ones(two_ranks, model_dirs):
+    wrong = ReversedPositions(shares_prompt=True)
+    for error in two_ranks.run(check_logps, model_dirs("llama")[0], {"cp_size": 2}, wrong, MIXED):
+        assert error is not None
+        assert error.endswith("under Megatron-Core; remove context_parallel_size and use layout=padded")
 
 
 def test_cases_have_different_names():

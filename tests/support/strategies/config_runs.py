@@ -26,6 +26,7 @@ def config_of(
     axes: dict[str, int],
     *,
     recompute: str = "off",
+    strategy: str = "fsdp2_train",
     **model_args: Any,
 ) -> DPOConfig:
     return parse_config(
@@ -40,7 +41,7 @@ def config_of(
                     "gradient_checkpointing": recompute,
                 },
                 "num_workers": num_workers,
-                "strategy_args": {"strategy_config": axes},
+                "strategy_args": {"strategy_name": strategy, "strategy_config": axes},
             },
         }
     )

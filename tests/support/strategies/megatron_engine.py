@@ -14,13 +14,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.megatron_cpu import use_cpu_as_cuda
+from tests.support.strategies.config_runs import config_of, world_of_pool
 from tests.support.strategies.parity import CPU, LAYOUTS, NUM_STEPS, Case, axes_text, make_trainer
 from tests.support.strategies.saved_runs import Run
+from thresher.builders.engines import build_policy
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import CheckpointError
-from thresher.models.layouts import Layout
+from thresher.models.forward_check import LayoutError
+from thresher.models.layouts import Layout, ModelInputs, PackedLayout
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.megatron.declaration import MegatronSettings
@@ -154,9 +157,30 @@ def load_adapter(
     return engine.full_weights(policy), ours, theirs
 
 
-def check_logps(case: Case, path: Path, batch: PairBatch) -> None:
-    engine: Any = case.engine
-    engine.policy(case, path).check_logps(batch)
+def check_logps(path: Path, axes: dict[str, int], layout: Layout, batch: PairBatch) -> str | None:
+    """Build a policy from a config and run its start-up check; return its error."""
+    use_cpu_as_cuda()
+    from thresher.strategies.megatron.parallel import destroy_groups
+
+    destroy_groups()
+    world = world_of_pool()
+    config = config_of(path, world.size, axes, strategy="megatron_train")
+    policy = build_policy(config, layout, device=CPU, world=world)
+    try:
+        policy.check_logps(batch)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class ReversedPositions(PackedLayout):
+    """Packed rows that are wrong in every layer."""
+
+    def collate(self, batch: PairBatch) -> ModelInputs:
+        inputs = super().collate(batch)
+        inputs.model_inputs["position_ids"] = inputs.model_inputs["position_ids"].flip(1)
+        return inputs
 
 
 def saved_dtypes(case: Case, path: Path) -> tuple[set[str], dict[str, Tensor]]:

@@ -34,7 +34,8 @@ class MegatronInfer:
     def check_logps(self, batch: PairBatch) -> None:
         """Compare the logps with those of plain causal attention over one pair at a time.
 
-        No process has the model of transformers, whose forward other engines compare with.
+        No process has the model of transformers, whose forward other engines compare with. Context parallelism does not
+        shard padded rows, so that its all-to-all is checked too.
         """
         layout = self.executor.layout
         padded = PaddedLayout(pad_id=0, scores_prompt=layout.scores_prompt)
@@ -46,9 +47,11 @@ class MegatronInfer:
         found = torch.cat([ours.chosen.values, ours.rejected.values])
         distance = (found - expected).abs().mean().item() if len(expected) else 0.0
         if not distance <= TOLERANCES[self.chunks[0].config.params_dtype]:
+            has_cp = self.chunks[0].groups.context_parallel is not None  # which the padded layout does not allow
+            hint = "remove context_parallel_size and use layout=padded" if has_cp else "use layout=padded"
             raise LayoutError(
                 f"log-probabilities of layout `{layout.name}` differ from those of single padded pairs by "
-                f"{distance:.2g} nats per token under Megatron-Core; use layout=padded"
+                f"{distance:.2g} nats per token under Megatron-Core; {hint}"
             )
 
     def weights(self) -> Mapping[str, Tensor]:

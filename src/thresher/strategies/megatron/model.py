@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.attention.segments import PackedAttention
 from thresher.models.layouts import ModelInputs
@@ -94,8 +96,8 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
         """
         num_rows = batch.model_inputs["input_ids"].shape[1]
         batch = self._padded(batch)
-        cp = self.groups.context_parallel
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.model_inputs.items()}
+        cp = self._context_parallel(batch)
+        inputs = {name: copy_to_device(tensor, self.device) for name, tensor in batch.model_inputs.items()}
         inputs = inputs if cp is None else cp.shard_inputs(inputs)
         hidden = self.embedding(inputs["input_ids"], None) if self.pre_process else None
         hidden = self.decoder(
@@ -125,16 +127,22 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
     def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
         """Shape of the hidden states of a micro-batch between stages."""
         sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
-        return rows // self._row_multiple, sequences, self.config.hidden_size
+        return rows // self._num_row_shards(batch), sequences, self.config.hidden_size
 
-    @property
-    def _row_multiple(self) -> int:
+    def _context_parallel(self, batch: ModelInputs) -> ContextParallel | None:
+        """Return the sequence shard of this process; None: every process computes the full rows.
+
+        The all-to-all needs packed rows. The start-up check scores padded ones, and must not share an error with it.
+        """
+        return None if batch.segments is None else self.groups.context_parallel
+
+    def _num_row_shards(self, batch: ModelInputs) -> int:
         """Number of shards of every row between attention layers."""
-        sizes = self.groups.sizes
-        return sizes.cp * (sizes.tp if self.config.sequence_parallel else 1)
+        cp = self._context_parallel(batch)
+        return (1 if cp is None else cp.size) * (self.groups.sizes.tp if self.config.sequence_parallel else 1)
 
     def _padded(self, batch: ModelInputs) -> ModelInputs:
-        multiple = self._row_multiple
+        multiple = self._num_row_shards(batch)
         if batch.segments is not None:
             return pad_to_multiple(batch, multiple)
         extra = -batch.model_inputs["input_ids"].shape[1] % multiple
