@@ -23,6 +23,7 @@ from tests.support.strategies.deepspeed_engine import Zero
 from tests.support.strategies.deepspeed_runs import (
     score_base_and_policy,
     score_partitioned,
+    train_in_two_groups,
     train_without_a_process_group,
 )
 from tests.support.strategies.skipped_runs import train_with_discarded_step, train_with_nonfinite_step
@@ -60,6 +61,14 @@ AGAINST_ONE_PROCESS = [
     Case(TWO_RANKS, engine=Zero(3), frozen=("model.layers.0", "lm_head"), also="frozen modules"),
     Case(TWO_RANKS, family="qwen3_moe", engine=Zero(2), router_loss_coef=0.5, also="load-balancing loss"),
     Case(TWO_RANKS, family="qwen3_moe", engine=Zero(3), router_loss_coef=0.5, also="load-balancing loss"),
+    Case(
+        TWO_RANKS,
+        family="qwen3_moe",
+        engine=Zero(3),
+        router_loss_coef=0.5,
+        tokens_at_once=40,
+        also="load-balancing loss, ranks with different numbers of micro-batches",
+    ),
     Case(TWO_RANKS, engine=Zero(1), counts_zeros=True, also="zeros in gradients"),
     Case(TWO_RANKS, engine=Zero(3), counts_zeros=True, also="zeros in gradients"),
 ]
@@ -163,3 +172,12 @@ def test_a_single_process_without_a_process_group_equals_the_oracle(pool_of, mod
     expected = oracle(case)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, abs=1e-5)
     assert_same_weights(outcome.weights, expected.weights)
+
+
+@pytest.mark.parametrize("zero", [Zero(2), Zero(3)], ids=str)
+def test_a_second_run_in_the_process_equals_the_first(zero, pool_of, model_dirs, tmp_path):
+    case = Case(TWO_RANKS, engine=zero)
+    dirs = model_dirs(case.family, case.num_layers)
+    for first, second in pool_of(2).run(train_in_two_groups, case, *dirs, tmp_path / "store"):
+        assert second.grad_norms == first.grad_norms
+        assert all(torch.equal(second.weights[name], weight) for name, weight in first.weights.items())

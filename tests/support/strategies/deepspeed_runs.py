@@ -60,3 +60,12 @@ def train_without_a_process_group(case: Case, policy_dir: Path, reference_dir: P
     """Train as a process that the runtime starts alone."""
     dist.destroy_process_group()
     return train_parallel(case, policy_dir, reference_dir)
+
+
+def train_in_two_groups(case: Case, policy_dir: Path, reference_dir: Path, store: Path) -> tuple[Outcome, Outcome]:
+    """Train, and again in a new process group, as a launched program that calls `train` twice."""
+    first = train_parallel(case, policy_dir, reference_dir)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+    return first, train_parallel(case, policy_dir, reference_dir)

@@ -10,7 +10,7 @@ from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import recompute_activations
 from thresher.strategies.deepspeed.config import engine_config
 from thresher.strategies.deepspeed.infer import DeepSpeedInfer
-from thresher.strategies.deepspeed.loading import load_model, partitioner
+from thresher.strategies.deepspeed.loading import gather_experts_together, load_model, partitioner
 from thresher.strategies.deepspeed.optimizer import partitioned_adamw
 from thresher.strategies.deepspeed.process import data_parallel_group, import_deepspeed
 from thresher.strategies.deepspeed.train import DeepSpeedTrain
@@ -28,6 +28,8 @@ def build_train(spec: PolicySpec) -> DeepSpeedTrain:
     model = load_model(
         spec.source, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed), spec.device, partition
     )
+    if stage == 3:
+        gather_experts_together(deepspeed, model)
     recompute_activations(base_model(model.causal_lm), spec.gradient_checkpointing, offload=spec.offloads_activations)
     seed_dropout(spec.seed, spec.world.rank)
     # a partitioned parameter has lost its shape
@@ -70,6 +72,7 @@ def build_infer(spec: ModelSpec) -> DeepSpeedInfer | NativeInfer:
             adapter.load(model)
 
     model = load_model(spec.source, prepare, init_adapters, spec.device, partitioner(deepspeed, config))
+    gather_experts_together(deepspeed, model)
     model.causal_lm.eval()
     engine, *_ = deepspeed.initialize(model=base_model(model.causal_lm), config=config, dist_init_required=False)
     return DeepSpeedInfer(model, engine, spec.layout, spec.compute_dtype, data_parallel_group(spec.world))

@@ -69,3 +69,14 @@ def partitioner(deepspeed: Any, config: dict[str, Any]) -> Callable[[nn.Module],
         deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=torch.float32)
 
     return partition
+
+
+def gather_experts_together(deepspeed: Any, model: LoadedModel) -> None:
+    """Let ZeRO-3 take the experts of a layer for one module; before the engine is created.
+
+    ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in stacked
+    matrices, and call their activation once for each expert that tokens of the micro-batch are routed to.
+    """
+    for name, shape in model.shapes.items():
+        if len(shape) == 3:
+            deepspeed.utils.set_z3_leaf_module(model.causal_lm.get_submodule(name.rpartition(".")[0]), True)

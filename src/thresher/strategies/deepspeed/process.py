@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.errors import UserError
 
+_JOINED = "thresher_world"  # attribute of DeepSpeed's backend: the default group that it was created for
+
 
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed for a device; DeepSpeed reads the device from the environment, at its import and later."""
@@ -58,5 +60,11 @@ def _join_process_group(deepspeed: Any, device: torch.device) -> None:
     if not dist.is_initialized():  # a single process; DeepSpeed needs a group of one
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    if not deepspeed.comm.is_initialized():
+    comm: Any = deepspeed.comm.comm
+    if comm.cdb is not None and vars(comm.cdb).get(_JOINED) is not dist.group.WORLD:
+        # a group that has been destroyed since, of an earlier run in this process
+        deepspeed.utils.groups._release_process_group_references()
+        comm.cdb = None
+    if comm.cdb is None:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        setattr(comm.cdb, _JOINED, dist.group.WORLD)
