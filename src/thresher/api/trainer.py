@@ -24,7 +24,6 @@ from thresher.api.results import Metrics, TrainResult, mean_loss, read_records, 
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective
-from thresher.builders.run import describe_losses
 from thresher.checkpoint.retention import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.flat import merge_settings, trl_arguments
@@ -285,7 +284,7 @@ class DPOTrainer:
         text = model_card(
             model_name or (self.hub_model_id or Path(config.output_dir).resolve().name).rpartition("/")[2],
             {
-                "loss": describe_losses(build_objective(config)),
+                "loss": build_objective(config).describe(),
                 "steps": state.global_step,
                 "pairs per step": config.pairs_per_step,
                 "learning rate": config.actor_train.training_args.learning_rate,
