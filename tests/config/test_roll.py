@@ -236,5 +236,5 @@ def test_a_share_of_gpu_memory_has_no_effect_for_a_reason():
 def test_the_switch_of_the_reference_is_its_mode():
     assert parse_config({"use_ref_model": False, "pref_loss": "orpo"}).reference.mode == "none"
     assert parse_config({"use_ref_model": True}).reference.mode == "auto"
-    with pytest.raises(UserError, match=r"use_ref_model: unknown key; did you mean `reference\.mode`"):
+    with pytest.raises(UserError, match=r"use_ref_model: unknown key; set `reference\.mode`"):
         DPOConfig(use_ref_model=True)
