@@ -56,6 +56,16 @@ def parts(tmp_path_factory) -> Path:
     return root
 
 
+def write_modules(page: Path, directory: Path) -> dict[str, Path]:
+    """Write the Python blocks of a page that name their file in the first line; return their paths by name."""
+    found = re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    for name, text in found:
+        (directory / name).write_text(text)
+    return {name: directory / name for name, _ in found}
+
+
 def runnable(recipe: dict[str, Any], parts: Path, directory: Path) -> dict[str, Any]:
     """Complete a recipe, and replace the models that are not here."""
     base = {"actor_train": {"data_args": {}}} if "pretrain" in recipe else dict(RECIPES[QUICKSTART])
@@ -77,7 +87,11 @@ def test_the_examples_and_pages_have_recipes():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_a_plan(name, command_line, parts, tmp_path, monkeypatch):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(runnable(RECIPES[name], parts, tmp_path)))
+    text = yaml.safe_dump(runnable(RECIPES[name], parts, tmp_path))
+    page = ROOT / name.rpartition("-")[0]
+    for module, path in write_modules(page, tmp_path).items() if page.is_file() else ():
+        text = text.replace(f"{module}:", f"{path}:")
+    (tmp_path / "recipe.yaml").write_text(text)
     monkeypatch.chdir(ROOT)
 
     result = command_line("plan", tmp_path / "recipe.yaml", "--json")

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,7 +221,10 @@ class TestWandb:
         second.close("finished")
         files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
         assert len({path.name for path in files}) == 1
-        rows = [row for path in files for row in read_wandb_history(path)]
+        deadline = time.monotonic() + 60  # a process of wandb writes the last record, on a busy machine after the end
+        while len(rows := [row for path in files for row in read_wandb_history(path)]) < len(EXPECTED):
+            assert time.monotonic() < deadline, rows
+            time.sleep(0.1)
         assert [(int(row["_step"]), float(row["loss"])) for row in rows] == EXPECTED
         assert [row["_step"] for row in rows if "eval/loss" in row] == ["4"]
 
