@@ -24,7 +24,7 @@ from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.data.pair import Pair
 from thresher.models.attention.dense import dense_attention
-from thresher.models.attention.interface import pair_attention
+from thresher.models.attention.interface import Window, pair_attention
 from thresher.models.attention.segments import PackedAttention, Segment
 from thresher.models.lm_head import LMHead, LogitTransform, target_logps
 from thresher.plan.hardware import GPUS
@@ -123,8 +123,8 @@ def _attend(
         out = dense_attention(*heads, segments, 0.3, softcap=softcap, window=window).transpose(1, 2)
     else:
         packed = PackedAttention(segments, uses_varlen=uses_varlen)
-        settings: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sliding_window": window}
-        out, _ = pair_attention(nn.Identity(), *heads, None, pair_visibility=packed, **settings)
+        mask = None if window is None else Window(window)
+        out, _ = pair_attention(nn.Identity(), *heads, mask, pair_visibility=packed, scaling=0.3, softcap=softcap)
     (out * weights).sum().backward()
     return [out.detach(), *(each.grad for each in heads if each.grad is not None)]
 

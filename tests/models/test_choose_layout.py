@@ -8,11 +8,10 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-    PhimoeConfig,
-    Qwen2MoeConfig,
 )
 
 from tests.support.tiny_models import FAMILIES, batch_of, pair_of
@@ -20,7 +19,7 @@ from thresher.errors import UserError
 from thresher.models.layouts.choose import choose_layout
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama_stray_window"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_get_the_shared_layout(family):
     layout, note = choose_layout("auto", [FAMILIES[family]], None, pad_id=0)
     assert (layout.name, note) == ("shared", None)
@@ -33,6 +32,7 @@ def test_supported_families_get_the_shared_layout(family):
         (JambaConfig(), "the model family jamba has linear_attention layers, which carry state from token to token"),
         (BloomConfig(), "the model family bloom does not use transformers' attention interface"),
         (GptOssConfig(), "the model family gpt_oss uses attention sinks"),
+        (Llama4TextConfig(), "the model family llama4_text attends within chunks of a sequence"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -54,15 +54,6 @@ def test_the_reference_must_support_the_layout_too():
     layout, note = choose_layout("auto", [LlamaConfig(), BloomConfig()], None, 0)
     assert layout.name == "padded"
     assert "the model family bloom" in note
-
-
-@pytest.mark.parametrize(
-    "family", [Qwen2MoeConfig(sliding_window=64, use_sliding_window=True), PhimoeConfig(sliding_window=64)]
-)
-def test_a_window_that_may_be_applied_only_in_the_mask_is_not_packed(family):
-    layout, note = choose_layout("auto", [family], None, 0)
-    assert layout.name == "padded"
-    assert "sliding window" in note
 
 
 @pytest.mark.parametrize("requested", ["auto", "shared", "packed"])

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
+from tests.support.tiny_models import FAMILIES, GROUPED, MIXED, VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import _layer_outputs, check_logps
 from thresher.models.layouts import PaddedLayout
+from thresher.models.layouts.choose import choose_layout
 from thresher.models.lm_head import LogitTransform
 from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel
@@ -214,3 +216,22 @@ def test_the_check_compares_the_hidden_states_of_layers_that_return_more():
     with _layer_outputs(backbone) as outputs:
         backbone.layers[0](torch.zeros(1, 2, 3))
     assert [states.tolist() for states in outputs] == [[[1.0] * 3] * 2]
+
+
+def test_llama_4_is_scored_as_by_its_own_forward():
+    """Its decoder has another name than transformers expects, and its layers attend within chunks of 8 tokens."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **GROUPED,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        attention_chunk_size=8,
+        layer_types=["chunked_attention", "full_attention"],
+    )
+    layout = choose_layout("auto", [config], None, pad_id=0)[0]
+    model = PairModel.for_layout(AutoModelForCausalLM.from_config(config), torch.float32, layout)
+    pairs = batch_of(pair_of(2, 3, 9, seed=1), pair_of(20, 5, 7, seed=2))
+    check_logps(model, layout, pairs)
+    model.score(layout.collate(pairs)).chosen.values.sum().backward()
+    assert all(layer.self_attn.q_proj.weight.grad.norm() > 0 for layer in model.backbone.layers)

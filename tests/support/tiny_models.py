@@ -11,18 +11,24 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -42,6 +48,19 @@ SHAPE = {
     "eos_token_id": 2,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+_WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+# the last two layers use the keys and values of the first two
+_SHARED_KEYS = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED),
@@ -50,14 +69,38 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**GROUPED, sliding_window=6),
     "gemma2": Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=2.0, sliding_window=6),
     "gemma3_text": Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=6, final_logit_softcapping=None),
+    # as the hub has it: the text config inside a multimodal one
+    "gemma3": Gemma3Config(
+        text_config={**GROUPED, **_WINDOWS, "head_dim": 8, "final_logit_softcapping": None},
+        vision_config={**_VISION, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
+    "gemma3n_text": Gemma3nTextConfig(**_SHARED_KEYS, laurel_rank=8, altup_num_inputs=2),
+    "gemma4_text": Gemma4TextConfig(**_SHARED_KEYS, global_head_dim=16),
+    "gemma4": Gemma4Config(
+        text_config={**_SHARED_KEYS, "global_head_dim": 16},
+        vision_config={**_VISION, "num_key_value_heads": 2, "head_dim": 8},
+        audio_config=None,
+    ),
     "phi3": Phi3Config(**GROUPED),
     "gpt_neox": GPTNeoXConfig(**SHAPE, attention_dropout=0.5, hidden_dropout=0.5),
     "olmo2": Olmo2Config(**GROUPED),
+    "olmo3": Olmo3Config(**GROUPED, **_WINDOWS),
     "granite": GraniteConfig(**GROUPED, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22),
     "cohere": CohereConfig(**GROUPED, logit_scale=0.25, attention_dropout=0.5),
     "qwen2_windowed": Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=6, max_window_layers=0),
     "phi3_windowed": Phi3Config(**GROUPED, sliding_window=6),
     "mixtral_windowed": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    # its attention module does not know the window, which is only in the mask
+    "qwen2_moe_windowed": Qwen2MoeConfig(
+        **GROUPED,
+        **_WINDOWS,
+        use_sliding_window=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
     "llama_stray_window": LlamaConfig(**GROUPED, sliding_window=6),
     "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5),

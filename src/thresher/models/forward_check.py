@@ -56,7 +56,7 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
     try:
         with _layer_outputs(model.backbone) as outputs:
             sides = model.score(inputs)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         if not layout.needs_pair_attention:
             raise
         raise LayoutError(

@@ -30,7 +30,7 @@ from thresher.models.loading.load import soft_caps_scores
 from thresher.models.loading.narrow import widest_dtype
 from thresher.models.optimizations.last_layer import skip_unscored_rows
 from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
-from thresher.models.pipeline_chunk import Chunk
+from thresher.models.pipeline_chunk import Chunk, decoder_of
 from thresher.models.router import ExpertLoad
 from thresher.models.scored_rows import ScoredTokens, logit_transform, score_rows, split_sides
 
@@ -85,10 +85,10 @@ class PairModel:
             return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head, compute_device=device)
         register_pair_attention()
         model.set_attn_implementation(PAIR_ATTENTION)
-        use_memory_efficient_layers(model.get_decoder())
+        use_memory_efficient_layers(decoder_of(model))
         # the rows to keep are numbered in the full row, so a sequence shard computes all of its rows
         has_full_rows = context_parallel is None and num_row_shards == 1
-        skips_rows = has_full_rows and skip_unscored_rows(model.get_decoder())
+        skips_rows = has_full_rows and skip_unscored_rows(decoder_of(model))
         return cls(causal_lm, compute_dtype, skips_rows, context_parallel, engine, calls_head, device, num_row_shards)
 
     @property
@@ -97,7 +97,7 @@ class PairModel:
 
     @property
     def backbone(self) -> nn.Module:
-        decoder: nn.Module = self.base_model.get_decoder()
+        decoder: nn.Module = decoder_of(self.base_model)
         return decoder
 
     @property

@@ -25,6 +25,16 @@ class IdentityModule(nn.Module):
         return hidden_states
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the decoder without the LM head.
+
+    transformers looks it up by `base_model_prefix`, which is not the attribute that Llama 4 has it in, and then returns
+    the model with its head.
+    """
+    decoder = model.get_decoder()
+    return decoder.model if hasattr(decoder, "lm_head") and hasattr(decoder, "model") else decoder
+
+
 def has_layers(decoder: nn.Module) -> bool:
     return bool(getattr(decoder, "layers", None))
 
@@ -71,7 +81,7 @@ def check_accepts_hidden_states(model: PreTrainedModel) -> None:
     A decoder without layers must return `inputs_embeds` bit for bit: one that scales embeddings or adds positions in
     its forward would do so in every stage.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     family = model.config.model_type
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not isinstance(
         getattr(decoder, "norm", None), nn.Module

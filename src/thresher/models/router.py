@@ -1,7 +1,8 @@
 """Load of the experts of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
 
-The loss is Eqs. 4-6 of Switch Transformers (2101.03961), as in `load_balancing_loss_func` of transformers:
-num_experts * sum_e(share of the tokens routed to e * mean probability of e), over the tokens of all layers.
+The loss is Eqs. 4-6 of Switch Transformers (2101.03961), the formula of `load_balancing_loss_func` in transformers:
+num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and the tokens that
+predict another one; transformers counts the last token of a sequence too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 # model types whose router logits and loss are tested against transformers
 FAMILIES = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Number of experts per layer that a text config names; 0 without any."""
+    return next((int(number) for key in _EXPERT_KEYS if (number := getattr(config, key, None))), 0)
 
 
 class ExpertLoad(NamedTuple):

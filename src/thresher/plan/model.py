@@ -21,6 +21,8 @@ from thresher.errors import UserError
 from thresher.models.loading.narrow import widest_dtype
 from thresher.models.logps import base_model
 from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.pipeline_chunk import decoder_of
+from thresher.models.router import num_experts
 from thresher.strategies.native.pipeline_parallel import partition_layers
 from thresher.strategies.native.tensor_parallel import module_styles, partial_gradient_modules
 
@@ -139,13 +141,13 @@ class ModelShape:
         """Read the shape of a model on the meta device, with its adapters."""
         base = base_model(model)
         config = base.config.get_text_config()
-        layers = getattr(base.get_decoder(), "layers", None)
+        layers = getattr(decoder_of(base), "layers", None)
         if not layers:
             raise UserError(
                 f"plan needs a decoder with a list of layers, and the model family {base.config.model_type} has none"
             )
         heads = int(config.num_attention_heads)
-        experts = next((int(n) for key in _EXPERT_KEYS if (n := getattr(config, key, None))), 1)
+        experts = max(1, num_experts(config))
         embedding, head = (_weight(each) for each in (base.get_input_embeddings(), base.get_output_embeddings()))
         names = {parameter: name for name, parameter in base.named_parameters()}
         return cls(
@@ -200,9 +202,6 @@ class ModelShape:
         return [known.setdefault(signature, len(known)) for signature in signatures]
 
 
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
 def _weight(module: nn.Module) -> nn.Parameter:
     """The matrix of an embedding or a head; PEFT wraps one that has an adapter."""
     layer: Any = getattr(module, "base_layer", module)
@@ -220,9 +219,7 @@ def _parameters(model: PreTrainedModel) -> Iterable[Parameter]:
     styles: Mapping[str, str] = module_styles(model) if model.tp_plan else {}
     partial = partial_gradient_modules(model) if model.tp_plan else set()
     layer_of = {
-        id(parameter): index
-        for index, layer in enumerate(model.get_decoder().layers)
-        for parameter in layer.parameters()
+        id(parameter): index for index, layer in enumerate(decoder_of(model).layers) for parameter in layer.parameters()
     }
     stored = widest_dtype(model)
     for name, parameter in model.named_parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,17 @@ from thresher.models.attention.segments import PackedAttention
 PAIR_ATTENTION = "thresher_pairs"
 
 
+@dataclass(frozen=True)
+class Window:
+    """The mask of a layer with a sliding window: a row attends to itself and the `size` - 1 rows before it."""
+
+    size: int
+
+
 def register_pair_attention() -> None:
     """Register `attn_implementation="thresher_pairs"`; idempotent."""
     AttentionInterface.register(PAIR_ATTENTION, pair_attention)
-    AttentionMaskInterface.register(PAIR_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(PAIR_ATTENTION, _window_of_mask)
 
 
 def pair_attention(
@@ -30,12 +38,15 @@ def pair_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  segments replace it
+    attention_mask: Window | None,
     **context: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim]."""
+    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim].
+
+    attention_mask: what `_window_of_mask` returns.
+    """
     # under autocast, the rotary embedding returns queries and keys in fp32; here, compiled layers round them with it
-    return _attend(query.to(value.dtype), key.to(value.dtype), value, **context), None
+    return _attend(query.to(value.dtype), key.to(value.dtype), value, attention_mask, **context), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -43,25 +54,27 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: object,
     *,
     pair_visibility: PackedAttention | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     **rest: Any,
 ) -> Tensor:
     if pair_visibility is None:
         raise RuntimeError(
             "the model uses attention over packed pairs but was called without segments; see original_forward"
         )
+    if mask is not None and not isinstance(mask, Window):
+        raise RuntimeError("the model makes an attention mask of its own, which packed rows do not have")
     if rest.get("s_aux") is not None:
-        raise UserError("this model uses attention sinks, which packed layouts do not support; set layout=padded")
+        raise RuntimeError("the model uses attention sinks, which packed rows do not have")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exchange = pair_visibility.exchange
     if exchange is not None:
         query, key, value = exchange.gather_sequence(query, key, value)
     longest = max(segment.context_length for segment in pair_visibility.segments)
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    window = mask.size if mask is not None and mask.size < longest else None
     attend = varlen_attention if pair_visibility.uses_varlen else KERNELS.get(query.device.type, _flex_attention)
     out = attend(query, key, value, pair_visibility, scale, softcap, window)
     if exchange is not None:
@@ -135,5 +148,10 @@ def _cached_calls(visibility: PackedAttention, num_keys: int, device: torch.devi
     return visibility.calls[key]
 
 
-def _no_mask(*_args: Any, **_settings: Any) -> None:
-    return None
+def _window_of_mask(*_args: Any, local_size: int | None = None, **_settings: Any) -> Window | None:
+    """Replace the mask of a layer; segments say the rest.
+
+    The window is taken from here because the model's own attention (sdpa, eager) knows it only from its mask: some
+    families do not pass it to the attention function, and some configs have one that the model does not use.
+    """
+    return None if local_size is None else Window(local_size)

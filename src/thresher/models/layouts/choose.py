@@ -17,8 +17,6 @@ from thresher.models.loading.load import soft_caps_scores
 VARLEN = "varlen"  # `attn_implementation` of packed rows; all others are those of transformers
 LayoutName = Literal["auto", "shared", "packed", "padded"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# model types known to pass their window to the attention function; others apply it in the mask, which packed rows lack
-_PASSES_SLIDING_WINDOW = {"mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
 
 
 def choose_layout(
@@ -91,6 +89,8 @@ def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()  # multimodal models nest the config of their language model
     unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if unknown == {"chunked_attention"}:
+        return f"the model family {name} attends within chunks of a sequence"
     if getattr(model_class, "_is_stateful", False) or unknown:
         kinds = ", ".join(sorted(unknown)) or "recurrent"
         return f"the model family {name} has {kinds} layers, which carry state from token to token"
@@ -98,6 +98,4 @@ def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None)
         return f"the model family {name} does not use transformers' attention interface"
     if name == "gpt_oss":
         return f"the model family {name} uses attention sinks"
-    if getattr(text, "sliding_window", None) is not None and name not in _PASSES_SLIDING_WINDOW:
-        return f"the model family {name} has a sliding window that it may apply only in its mask"
     return None

@@ -13,6 +13,7 @@ from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.freeze import freeze_modules
 from thresher.models.loading.lora import attach_adapter, attach_lora, init_adapters
 from thresher.models.loading.narrow import narrow_frozen_matrices
+from thresher.models.pipeline_chunk import decoder_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TrainedParts:
             return model
         module = self._attach(model)
         if frozen_dtype is not None:
-            narrow_frozen_matrices(model.get_decoder(), frozen_dtype)
+            narrow_frozen_matrices(decoder_of(model), frozen_dtype)
         return module
 
     def _attach(self, model: PreTrainedModel) -> nn.Module:

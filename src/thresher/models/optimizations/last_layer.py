@@ -64,20 +64,12 @@ def _kept_rows_forward(
         query,
         key,
         value,
-        None,
+        rest["attention_mask"],
         pair_visibility=pair_kept.visibility,
         scaling=attention.scaling,
-        sliding_window=_window(layer),
     )
     hidden = hidden_states.index_select(1, rows) + attention.o_proj(attended.flatten(2))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _window(layer: Any) -> int | None:
-    # only Mistral reads it from the config; other configs may have the key and ignore it
-    is_mistral = _original_class(layer).__name__ == "MistralDecoderLayer"
-    window: int | None = getattr(layer.self_attn.config if is_mistral else layer.self_attn, "sliding_window", None)
-    return window
 
 
 def _heads(attention: Any, name: str, states: Tensor) -> Tensor:

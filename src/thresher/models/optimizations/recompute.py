@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from thresher.models.optimizations.last_layer import is_llama_like
-from thresher.models.pipeline_chunk import IdentityModule
+from thresher.models.pipeline_chunk import IdentityModule, decoder_of
 
 Recompute = Literal["off", "selective", "full"]
 
@@ -75,7 +75,7 @@ def _checkpoint_on_host(options: dict[str, Any], layer: Callable[..., Any], *inp
 def _width_of_last_product(model: PreTrainedModel) -> int | None:
     """Inner dimension of the product that ends a layer, if nothing after it needs its result; otherwise None."""
     layers: list[Any] = [
-        layer for layer in getattr(model.get_decoder(), "layers", ()) if not isinstance(layer, IdentityModule)
+        layer for layer in getattr(decoder_of(model), "layers", ()) if not isinstance(layer, IdentityModule)
     ]
     # an adapter is computed after the matrix that it belongs to
     if not layers or not all(is_llama_like(each) and type(each.mlp.down_proj) is nn.Linear for each in layers):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from thresher.models.loading.narrow import widest_dtype
-from thresher.models.pipeline_chunk import local_layers
+from thresher.models.pipeline_chunk import decoder_of, local_layers
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def apply_fsdp(
     reduce_dtype: of the gradients of matrices; None is the precision of the stored weights.
     """
     hint = "use one worker, or set dp_replicate to the number of workers"
-    layers = local_layers(model.get_decoder(), "sharding", hint)
+    layers = local_layers(decoder_of(model), "sharding", hint)
     options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.groups import Group
 from thresher.errors import UserError
-from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states
+from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states, decoder_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PipelineStageInfo:
 def keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size: int = 1) -> PipelineStageInfo:
     """Remove the modules of other stages from a model on the meta device; the other parameters keep their names."""
     check_accepts_hidden_states(model)
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     num_chunks = pipeline.size * virtual_pp_size
     layers = partition_layers(len(decoder.layers), num_chunks)
     chunks = tuple(

@@ -26,7 +26,7 @@ from transformers.distributed.tensor_parallel import RowwiseParallel
 from thresher.errors import UserError
 from thresher.models.attention.interface import PAIR_ATTENTION
 from thresher.models.optimizations.last_layer import is_llama_like
-from thresher.models.pipeline_chunk import IdentityModule, local_layers
+from thresher.models.pipeline_chunk import IdentityModule, decoder_of, local_layers
 
 ROWWISE = "thresher_rowwise_to_rows"
 _ROWS = (Shard(1),)
@@ -82,7 +82,7 @@ def apply_sequence_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> frozens
 
     Registers the style ROWWISE for the matrices of this model, to be used in its tensor-parallel plan.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     layers: list[Any] = local_layers(decoder, "sequence_parallel", "remove sequence_parallel")
     if not all(map(is_llama_like, layers)):
         raise UserError(f"sequence_parallel is not supported for the architecture {model.config.model_type}; remove it")
