@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from safetensors.torch import save_file
-from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
+from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
@@ -178,3 +178,14 @@ def test_unknown_axes_and_invalid_values_are_rejected(config, axes, message):
     with pytest.raises(UserError) as caught:
         config(**axes)
     assert message in str(caught.value)
+
+
+def test_tp_is_refused_for_experts_whose_shards_are_interleaved(config):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12}
+    assert error_message(config(Qwen3MoeConfig(**SHAPE, **heads, **experts), tp_size=2)) == (
+        "actor_train: tp_size is 2, but the tensor-parallel plan of the architecture qwen3_moe interleaves "
+        "layers.*.mlp.experts.gate_up_proj, which checkpoints cannot store; remove tp_size, or use megatron_train if "
+        "it supports the architecture"
+    )
+    check_engines(config(Qwen3MoeConfig(**SHAPE, **heads, **experts)))

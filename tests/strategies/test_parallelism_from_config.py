@@ -56,6 +56,24 @@ def test_two_ranks(two_ranks, model_dir, axes, model_args):
     check(two_ranks, model_dir, axes, "shared", **model_args)
 
 
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory):
+    """As the hub stores a mixture of experts: one by one; the model has them in one matrix."""
+    return save_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", seed=0)
+
+
+@pytest.mark.parametrize(
+    "model_args", [{}, {"lora_rank": 4, "lora_target": ["q_proj", "o_proj"]}], ids=["full", "lora"]
+)
+def test_a_mixture_of_experts_is_sharded(two_ranks, experts_dir, model_args):
+    check(two_ranks, experts_dir, {}, "shared", **model_args)
+
+
+def test_an_adapter_on_experts_that_are_stored_one_by_one_is_refused(two_ranks, experts_dir):
+    with pytest.raises(AssertionError, match=r"stores .*experts.* in another form, which cannot be converted below an"):
+        two_ranks.run(partial(train_from_config, experts_dir, {}, "shared", **LORA))
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)
 def test_lora_on_some_matrices_in_padded_rows(two_ranks, model_dir, axes):
     check(two_ranks, model_dir, axes, "padded", **SOME)

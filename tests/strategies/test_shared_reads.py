@@ -91,6 +91,30 @@ def test_a_model_that_transformers_must_convert_is_loaded_by_every_replica(two_r
     assert all(torch.equal(values, expected[name]) for name, (_, values) in loaded[1].values.items())
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ParallelDims(dp_shard=2),
+        ParallelDims(pp=2),
+        ParallelDims(dp_shard=2, pp=2),
+        ParallelDims(dp_replicate=2, dp_shard=2),
+    ],
+    ids=axes_text,
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_stored_one_by_one_are_sharded(sizes, family, pool_of, tmp_path):
+    path = save_model(tmp_path / "model", family, seed=0)
+    expected = dict(load_model(str(path)).named_parameters())
+    assert not any(name in load_file(path / "model.safetensors") for name in expected if ".experts." in name)
+
+    loaded = pool_of(sizes.num_processes).run(load_and_count, sizes, str(path))
+
+    assert {name for rank in loaded for name in rank.values} == expected.keys()
+    for rank in loaded:
+        assert sum(values.nbytes for _, values in rank.values.values()) < 0.75 * bytes_of(path)
+        assert all(torch.equal(values, expected[name][slices]) for name, (slices, values) in rank.values.items())
+
+
 def test_an_error_of_one_reader_is_raised_by_all(two_ranks, tmp_path):
     path = save_model(tmp_path / "model", "llama", seed=0, tie_word_embeddings=True)
     tensors = load_file(path / "model.safetensors")

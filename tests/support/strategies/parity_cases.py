@@ -49,6 +49,7 @@ MATRIX = [
     *(Case(sizes, layout) for sizes in MESHES for layout in row_layouts(sizes)),
     *(Case(sizes, loss=loss) for sizes in MESHES for loss in LOSSES[1:]),
     *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
+    Case(ParallelDims(dp_shard=2), family="qwen3_moe"),
     *(Case(sizes, "shared, varlen") for sizes in SINGLE_AXES),
     Case(ParallelDims(cp=4), family="mistral", also="fewer KV heads than cp"),
     Case(ParallelDims(dp_shard=4), pairs_per_step=2, also="fewer pairs than ranks"),

@@ -16,10 +16,14 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
 from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
 from thresher.models.loading.location import hub_arguments
 from thresher.models.loading.weight_files import (
@@ -109,9 +113,13 @@ def load_local_shards(
 ) -> None:
     """Allocate every parameter and fill its local shard; `init_adapters` sets those of adapters.
 
-    replicas: the processes that hold the same shards; each tensor is read by one of them.
+    replicas: the processes that hold the same shards; each tensor is read by one of them, unless transformers must
+    convert it.
     """
     allocate(model, device, weights_on=weights_on)
+    if not stores_every_parameter(model, path):
+        run_on_all(replicas, lambda: _convert_shards(model, path, weights_on or device), "load the model")
+        return
 
     def read() -> list[tuple[Tensor, int]]:
         reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=replicas.rank == 0)
@@ -132,6 +140,42 @@ def load_local_shards(
     run_on_all(replicas, lambda: filled.extend(read()), "load the model")
     for tensor, rank in filled:
         _broadcast(to_local(tensor), rank, replicas, device)
+
+
+def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
+    """Let transformers read and convert what the files store under other names, such as experts one by one.
+
+    It reads the slices that this process needs. Parameters are replaced, and keep whether they are trained.
+    """
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    reader = SafetensorsReader(path, model.all_tied_weights_keys)
+    mapping: Any = get_model_conversion_mapping(model)
+    named = {_stored_name(name): name for name in is_trained}
+    report, _ = convert_and_load_state_dict_in_model(
+        model,
+        {named.get(name, name): tensor for name, tensor in reader.slices().items()},
+        LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype),
+    )
+    for name, stored, expected in sorted(report.mismatched_keys):
+        raise wrong_shape(path, name, stored, expected)
+    for name, error in report.conversion_errors.items():
+        raise UserError(
+            f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
+        )
+    tied = model.all_tied_weights_keys
+    optional = model._keys_to_ignore_on_load_missing or ()
+    for name in sorted(report.missing_keys):
+        if ".base_layer." in name and ".lora_" not in name:
+            raise UserError(
+                f"{path} stores {_stored_name(name)} in another form, which cannot be converted below an adapter; name "
+                "other modules as actor_train.model_args.lora_target, such as q_proj, or set "
+                "actor_train.strategy_args.strategy_config.dp_replicate to the number of workers"
+            )
+        if ".lora_" not in name and name not in tied and not any(re.search(pattern, name) for pattern in optional):
+            raise missing_tensor(path, name)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained[name])
 
 
 @torch.no_grad()
@@ -189,7 +233,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _stored_name(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+    return name.replace(".base_layer", "")  # twice around stacked experts
 
 
 def _stored_tensors(model: PreTrainedModel, reader: SafetensorsReader) -> list[tuple[str, Tensor]]:
@@ -235,6 +279,10 @@ class SafetensorsReader:
 
     def has(self, name: str) -> bool:
         return name in self._file_of
+
+    def slices(self) -> dict[str, Any]:
+        """All tensors of the files, not read yet."""
+        return {name: self._slices(name) for name in self._file_of}
 
     def read(self, name: str, into: Tensor) -> None:
         """Copy this process's shard of a tensor from its file."""

@@ -105,7 +105,7 @@ def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-    # uniform in +-1/sqrt(inputs), as PEFT draws it
+    # uniform in +-1/sqrt(inputs), as PEFT draws A; it draws B of an embedding from N(0, 1), whatever its width
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
 
 

@@ -99,8 +99,8 @@ def open_safetensors(file: Path) -> Any:
 
 def missing_tensor(path: str, name: str) -> UserError:
     return UserError(
-        f"the weight files of {path} have no tensor {name}; download the model again, or convert it with "
-        "save_pretrained of transformers"
+        f"the weight files of {path} have no tensor {name}; download the model again, with the config.json that "
+        "belongs to it"
     )
 
 

@@ -11,6 +11,7 @@ from thresher.models.layouts import Layout
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.last_layer import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
+from thresher.models.router import num_experts
 from thresher.strategies.native.build import axis_sizes
 from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.spec import StrategyCheck
@@ -110,6 +111,13 @@ def check_axes(
         raise UserError(
             f"{section}: tp_size is {sizes.tp}, but transformers has no tensor-parallel plan for the architecture "
             f"{model_config.model_type}; remove tp_size"
+        )
+    interleaved = [name for name, style in (text.base_model_tp_plan or {}).items() if style.startswith("packed")]
+    if sizes.tp > 1 and interleaved and num_experts(text):
+        raise UserError(
+            f"{section}: tp_size is {sizes.tp}, but the tensor-parallel plan of the architecture "
+            f"{model_config.model_type} interleaves {interleaved[0]}, which checkpoints cannot store; remove tp_size, "
+            "or use megatron_train if it supports the architecture"
         )
 
     def tp_fits(size: int) -> bool:
