@@ -6,7 +6,7 @@ import pytest
 
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_roles
+from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, note_idle_devices, place_roles
 
 GPU_NODES = [Node(f"node{i}", f"10.0.0.{i}", 8.0, 4) for i in range(2)]
 
@@ -25,6 +25,15 @@ def test_a_device_id_determines_the_node():
     counted = place_roles(GPU_NODES, [policy(0, 1, 2, 3)], 2, concurrent=True)["actor_train"]
     assert [worker.node.node_id for worker in counted] == ["node0", "node0", "node1", "node1"]
     assert [worker.num_gpus for worker in placements] == [1.0] * 4
+
+
+def test_roles_on_cpus_are_named_if_gpus_are_free():
+    on_cpus = RoleDemand("actor_train", (), 8)
+    assert note_idle_devices([on_cpus, reference(0)], 3) == [
+        "actor_train computes on CPUs, and 3 GPUs of the cluster are free: actor_train.num_workers is a number of CPU "
+        "workers; to use GPUs, replace it by actor_train.device_mapping=list(range(0,8))"
+    ]
+    assert note_idle_devices([on_cpus], 0) == []
 
 
 def test_roles_on_the_same_devices_share_bundles_and_halve_the_device():

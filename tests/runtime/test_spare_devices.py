@@ -55,3 +55,22 @@ def test_a_spare_sees_the_gpu_of_its_worker_without_reserving_it_or_starting_cud
         for spare in spares:
             ray.kill(spare)
         resources.close()
+
+
+def test_a_worker_uses_its_own_gpu_on_a_cluster_whose_workers_see_all(two_gpus, tmp_path):
+    """Clusters for vLLM set this variable; without more, all workers of a node would use its first GPU."""
+    from thresher.runtime.ray.cluster import Cluster
+    from thresher.runtime.ray.placement import RoleDemand
+    from thresher.runtime.ray.resources import ResourceManager
+    from thresher.runtime.ray.session import ray_session
+    from thresher.runtime.ray.starter import WorkerConfig
+    from thresher.runtime.ray.workers import ActorWorker
+
+    with ray_session(two_gpus):
+        resources = ResourceManager([RoleDemand("actor_train", (0, 1), 2)], None, concurrent=True)
+        environment = {"THRESHER_DEVICE": "cpu", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        cluster = Cluster("actor_train", ActorWorker, resources, WorkerConfig("actor_train", environment))
+        processes = cluster.call("claim_device", "actor_train", tmp_path, True)
+        assert sorted(process.visible_devices for process in processes) == ["0", "1"]
+        cluster.close()
+        resources.close()

@@ -125,6 +125,17 @@ def _nodes_of_devices(
     return [(usable[device // size], device) for device in role.devices]
 
 
+def note_idle_devices(roles: Sequence[RoleDemand], num_free: int) -> list[str]:
+    """Name the roles that compute on CPUs while GPUs of the cluster are free; torchrun and one process use GPUs."""
+    return [
+        f"{role.name} computes on CPUs, and {num_free} GPUs of the cluster are free: {role.name}.num_workers is a "
+        f"number of CPU workers; to use GPUs, replace it by "
+        f"{role.name}.device_mapping=list(range(0,{role.num_workers}))"
+        for role in roles
+        if num_free and not role.devices
+    ]
+
+
 def count_devices(nodes: Sequence[Node], devices_per_node: int | None) -> int:
     """Return the number of device ids of the nodes."""
     size, usable = _nodes_with_devices(nodes, devices_per_node)

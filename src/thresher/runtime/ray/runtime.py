@@ -28,7 +28,7 @@ from thresher.runtime.group import CachedReference, GroupStarter, with_absolute_
 from thresher.runtime.ray.cluster import Call, Cluster, wait_for
 from thresher.runtime.ray.elastic import ElasticScaler
 from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
-from thresher.runtime.ray.placement import RoleDemand
+from thresher.runtime.ray.placement import RoleDemand, note_idle_devices
 from thresher.runtime.ray.resources import ResourceManager, alive_nodes
 from thresher.runtime.ray.session import SessionFiles, ray_session
 from thresher.runtime.ray.spares import SparePool
@@ -211,6 +211,8 @@ class RaySession:
         demands = [RoleDemand(name, tuple(r.device_mapping or ()), r.num_processes) for name, r in roles.items()]
         resources = ResourceManager(demands, config.num_gpus_per_node, concurrent=mode == "concurrent")
         self._opened.callback(resources.close)
+        for note in note_idle_devices(demands, int(ray.available_resources().get("GPU", 0))):
+            logger.warning("%s", note)
         self._reserved = scaler, resources
         self._clock.end("processes")
         return self._reserved

@@ -94,8 +94,12 @@ class Worker(Rank):
             raise TimeoutError("a process of the previous attempt does not end")
 
     def claim_device(self, role: str, log_dir: Path, uses_gpu: bool) -> WorkerProcess:
-        """Use the GPU that is visible to this worker, or raise if torch cannot; without uses_gpu, the CPU."""
-        if uses_gpu:  # visible as the only one
+        """Use the GPU that Ray assigned to this worker, or raise if torch cannot; without uses_gpu, the CPU."""
+        if uses_gpu:
+            # Ray hides the other GPUs unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set; a spare has no GPU in
+            # Ray's books, and starts with the variable
+            if assigned := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+                os.environ[VISIBLE_DEVICES] = ",".join(assigned)
             self._device = claim_gpu(f"{role} worker {self._rank} of {self._size}", 0)
         self._prepare_device(role, log_dir)
         visible = os.environ.get(VISIBLE_DEVICES, "") if uses_gpu else None
