@@ -7,7 +7,7 @@ Every stage collates the same micro-batches, so only hidden states and their gra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -246,5 +246,7 @@ class _RaggedStage(PipelineStage):
         run = self._schedule.step
         for info in infos:
             if not info.is_root_arg:
-                shape = run.model.hidden_shape(run.inputs[index])
-                info.buffer = torch.empty(shape, dtype=self._dtype, device=self.device)
+                like = torch.empty(run.model.hidden_shape(run.inputs[index]), dtype=self._dtype, device="meta")
+                info.tensor_meta = replace(info.tensor_meta, shape=like.shape, stride=like.stride())
+                if not hasattr(info, "allocate_buffer"):  # torch 2.15 allocates it from the metadata, and owns it
+                    info.buffer = torch.empty_like(like, device=self.device)
