@@ -427,3 +427,12 @@ def test_a_directory_in_place_of_the_stop_file_is_one_message(command_line, conf
     (tmp_path / "out" / "stop").mkdir(parents=True)
     message = error_of(command_line("train", config()))
     assert message.startswith("could not remove the stop file of an earlier run (")
+
+
+def test_a_gpu_without_a_c_compiler_is_a_warning(command_line, config, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert "compiler" not in command_line("check", config()).err  # the machines of the tests have gcc
+    monkeypatch.setattr(resources.shutil, "which", lambda _name: None)
+    result = command_line("check", config())
+    assert result.code == 0
+    assert "this machine has no C compiler, which Triton needs to compile GPU kernels; install gcc" in result.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,6 +13,7 @@ from thresher.errors import UserError
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import PackedLayout
 from thresher.models.logps import PairModel
+from thresher.models.optimizations import compile as compile_module
 from thresher.models.optimizations.compile import compile_elementwise, compile_layers
 
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -54,3 +57,31 @@ def test_compiled_layers_give_the_same_gradients_and_compile_once(compiles, chec
 def test_a_model_without_a_list_of_layers_is_rejected():
     with pytest.raises(UserError, match="set torch_compile to false"):
         compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_a_failure_of_the_compiler_is_a_user_error(monkeypatch):
+    def fails(_graph: torch.fx.GraphModule, _inputs: list) -> None:
+        raise RuntimeError("Failed to find C compiler.\nMore lines.")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
+    torch.compiler.reset()
+    model = PairModel.for_layout(tiny_model("llama"), torch.float32, LAYOUT)
+    compile_layers(model.backbone)
+    with pytest.raises(UserError) as caught:
+        model.score(LAYOUT.collate(BATCHES[0]))
+    assert str(caught.value) == (
+        "torch cannot compile the layers of this model (Failed to find C compiler.); set "
+        "actor_train.training_args.torch_compile=false"
+    )
+
+
+def test_variants_beyond_the_limit_run_uncompiled_with_a_message(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compile_module, "MAX_COMPILED_VARIANTS", 1)
+    torch.compiler.reset()
+    counters.clear()
+    eager, compiled = (PairModel.for_layout(tiny_model("gemma2"), torch.float32, LAYOUT) for _ in range(2))
+    compile_layers(compiled.backbone)
+    expected, found = (model.score(LAYOUT.collate(BATCHES[0])).chosen.values for model in (eager, compiled))
+    torch.testing.assert_close(found, expected)
+    assert "hit config.recompile_limit (1)" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.run import build_tracking
 from thresher.checkpoint.retention import list_checkpoints
+from thresher.models.layouts.choose import VARLEN
 from thresher.models.loading.load import DTYPES
 
 _TENSORS_PER_PARAMETER = 3  # the weight and the two moments of AdamW
@@ -43,6 +45,20 @@ def check_devices(parts: RunParts) -> Iterator[Finding]:
                 f"{section}.device_mapping requests device {max(role.device_mapping)}, but this machine has {here}; "
                 "use available devices, or remove device_mapping and set num_workers to run on CPUs"
             )
+
+
+def check_compiler(parts: RunParts) -> Iterator[Finding]:
+    """Warn if Triton, which compiles FlexAttention and compiled layers for a GPU, lacks the C compiler it calls."""
+    config, policy = parts.config, parts.config.actor_train
+    uses_gpu = torch.cuda.device_count() and (policy.device_mapping or not config.uses_ray)
+    is_packed = parts.layout.needs_pair_attention and policy.model_args.attn_implementation != VARLEN
+    if not uses_gpu or not (is_packed or policy.training_args.torch_compile):
+        return
+    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        yield warning(
+            "this machine has no C compiler, which Triton needs to compile GPU kernels; install gcc on every node, or "
+            "set the environment variable CC to a compiler"
+        )
 
 
 def check_run_directory(parts: RunParts) -> Iterator[Finding]:
@@ -89,5 +105,5 @@ def checkpoint_size(parts: RunParts) -> int:
     return num_values * DTYPES[parts.config.actor_train.model_args.master_dtype].itemsize
 
 
-DEVICES = (check_devices,)
+DEVICES = (check_devices, check_compiler)
 TRAINING = (check_tracker_packages, check_disk_space)

@@ -7,10 +7,10 @@ its elementwise functions are compiled one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,10 @@ from thresher.errors import UserError
 from thresher.models.optimizations.memory_efficient_layers import COMPILED, elementwise_function
 from thresher.models.pipeline_chunk import has_layers, local_layers
 
-_SETTING, _HINT = "training_args.torch_compile", "set torch_compile to false"
+_SETTING, _HINT = "actor_train.training_args.torch_compile", "set torch_compile to false"
+# variants differ in gradients, in windows and in the rows that the last layer keeps. torch would stop at 8: it logs a
+# warning then, and runs further ones uncompiled
+MAX_COMPILED_VARIANTS = 32
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,33 @@ def compile_layers(backbone: nn.Module) -> None:
     """Compile every layer of a decoder for rows of any length."""
     for layer in local_layers(backbone, _SETTING, _HINT):
         # dynamic: the number of rows changes with every micro-batch
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, recompile_limit=MAX_COMPILED_VARIANTS)
+        layer._compiled_call_impl = _translate_errors(layer._compiled_call_impl)
+
+
+def _translate_errors(compiled: Any) -> Callable[..., Any]:
+    """Let a compiled call raise a UserError if the compiler fails."""
+    from torch._dynamo.exc import BackendCompilerFailed  # slow to import
+
+    def call(*args: Any, **settings: Any) -> Any:
+        try:
+            return compiled(*args, **settings)
+        except BackendCompilerFailed as error:
+            reason = str(error.inner_exception).strip().partition("\n")[0] or type(error.inner_exception).__name__
+            raise UserError(
+                f"torch cannot compile the layers of this model ({reason}); set {_SETTING}=false"
+            ) from error
+
+    return call
 
 
 def compile_elementwise(backbone: nn.Module) -> int:
     """Compile the norms and activations of Llama-like layers, and leave what is between them; return their number."""
     modules = [module for layer in local_layers(backbone, _SETTING, _HINT) for module in layer.modules()]
     functions = {module: function for module in modules if (function := elementwise_function(module)) is not None}
-    compiled = {function: torch.compile(function, dynamic=True) for function in set(functions.values())}
+    compiled = {
+        function: _translate_errors(torch.compile(function, dynamic=True)) for function in set(functions.values())
+    }
     for module, function in functions.items():
         setattr(module, COMPILED, compiled[function])
     return len(functions)
