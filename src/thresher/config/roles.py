@@ -83,7 +83,7 @@ class ModelArgs(Section):
     """Allow Python code from the repositories of model and tokenizer to run. Enable only for those that you trust."""
     moe_aux_loss_coef: NonNegative | None = None
     """Weight of the load-balancing loss of a mixture-of-experts model, which is added to the loss of a step; left out
-    when absent or 0. Costs one more forward."""
+    when absent or 0. The last token of each sequence does not count, unlike in transformers. Costs one more forward."""
     freeze_module_prefix: Prefixes = []
     """Parameters whose name starts with one of these are not trained, such as `model.embed_tokens`: a list, or names
     joined with commas."""
