@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
@@ -90,6 +90,7 @@ def train_trl(model: str, rows: list[dict[str, str]], case: dict[str, Any], outp
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[recorder],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return recorder.entries, {name: tensor.detach() for name, tensor in trainer.model.named_parameters()}
 
