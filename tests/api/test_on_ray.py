@@ -37,6 +37,7 @@ def test_on_ray_callbacks_are_called_in_the_driver(base, tmp_path, ray_here):
     check_events(recorder)
 
 
+@pytest.mark.hand  # CI has the steps in one process, and the methods of the workers
 def test_on_ray_the_roles_are_clusters_that_make_the_steps_of_a_run(base, tmp_path, ray_here):
     on_two = {
         "output_dir": str(tmp_path / "hand"),
