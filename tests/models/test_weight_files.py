@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.support.tiny_llama import save_tiny_llama
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.models.loading import load, load_sharded, location
-from thresher.models.loading.load import load_model
+from thresher.models.loading.load import load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, load_local_shards
 from thresher.reference.fingerprint import weights_digest
 
@@ -370,6 +371,19 @@ def test_a_gguf_file_is_read_in_one_process_and_by_the_digest_and_is_never_shard
     path = write_gguf(path, models["wrong"])
     assert weights_digest(str(path)) != before
     assert "cannot be sharded" in message(read_sharded, path)
+
+
+def test_the_config_of_a_gguf_file_is_read_once_until_the_file_changes(models, tmp_path, monkeypatch):
+    path, reads = write_gguf(tmp_path / "model.gguf", models["right"]), []
+    read = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **rest: reads.append(args) or read(*args, **rest))
+    first = load_model_config(str(path))
+    first.hidden_size = 7  # of a copy
+    assert load_model_config(str(path)).hidden_size == load_model_config(str(path)).hidden_size != 7
+    assert len(reads) == 1
+    os.utime(path, ns=(1, 1))
+    load_model_config(str(path))
+    assert len(reads) == 2
 
 
 def test_a_model_from_a_gguf_file_is_saved_as_a_plain_model(models, tmp_path):

@@ -5,9 +5,11 @@ Code in model repositories runs only if trusted, pickled weights are rejected, a
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ _LARGEST_SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head"), 1 << 20),
     **dict.fromkeys(("intermediate_size", "vocab_size"), 1 << 24),
 }
+# configs and tokenizers by class, file, its state and whether its code is trusted
+_read_from_gguf: dict[tuple[Any, Path, int, int, bool], Any] = {}
 
 
 @contextmanager
@@ -55,9 +59,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load the tokenizer of a model, or one that is in a directory or repository of its own."""
     directory, arguments = locate_tokenizer(path)
     with translate_load_errors("tokenizer", path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, **arguments
-        )
+        tokenizer: PreTrainedTokenizerBase = _read_once(AutoTokenizer, directory, trust_remote_code, arguments)
     return tokenizer
 
 
@@ -66,12 +68,25 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrain
     directory, arguments = locate_model(path)
     _check_sizes(path)
     with translate_load_errors("model config", path):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, **arguments
-        )
+        config: PreTrainedConfig = _read_once(AutoConfig, directory, trust_remote_code, arguments)
     _reject_hub_kernels(config, path)
     _reject_encoders(config, path)
     return config
+
+
+def _read_once(auto: Any, directory: str, trust_remote_code: bool, arguments: Mapping[str, Any]) -> Any:
+    """Read a config or tokenizer; of a GGUF file once per process, because that takes seconds of pure Python.
+
+    A run reads both in its checks, for its data and for each model. The caller gets a copy, which it may change.
+    """
+    if "gguf_file" not in arguments:
+        return auto.from_pretrained(directory, trust_remote_code=trust_remote_code, **arguments)
+    file = (Path(directory) / arguments["gguf_file"]).resolve()
+    state = file.stat()
+    key = (auto, file, state.st_mtime_ns, state.st_size, trust_remote_code)
+    if key not in _read_from_gguf:
+        _read_from_gguf[key] = auto.from_pretrained(directory, trust_remote_code=trust_remote_code, **arguments)
+    return copy.deepcopy(_read_from_gguf[key])
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
