@@ -117,8 +117,7 @@ def load_model(
     """Load a causal language model with dropout disabled."""
     directory, arguments = locate_model(path)
     is_gguf = "gguf_file" in arguments
-    if not is_gguf:
-        load_model_config(path, trust_remote_code=trust_remote_code)  # rejects configs that would run foreign code
+    config = load_model_config(path, trust_remote_code=trust_remote_code)  # rejects what would run foreign code
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -129,6 +128,8 @@ def load_model(
             use_safetensors=None if is_gguf else True,
             ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
+            # transformers would read the file again for its config, several times
+            **({"config": config} if is_gguf else {}),
             **arguments,
         )
     model: PreTrainedModel = loaded[0]
