@@ -106,9 +106,9 @@ def test_a_checkpoint_cannot_declare_its_model_trusted(
     resumed = thresher("train", attacked.config(resume_from_checkpoint=str(checkpoint), max_steps=3))
     assert resumed.code == 0  # the run's own config decides on model and trust
     assert not canary.is_triggered
-    thresher("export", checkpoint, "--output", tmp_path / "out", "--trust-remote-code")
-    assert canary.is_triggered
-    canary.path.unlink()
+    trusted = thresher("export", checkpoint, "--output", tmp_path / "out", "--trust-remote-code")
+    assert "is not the one that the run of" in trusted.text  # by its digest, before any of its code runs
+    assert not canary.is_triggered
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])

@@ -54,9 +54,10 @@ def unsafe_calls(tree: ast.AST) -> Iterator[str]:
 def test_no_file_of_the_package_can_execute_its_input() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     assert PACKAGE / "models" / "loading" / "load.py" in trees
-    assert [
-        f"{path.relative_to(PACKAGE)}:{found}" for path, tree in trees.items() for found in unsafe_calls(tree)
-    ] == []
+    found = [f"{path.relative_to(PACKAGE)}:{each}" for path, tree in trees.items() for each in unsafe_calls(tree)]
+    # arguments of calls between ranks, whose digest rank 0 has signed; test_launch_store.py
+    assert [each.partition(":")[0] for each in found] == ["runtime/torchrun.py"]
+    assert found[0].endswith(": imports pickle")
 
 
 @pytest.mark.parametrize(
