@@ -6,11 +6,11 @@ import socket
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.support.ports import free_ports, listening
 from thresher.errors import ResourceError, UserError
 from thresher.redact import MASK, restore_secrets
 from thresher.runtime.launch import Launch
@@ -131,21 +131,16 @@ def test_secrets_are_restored_in_nested_values_and_unknown_ones_stay_masked():
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def addresses_of(port: int) -> set[str]:
     """Addresses on which a socket of this machine listens at the port, in the kernel's notation."""
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
+    found = [each.partition(":") for each in listening().values()]
+    return {address for address, _, number in found if int(number, 16) == port}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_rank_0_listens_on_the_master_address_alone(host, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    port = free_port()
+    (port,) = free_ports()
     store = open_store(Launch("srun", 0, 1, 0, (host, port)))
     store.set("key", "value")
     assert store.get("key") == b"value"

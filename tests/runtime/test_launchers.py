@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, chdir
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_ports
 from tests.support.small_runs import assert_same_run
 
 pytestmark = pytest.mark.distributed
@@ -111,12 +112,6 @@ def head() -> Iterator[HeadNode]:
 @pytest.fixture(scope="module")
 def dashboard(head) -> str:
     return head.dashboard
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def accepts(port: int) -> bool:

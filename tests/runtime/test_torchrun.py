@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import yaml
 from tests.support.cli_runner import exit_code_of
 from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import ROOT
+from tests.support.ports import free_ports
 from tests.support.processes import descendants
 from tests.support.small_runs import last_weights
 from thresher.config import parse_config
@@ -61,15 +61,10 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def start_tasks(*arguments: str, port: str | None = None) -> list[subprocess.Popen[str]]:
+def start_tasks(*arguments: str, port: int | None = None) -> list[subprocess.Popen[str]]:
     """Start two processes with the variables that srun sets; torch's variables are not there."""
-    port = port or free_port()
-    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "MASTER_PORT": port}
+    port = port or free_ports()[0]
+    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -245,10 +240,10 @@ def test_an_outsider_in_the_store_finds_no_secrets_and_is_not_obeyed(config, tmp
     """As a process of another user on this machine, which reaches the port of the store."""
     changes = {"max_steps": 30, "num_train_epochs": 30, "save_steps": 0, "eval_steps": 10}
     secret = {"system_envs": {"PLAIN": "private value"}}
-    path, port = write(config, tmp_path / "out", changes | secret), free_port()
+    path, (port,) = write(config, tmp_path / "out", changes | secret), free_ports()
     tasks = start_tasks("thresher", "train", path, port=port)
     wait_for_steps(tmp_path / "out", 1, tasks)
-    store = dist.TCPStore("127.0.0.1", int(port), None, is_master=False, timeout=timedelta(seconds=10))
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=10))
     calls = {name: store.get(name).decode() for name in store.list_keys() if "/call/" in name}
     assert any("output_dir" in value for value in calls.values())
     assert not any("private value" in value for value in calls.values())

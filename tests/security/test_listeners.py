@@ -20,15 +20,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import Run
+from tests.support.ports import listening
 from tests.support.processes import descendants
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-
-
-def listening() -> dict[str, str]:
-    """Address and port of every listening socket on this machine, by socket."""
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
 
 
 def kind_of(pid: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -31,7 +30,7 @@ from thresher.runtime.launch import Launch
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "THRESHER_TOKEN"  # noqa: S105  # a name, not a token
-_LENGTH = hashlib.sha256().digest_size
+_SIGNATURE_LENGTH = 64  # of the hexadecimal digits of SHA-256
 
 
 @functools.cache  # a process has one, also for a second run in it
@@ -57,26 +56,13 @@ def _bind(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if host == "localhost" or is_loopback(host) or not is_loopback(str(address[0])):
         try:
-            return _bound(family, address)
+            return socket.create_server(address, family=family)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     if socket.has_dualstack_ipv6():
-        return _bound(socket.AF_INET6, ("::", port))
-    return _bound(socket.AF_INET, ("", port))
-
-
-def _bound(family: int, address: Any) -> socket.socket:
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if address[0] == "::":
-            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        server.bind(address)
-    except OSError:
-        server.close()
-        raise
-    return server
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def is_loopback(address: str) -> bool:
@@ -97,23 +83,23 @@ class SignedMessages:
 
     def send(self, name: str, message: object) -> None:
         text = json.dumps(message).encode()
-        self._store.set(name, self._sign(name, text).hex() + text.decode())
+        self._store.set(name, self._sign(name, text) + text.decode())
 
     def find(self, name: str) -> Any:
         """Return the message, None if there is none yet; one with a wrong signature is none."""
         if not self._store.check([name]):
             return None
         received = self._store.get(name)
-        signature, text = received[: 2 * _LENGTH], received[2 * _LENGTH :]
-        if hmac.compare_digest(signature, self._sign(name, text).hex().encode()):
+        signature, text = received[:_SIGNATURE_LENGTH], received[_SIGNATURE_LENGTH:]
+        if hmac.compare_digest(signature, self._sign(name, text).encode()):
             return json.loads(text)
         if name not in self._refused:
             self._refused.add(name)
             logger.warning("refused a message that no rank of this run has signed: another process writes to its store")
         return None
 
-    def _sign(self, name: str, text: bytes) -> bytes:
-        return hmac.digest(self._key, name.encode() + b"\n" + text, "sha256")
+    def _sign(self, name: str, text: bytes) -> str:
+        return hmac.digest(self._key, name.encode() + b"\n" + text, "sha256").hex()
 
 
 def sign_messages(store: Store, launch: Launch, token: bytes) -> SignedMessages:

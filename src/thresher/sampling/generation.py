@@ -79,10 +79,8 @@ def supports_continuous_batching(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     has_pages = kinds <= {"full_attention", "sliding_attention"} and not _has_doubtful_window(model)
-    try:
-        _ = getattr(config, "head_dim", None)
-    except Exception:  # heads of different sizes, such as those of Gemma 4: transformers refuses to name one
-        return False
+    # heads of different sizes, such as those of Gemma 4, do not fit into pages of one size
+    has_pages = has_pages and "head_dim" not in (getattr(config, "per_layer_attributes", None) or ())
     return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 

@@ -7,7 +7,7 @@ the metrics, the counts of tokens and whether to stop. The host waits for the de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Protocol
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.metrics import MetricSum
 from thresher.losses.objective import Objective
-from thresher.strategies.accumulate import LocalStepResult
+from thresher.strategies.accumulate import MicroBatchExecutor, accumulate_gradients
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.nonfinite import NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
-from thresher.strategies.strategy import StepDiscarded, StepOutcome, StopRequested, TokenCounts, never
+from thresher.strategies.strategy import MicroBatch, StepDiscarded, StepOutcome, StopRequested, TokenCounts, never
 
 
 class StepParameters(Protocol):
@@ -54,10 +54,12 @@ class StepParameters(Protocol):
 def make_step(
     parameters: StepParameters,
     update: Callable[[float], None],
-    accumulate: Callable[[], LocalStepResult],
+    executor: MicroBatchExecutor,
+    micro_batches: Sequence[MicroBatch],
     objective: Objective,
     dp_group: DataParallelGroup,
     *,
+    num_pairs_in_step: int,
     learning_rate: float,
     max_grad_norm: float,
     device: torch.device,
@@ -67,11 +69,14 @@ def make_step(
 ) -> StepOutcome:
     """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged.
 
-    accumulate: adds this rank's gradients to the parameters. update: makes the optimizer step with a learning rate.
+    executor: adds this rank's gradients to the parameters. update: makes the optimizer step with a learning rate.
     stop_requested: whether this process asks all of them to stop after the step.
     """
+    scale = None if loss_scale is None else loss_scale.value
     try:
-        local = accumulate()
+        local = accumulate_gradients(
+            executor, micro_batches, objective, num_pairs_in_step, dp_group, scale, stop_requested
+        )
     except StepDiscarded:
         parameters.zero_grad()
         raise

@@ -22,7 +22,6 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
 from thresher.models.loading.lora import adapter_disabled
-from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.deepspeed.checkpoint import PartitionedCheckpoint
 from thresher.strategies.deepspeed.infer import PartitionedScorer
 from thresher.strategies.deepspeed.loading import LoadedModel
@@ -87,17 +86,11 @@ class DeepSpeedTrain:
         return make_step(
             self._parameters,
             self._parameters.update,
-            lambda: accumulate_gradients(
-                self._executor,
-                micro_batches,
-                objective,
-                num_pairs_in_step,
-                self.dp_group,
-                self.loss_scale,
-                stop_requested,
-            ),
+            self._executor,
+            micro_batches,
             objective,
             self.dp_group,
+            num_pairs_in_step=num_pairs_in_step,
             learning_rate=learning_rate,
             max_grad_norm=self._settings.max_grad_norm,
             counts_zeros=self._settings.counts_zeros,

@@ -16,7 +16,6 @@ from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
-from thresher.strategies.accumulate import accumulate_gradients
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.megatron.checkpoint import MegatronCheckpoint, NamedState
 from thresher.strategies.megatron.infer import MegatronInfer
@@ -66,17 +65,11 @@ class MegatronTrain:
         return make_step(
             self._optimizer,
             self._optimizer.step,
-            lambda: accumulate_gradients(
-                self._infer.executor,
-                micro_batches,
-                objective,
-                num_pairs_in_step,
-                self.dp_group,
-                self.loss_scale,
-                stop_requested,
-            ),
+            self._infer.executor,
+            micro_batches,
             objective,
             self.dp_group,
+            num_pairs_in_step=num_pairs_in_step,
             learning_rate=learning_rate,
             max_grad_norm=self._settings.max_grad_norm,
             counts_zeros=self._settings.counts_zeros,

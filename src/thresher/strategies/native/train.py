@@ -75,9 +75,11 @@ class NativeTrain:
         return make_step(
             self._parameters,
             self._update,
-            lambda: self.accumulate(micro_batches, objective, num_pairs_in_step, stop_requested),
+            self._infer.executor,
+            micro_batches,
             objective,
             self.dp_group,
+            num_pairs_in_step=num_pairs_in_step,
             learning_rate=learning_rate,
             max_grad_norm=self._max_grad_norm,
             counts_zeros=self._counts_zeros,
@@ -97,21 +99,11 @@ class NativeTrain:
         self._infer.compile(compilation)
 
     def accumulate(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        objective: Objective,
-        num_pairs_in_step: int,
-        stop_requested: StopRequested = never,
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, num_pairs_in_step: int
     ) -> LocalStepResult:
         """Add this rank's term of the step's gradient, times the loss scale, to the parameters; not yet reduced."""
         return accumulate_gradients(
-            self._infer.executor,
-            micro_batches,
-            objective,
-            num_pairs_in_step,
-            self.dp_group,
-            self.loss_scale,
-            stop_requested,
+            self._infer.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale
         )
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
