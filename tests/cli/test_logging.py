@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 import thresher
+from tests.support.forks import python
 from tests.support.logged import logged
 from tests.support.small_runs import make_base
 from thresher.config import parse_config
@@ -312,7 +313,7 @@ def test_a_library_user_sees_nothing_without_a_handler(base, tmp_path):
     )
 
     def printed(*level: str) -> str:
-        command = [sys.executable, "-c", program, *level]
+        command = [*python(), "-c", program, *level]
         done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
 
@@ -408,7 +409,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(program, unneeded):
 
 def test_completion_is_offered_and_completes_commands():
     def bash(*arguments: str, **environment: str) -> str:
-        command = [sys.executable, "-m", "thresher", *arguments]
+        command = [*python(), "-m", "thresher", *arguments]
         return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
 
     script = bash("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.forks import python
 from tests.support.paths import ROOT
 
 ROW = {"prompt": "Say hello.\n", "chosen": "Hello, dear friend!", "rejected": "Go away."}
@@ -41,7 +42,7 @@ def error_message(stderr: str) -> str:
 
 def run_in_subprocess(directory: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "thresher", *arguments],
+        [*python(), "-m", "thresher", *arguments],
         cwd=directory,
         env=os.environ | OFFLINE,
         capture_output=True,
@@ -315,7 +316,7 @@ def test_the_example_that_starts_a_pipeline_takes_a_directory_and_a_name(tmp_pat
     script = ROOT / "examples" / "start_dpo_pipeline.py"
 
     def start(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, str(script), *arguments]
+        command = [*python(), str(script), *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, check=False
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.compared_runs import metric_log
+from tests.support.forks import python
 from thresher.data.store.reader import PairStore
 
 ARCHIVE = Path(__file__).with_name("files_of_0_1.tar.gz")
@@ -38,7 +38,7 @@ def old_files(tmp_path):
 
 def train(directory: Path, run: str) -> str:
     completed = subprocess.run(
-        [sys.executable, "-m", "thresher", "train", f"{run}.yaml"],
+        [*python(), "-m", "thresher", "train", f"{run}.yaml"],
         cwd=directory,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -84,7 +84,7 @@ def test_a_run_of_0_1_resumes_with_its_cached_reference(old_files, run):
 
 def test_a_checkpoint_of_0_1_is_exported(old_files):
     completed = subprocess.run(
-        [sys.executable, "-m", "thresher", "export", "sharded", "--output", "model"],
+        [*python(), "-m", "thresher", "export", "sharded", "--output", "model"],
         cwd=old_files,
         capture_output=True,
         text=True,

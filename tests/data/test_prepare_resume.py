@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.flushes import record_flushed_inodes
+from tests.support.forks import python
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import PrepareProgress, prepare
 from thresher.data.settings import DataSettings
@@ -46,7 +46,7 @@ def write_files(write_rows: Any, rows_per_file: int = 700) -> list[str]:
 def kill_and_finish(output: Path, log: Path, executor: str, files: list[str], kills: list[int]) -> list[str]:
     """Return the blocks that were processed, over all processes."""
     arguments = [str(output), str(log), str(SHARD_ROWS), executor, ",".join(files), *map(str, kills)]
-    command = [sys.executable, "-m", "tests.support.prepare_and_kill", *arguments]
+    command = [*python(), "-m", "tests.support.prepare_and_kill", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return log.read_text().splitlines()

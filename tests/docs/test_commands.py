@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.forks import python
 from tests.support.paths import ROOT
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.config import parse_config
@@ -185,11 +187,16 @@ def installing_session(tmp_path: Path, clones: bool) -> Session:
 def reader_environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "home").mkdir()
     program_dir = str(Path(sys.executable).parent)  # not resolved: the python of a virtual environment is a link
+    forked = tmp_path / "forked"
+    forked.mkdir()
+    for name, arguments in {"python": "", "thresher": "-m thresher"}.items():
+        (forked / name).write_text(f'#!/bin/sh\nexec {shlex.join(python())} {arguments} "$@"\n')
+        (forked / name).chmod(0o755)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     return {
         **inherited,
         "HOME": str(tmp_path / "home"),
-        "PATH": f"{program_dir}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(forked), program_dir, os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -146,7 +146,7 @@ def test_another_base_model_is_not_exported(trained, exported, tiny_dir, tmp_pat
     name = next(name for name in weights if "q_proj" in name)
     save_file(weights | {name: weights[name] * 2}, model / "model.safetensors", metadata={"format": "pt"})
     if config.freezes_weights:
-        digests = r"the policy's frozen weights was [0-9a-f]{64}, is [0-9a-f]{64}; put the original model back at"
+        digests = r"the digest of the policy's frozen weights was [0-9a-f]{64}, is [0-9a-f]{64}; put the original model"
         with pytest.raises(CheckpointError, match=digests):
             export_checkpoint(checkpoint, tmp_path / "other")
     else:  # all weights are in the checkpoint

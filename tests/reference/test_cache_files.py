@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.forks import python
 from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
@@ -321,7 +321,7 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
     """SIGKILL during a forward, five times, before, during and after shards."""
     num_pairs, kills = 400, [1, 5, 9, 20, 31]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.score_and_kill", tmp_path / "killed", tmp_path / "log"]
+        [*python(), "-m", "tests.support.score_and_kill", tmp_path / "killed", tmp_path / "log"]
         + [str(number) for number in (num_pairs, SMALL.num_bytes, *kills)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

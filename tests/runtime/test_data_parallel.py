@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.compared_runs import merge, metric_log
+from tests.support.paths import ROOT
 from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
 from thresher.builders.run import build_tracking, logging_dir, loop_settings, track
 from thresher.config import parse_config
@@ -37,6 +38,7 @@ CASES = {
     "aot couples all pairs of a step": {"pref_loss": "aot"},
     "bco_pair carries state from step to step": {"pref_loss": "bco_pair"},
     "a synced reference": {"reference": {"sync_steps": 2}},
+    "a loss in a file of the user": {"pref_loss": f"{ROOT / 'tests/support/own_loss.py'}:squared"},
 }
 
 

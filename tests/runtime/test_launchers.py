@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.forks import python
 from tests.support.paths import ROOT
 from tests.support.ports import free_ports
 from tests.support.small_runs import assert_same_run
@@ -61,7 +62,7 @@ def launched(tiny, tmp_path_factory) -> Path:
     """Output directory of a run in one process, started by the launcher."""
     output = tmp_path_factory.mktemp("launched")
     by_name = ["--config_path", "polite_smollm2", "--config_name", "dpo_config"]
-    done = call(sys.executable, EXAMPLES / "start_dpo_pipeline.py", *by_name, *tiny, f"output_dir={output}")
+    done = call(*python(), EXAMPLES / "start_dpo_pipeline.py", *by_name, *tiny, f"output_dir={output}")
     assert done.returncode == 0, done.stderr
     return output
 
@@ -120,7 +121,7 @@ def accepts(port: int) -> bool:
 
 
 def train(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return call(sys.executable, "-m", "thresher", "train", CONFIG, *arguments, **changes)
+    return call(*python(), "-m", "thresher", "train", CONFIG, *arguments, **changes)
 
 
 def test_a_user_error_in_a_worker_ends_the_command_with_its_message_and_exit_code_2(tiny, head, tmp_path):
@@ -156,7 +157,7 @@ def test_training_with_a_wrong_token_is_rejected(tiny, head, wrong_token, tmp_pa
 
 
 def submit(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return call(sys.executable, "-m", "thresher", "submit", CONFIG, *arguments, **changes)
+    return call(*python(), "-m", "thresher", "submit", CONFIG, *arguments, **changes)
 
 
 @pytest.mark.hand  # CI submits a job that fails
@@ -212,7 +213,7 @@ def test_without_wait_the_command_prints_the_job_and_how_to_follow_it(tiny, dash
 
 @pytest.mark.hand  # CI has a submitted job that fails
 def test_an_interrupt_leaves_the_job_running_and_says_how_to_stop_it(tiny, dashboard, tmp_path):
-    command = [sys.executable, "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
+    command = [*python(), "-m", "thresher", "submit", CONFIG, *tiny, f"output_dir={tmp_path / 'out'}"]
     command += [f"--address={dashboard}"]
     with subprocess.Popen(list(map(str, command)), env=environment(), stderr=subprocess.PIPE, text=True) as following:
         seen = ""

@@ -6,7 +6,6 @@ import gzip
 import json
 import secrets
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support.forks import python
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.cli.prepare import prepare as prepare_command
 from thresher.data.prepare.prepare import DataSettings, prepare
@@ -142,7 +142,7 @@ def test_a_killed_preparation_on_ray_resumes_and_writes_the_same_bytes(tmp_path:
     def run(output: Path, runner: str, *kills: int) -> list[str]:
         log = output.with_suffix(".log")
         arguments = [str(output), str(log), "400", runner, ",".join(names), *map(str, kills)]
-        command = [sys.executable, "-m", "tests.support.prepare_and_kill", *arguments]
+        command = [*python(), "-m", "tests.support.prepare_and_kill", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return log.read_text().splitlines()

@@ -137,7 +137,7 @@ class Terminator(Killer):
 
 @pytest.mark.parametrize("where", [{}, TWO], ids=["in process", "two workers"])
 def test_sigterm_saves_the_current_step_and_the_same_command_resumes(base, ray_here, tmp_path, where):
-    values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 150, "track_with": ["console"]})
+    values = merge(base, {**where, "save_steps": 0, "eval_steps": 0, "max_steps": 60, "track_with": ["console"]})
     run(values, tmp_path / "uninterrupted")
     before = signal.getsignal(signal.SIGTERM)
     config = parse_config({**values, "output_dir": str(tmp_path / "stopped")})
@@ -148,7 +148,7 @@ def test_sigterm_saves_the_current_step_and_the_same_command_resumes(base, ray_h
     shown = [record.getMessage() for record in records]
     assert any(line.startswith("SIGTERM: stopping and saving (up to 60 s)") for line in shown), shown
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("step-*")
-    assert 3 <= int(saved.name.removeprefix("step-")) < 150
+    assert 3 <= int(saved.name.removeprefix("step-")) < 60
     assert signal.getsignal(signal.SIGTERM) is before
     run(values, tmp_path / "stopped")
     assert_equal_runs(tmp_path / "stopped", tmp_path / "uninterrupted")

@@ -21,6 +21,7 @@ import yaml
 
 from tests.support.cli_runner import exit_code_of
 from tests.support.compared_runs import merge, metric_log
+from tests.support.forks import python
 from tests.support.paths import ROOT
 from tests.support.ports import free_ports
 from tests.support.processes import descendants
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.distributed
 
 THREADS = "4"  # of each of two workers in the Ray session of the tests
 LAYOUTS = {"replicas": {"strategy_args": {"strategy_config": {"dp_replicate": 2}}}, "shards": {}}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SECONDS = 240
 
 
@@ -55,19 +56,22 @@ def write(values: Mapping[str, Any], output: Path, changes: Mapping[str, Any] = 
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*TORCHRUN, *arguments]
+    ranks = ["--no-python", *python(), "-m", *arguments]
+    command = [*python(), *TORCHRUN, *ranks]
     return subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
 
 
-def start_tasks(*arguments: str, port: int | None = None) -> list[subprocess.Popen[str]]:
+def start_tasks(
+    *arguments: str, port: int | None = None, program: Sequence[str] | None = None
+) -> list[subprocess.Popen[str]]:
     """Start two processes with the variables that srun sets; torch's variables are not there."""
     port = port or free_ports()[0]
     step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*(program or python()), "-m", *arguments],
             env=environment(**step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -199,9 +203,9 @@ def check_that_a_stopped_rank_is_found(config, tmp_path: Path, launcher: str, me
     layout = {"strategy_args": {"strategy_config": MESHES[mesh]}}
     path = write(config, tmp_path / "out", merge(changes, {"actor_train": layout}))
     if launcher == "srun":
-        tasks = start_tasks("thresher", "train", path)
+        tasks = start_tasks("thresher", "train", path, program=[sys.executable])
     else:
-        command = [*TORCHRUN, "thresher", "train", path]
+        command = [sys.executable, *TORCHRUN, "-m", "thresher", "train", path]
         tasks = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
     wait_for_steps(tmp_path / "out", 6, tasks)
     ranks = {rank_of(pid): pid for task in tasks for pid in descendants(task.pid) if rank_of(pid) is not None}

@@ -21,6 +21,7 @@ import yaml
 
 from tests.support.attacks import CommandLine, Run
 from tests.support.compared_runs import merge
+from tests.support.forks import python
 
 ENVIRONMENT = {
     "HF_TOKEN": "hf_canaryofthehubcanary01",
@@ -137,7 +138,7 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
         def thresher(*arguments: object) -> bytes:
             starts_ray = runtime == "ray" and arguments[0] in ("train", "prepare")
             program = ["-c", KEEP_RAYS_SESSION] if starts_ray else ["-m", "thresher"]
-            command = [sys.executable, *program, *map(str, arguments)]
+            command = [*python(), *program, *map(str, arguments)]
             result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
             assert result.returncode == 0, result.stderr.decode()
             return result.stdout + result.stderr

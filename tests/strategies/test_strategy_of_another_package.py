@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support import toy_strategy
+from tests.support.compared_runs import merge
 from tests.support.small_runs import last_weights, make_base
 from thresher.builders.engines import check_engine
 from thresher.builders.inputs import build_layout
 from thresher.config import parse_config, strategies
 from thresher.errors import UserError
+from thresher.pipeline import DPOPipeline
 
 
 @pytest.fixture(scope="module")
@@ -31,45 +29,6 @@ def base(directory: Path) -> dict[str, Any]:
     return {**make_base(directory), "max_steps": 2, "layout": "padded"}
 
 
-def thresher(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process that sees the package."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "thresher", *map(str, arguments)]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
-
-
-def write(directory: Path, name: str, values: dict[str, Any], strategy: dict[str, Any] | None, **policy: Any) -> Path:
-    actor = {**values["actor_train"], **policy}
-    if strategy is not None:
-        actor["strategy_args"] = strategy
-    path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**values, "output_dir": str(directory / name), "actor_train": actor}))
-    return path
-
-
-def test_a_run_on_it_trains_and_its_settings_have_their_effect(directory, base):
-    runs = {
-        "native": None,
-        "same": {"strategy_name": "toy_train"},
-        "slower": {"strategy_name": "toy_train", "strategy_config": {"rate": 0.5, "nested": {"a": [1, 2]}}},
-    }
-    for name, strategy in runs.items():
-        values = {**base, "reference": {**base["reference"]}}
-        if name != "native":
-            values["reference"]["strategy_args"] = {"strategy_name": "toy_infer"}
-        done = thresher(directory, "train", write(directory, name, values, strategy))
-        assert done.returncode == 0, done.stderr
-    native, same, slower = (last_weights(directory / name) for name in runs)
-    assert all(tensor.equal(native[name]) for name, tensor in same.items())
-    assert not all(tensor.equal(native[name]) for name, tensor in slower.items())
-    checkpoint = max((directory / "slower" / "checkpoints").iterdir())
-    stored = json.loads((checkpoint / "config.json").read_text())
-    assert stored["actor_train"]["strategy_args"]["strategy_config"] == {
-        "learning_rate_factor": 0.5,
-        "nested": {"a": [1, 2]},
-    }
-
-
 @pytest.fixture
 def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package is visible in this process."""
@@ -80,6 +39,30 @@ def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     yield
     for each in caches:
         each.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_on_it_trains_and_its_settings_have_their_effect(directory, base):
+    runs = {
+        "native": None,
+        "same": {"strategy_name": "toy_train"},
+        "slower": {"strategy_name": "toy_train", "strategy_config": {"rate": 0.5, "nested": {"a": [1, 2]}}},
+    }
+    for name, strategy in runs.items():
+        changes: dict[str, Any] = {"output_dir": str(directory / name)}
+        if strategy is not None:
+            changes["actor_train"] = {"strategy_args": strategy}
+            changes["reference"] = {"strategy_args": {"strategy_name": "toy_infer"}}
+        DPOPipeline(parse_config(merge(base, changes))).run()
+    native, same, slower = (last_weights(directory / name) for name in runs)
+    assert all(tensor.equal(native[name]) for name, tensor in same.items())
+    assert not all(tensor.equal(native[name]) for name, tensor in slower.items())
+    checkpoint = max((directory / "slower" / "checkpoints").iterdir())
+    stored = json.loads((checkpoint / "config.json").read_text())
+    assert stored["actor_train"]["strategy_args"]["strategy_config"] == {
+        "learning_rate_factor": 0.5,
+        "nested": {"a": [1, 2]},
+    }
 
 
 @pytest.mark.usefixtures("installed")

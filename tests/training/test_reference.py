@@ -275,8 +275,8 @@ def test_a_resumed_run_reports_changed_settings(base, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(then.model_dump(mode="json")))
     assert config_changes(tmp_path, then) == []
     assert config_changes(tmp_path, now) == [
-        "changed since the checkpoint: beta was None, is 0.3",
-        "changed since the checkpoint: layout was auto, is padded",
+        "beta was not set, is 0.3",
+        "layout was auto, is padded",
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.support.compared_runs import merge, metric_log
+from tests.support.forks import python
 from tests.support.real_pairs import polite_rows
 from tests.support.tiny_chat_model import quickstart_rows
 
@@ -72,7 +72,7 @@ def write_config(path: Path, model_dir: Path, files: Path, extra: dict) -> Path:
 
 def run(config: Path, output: Path, *kills: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "tests.support.train_and_kill", str(config), str(output), *kills],
+        [*python(), "-m", "tests.support.train_and_kill", str(config), str(output), *kills],
         # separate caches: compared runs must not share reference logps
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THRESHER_CACHE_DIR": str(output / "cache")},
         capture_output=True,

@@ -96,8 +96,9 @@ def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]
     if found is not None and (changes := config_changes(found, config)):
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise CheckpointError(
-            f"{found.parent} contains checkpoints of a run with other settings ({'; '.join(changes[:3])}{more}); set "
-            "another output_dir, or resume_from_checkpoint=auto to resume with the change"
+            f"{found.parent} contains checkpoints of a run with other settings (changed since the checkpoint: "
+            f"{'; '.join(changes[:3])}{more}); set another output_dir, or resume_from_checkpoint=auto to "
+            "resume with the change"
         )
     return found
 
@@ -108,7 +109,11 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from another checkpoint")
     changes = changed_settings(saved, config)
-    return [f"changed since the checkpoint: {name} was {old}, is {new}" for name, old, new in changes]
+    return [f"{name} was {_shown(old)}, is {_shown(new)}" for name, old, new in changes]
+
+
+def _shown(value: Any) -> Any:
+    return "not set" if value is None else value
 
 
 def changed_settings(stored: Mapping[str, Any], config: DPOConfig) -> list[tuple[str, Any, Any]]:

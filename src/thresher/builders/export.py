@@ -153,8 +153,8 @@ def _check_base(checkpoint: Path, path: str, args: ModelArgs) -> None:
             logger.warning("%s does not record the %s; a change of it is not detected", checkpoint, name)
         elif recorded[name] != (current := digest()):
             raise CheckpointError(
-                f"the model at {path} is not the one that the run of {checkpoint} started from: the {name} was "
-                f"{recorded[name]}, is {current}; put the original model back at {path} and export again"
+                f"the model at {path} is not the one that the run of {checkpoint} started from: the digest of the "
+                f"{name} was {recorded[name]}, is {current}; put the original model back at {path} and export again"
             )
 
 

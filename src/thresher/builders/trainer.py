@@ -95,7 +95,8 @@ def build_trainer(
     )
     notes: list[str] = []
     if checkpoint is not None:
-        notes = [*config_changes(checkpoint, config), *_resume(trainer, checkpoint)]
+        changes = [f"changed since the checkpoint: {change}" for change in config_changes(checkpoint, config)]
+        notes = [*changes, *_resume(trainer, checkpoint)]
     return TrainerBundle(trainer, reference, tuple(notes), config.actor_train.model_args.dtype)
 
 
