@@ -315,6 +315,18 @@ def test_labelled_rows_of_one_prompt_are_joined_in_order() -> None:
     assert joiner.num_waiting == 1
 
 
+@pytest.mark.parametrize(("column", "one", "other"), [("system", "Be kind.", "Be brief."), ("tools", "[1]", "[2]")])
+def test_labelled_rows_with_another_system_prompt_or_tools_are_not_joined(column, one, other) -> None:
+    joiner = UnpairedJoiner()
+    row = {"messages": PROMPT + GOOD, "label": True, column: one}
+    row_format = detect_format(row, {}, "here")
+    assert joiner.join(row, row_format) is None
+    assert joiner.join({"messages": PROMPT + BAD, "label": False, column: other}, row_format) is None
+    assert joiner.num_waiting == 2
+    joined = joiner.join({"messages": PROMPT + BAD, "label": False, column: one}, row_format)
+    assert joined == {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD, column: one}
+
+
 def test_labelled_messages_split_before_the_last_answer() -> None:
     joiner = UnpairedJoiner()
     row_format = detect_format({"messages": PROMPT + GOOD, "label": True}, {}, "here")
