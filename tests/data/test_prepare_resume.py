@@ -95,6 +95,20 @@ def test_damaged_staged_work_is_discarded(
     assert files_of(tmp_path / "s") == files_of(tmp_path / "uninterrupted")
 
 
+def test_columns_that_only_finished_shards_use_are_kept(
+    tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    pairs = [{"prompt": f"q{n}?", "chosen": "yes", "rejected": "no"} for n in range(2000)]
+    names = [write_rows(*({**pair, "weight": 2.0} for pair in pairs[:100]), name="weighted.jsonl")]
+    names.append(write_rows(*pairs[100:], name="plain.jsonl"))
+    settings = DataSettings(names, shard_rows=SHARD_ROWS)
+    prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
+    stop_after(2, settings, chat_tokenizer, tmp_path / "s")
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert PairStore.open(tmp_path / "s").manifest["columns_in_use"] == ["weight"]
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "uninterrupted")
+
+
 class InterruptedPreparation(Exception):  # noqa: N818
     pass
 
