@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import secrets
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (file := config.getoption("--covered-cases")) is not None:
         file.write_bytes(pickle.dumps(covered))
     sort_long_files_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let later collections of garbage skip modules and tests: libraries ask for them, at half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -74,7 +74,7 @@ def test_a_run_listens_on_loopback_only_or_not_at_all(finished_run: Run, tmp_pat
             seen |= listeners_of(run.pid, listening())
             with contextlib.suppress(FileNotFoundError):  # the run removes it when it ends
                 modes |= {stat.S_IMODE(directory.stat().st_mode) for directory in Path(session).iterdir()}
-            time.sleep(0.3)
+            time.sleep(1)
         printed = run.stdout.read().decode() if run.stdout else ""
     shutil.rmtree(session)
     assert run.returncode == 0, printed

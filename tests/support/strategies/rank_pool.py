@@ -21,6 +21,7 @@ _SECONDS_AFTER_A_FAILURE = 20
 # idle gloo groups have threads that wake a hundred times per second
 _MAX_THREADS = 150
 _PRELOADED = ["peft", "tests.support.strategies.config_runs", "tests.support.strategies.parity"]
+_FREEZE = "tests.support.freeze"
 _PRELOADED_OF_ENGINES = {"megatron": ["thresher.strategies.megatron.build"]}
 
 
@@ -33,7 +34,7 @@ class RankPool:
 
     def __init__(self, size: int, engine: str = "native", seconds: int = _SECONDS_FOR_A_CASE):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_ENGINES.get(engine, ())])
+        context.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_ENGINES.get(engine, ()), _FREEZE])
         self._seconds = seconds
         self._pipes: list[Connection] = []
         self._processes = []
