@@ -18,6 +18,7 @@ from thresher.data.prepare.fingerprint import fingerprinted_settings, store_fing
 from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
 from thresher.data.prepare.report import PrepareReport, report_of, truncation_of
 from thresher.data.settings import DataSettings
+from thresher.data.sources import readers
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 
@@ -245,6 +246,19 @@ def test_all_bad_rows_are_counted_before_the_error_and_shown_by_reason_with_the_
     ]
     assert report_of(PairStore.open(tmp_path / "s")) == report
     assert [each.bad_rows for each in seen] == [1, 3, 5]
+
+
+def test_bad_rows_have_the_lines_of_their_file_however_it_is_divided(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "BYTES_PER_SPAN", 2000)
+    rows = [row(f"q{number}?") for number in range(200)]
+    for number in (10, 100, 190):
+        rows[number]["chosen"] = 3
+    settings = DataSettings(write_rows(*rows), on_bad_row="skip")
+    assert Path(settings.file_name).stat().st_size > 4 * 2000
+    notes = prepare(settings, chat_tokenizer, tmp_path / "s").notes()
+    assert any(text.endswith(f"({settings.file_name}, line 11, 101, 191)") for _, text in notes), notes
 
 
 def test_a_line_that_is_not_json_or_not_utf8_is_a_bad_row(
