@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.noise_cache import FINGERPRINT
 from thresher.errors import UserError
-from thresher.reference.fingerprint import config_digest, frozen_digest, weights_digest
+from thresher.models.loading.adapter_files import CONFIG, WEIGHTS, AdapterFiles
+from thresher.reference.fingerprint import config_digest, frozen_digest, weights_digest, with_adapter
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,15 @@ def test_the_frozen_digest_depends_on_weights_and_master_dtype():
     assert frozen_digest("a", "fp32") == frozen_digest("a", "fp32")
     assert len({frozen_digest("a", "fp32"), frozen_digest("a", "bf16"), frozen_digest("b", "fp32")}) == 3
     assert frozen_digest(None, "fp32") == frozen_digest(None, "bf16") == "none"
+
+
+def test_an_adapter_changes_the_digest_by_its_tensors_and_its_settings(tmp_path):
+    def digest(weights: str = "base", value: float = 1.0, **changed: object) -> str:
+        save_file({"lora_A": torch.full((2, 2), value)}, tmp_path / WEIGHTS)
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **changed}
+        (tmp_path / CONFIG).write_text(json.dumps(settings))
+        return with_adapter(weights, AdapterFiles.find(str(tmp_path)))
+
+    digests = [digest(), digest("other"), digest(value=2.0), digest(lora_alpha=8), digest(use_rslora=True)]
+    assert len(set(digests)) == len(digests)
+    assert digest(task_type="CAUSAL_LM") == digest()
