@@ -53,17 +53,22 @@ def values(root) -> dict[str, Any]:
     return {name: value for name, value in (merge(base, changes) | unshared).items() if name != "validation"}
 
 
-def adapted(root: Path) -> Any:
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "policy"), root / "adapter").eval()
+def adapted(root: Path, adapter: Path | None = None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(root / "policy")
+    return PeftModel.from_pretrained(model, adapter or root / "adapter").eval()
 
 
-def test_the_policy_starts_as_the_adapted_model(root, values):
-    config = parse_config(values)
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 20}}], ids=str)
+def test_the_policy_starts_as_the_adapted_model(root, values, tmp_path, settings):
+    adapter = Path(shutil.copytree(root / "adapter", tmp_path / "adapter"))
+    edit(adapter, **settings)
+    args = {"model_args": {"adapter_name_or_path": str(adapter)}}
+    config = parse_config(merge(values, {"actor_train": args}))
     policy = build_policy(config, build_layout(config)[1])
     base = AutoModelForCausalLM.from_pretrained(root / "policy").eval()
     with torch.no_grad(), original_forward(policy.model):
         logits = policy.model.eval()(input_ids=IDS).logits
-        torch.testing.assert_close(logits, adapted(root)(input_ids=IDS).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits, adapted(root, adapter)(input_ids=IDS).logits, atol=1e-5, rtol=1e-5)
         assert (logits - base(input_ids=IDS).logits).abs().max() > 0.1
     assert all(".lora_" in name for name in policy.weights())
 
