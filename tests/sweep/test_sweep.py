@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 import yaml
 
 from tests.support.compared_runs import metric_log
-from tests.support.forks import python
 from tests.support.processes import descendants
 from tests.support.small_runs import assert_same_weights, make_base
 from thresher.config import load_config
@@ -40,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(config: Path, output: Path) -> subprocess.Popen[str]:
-    command = [*python(), "-m", "thresher", "sweep", str(config), GRID, f"output_dir={output}", *OPTIONS]
+    command = [sys.executable, "-m", "thresher", "sweep", str(config), GRID, f"output_dir={output}", *OPTIONS]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
