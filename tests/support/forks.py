@@ -6,7 +6,7 @@ directory and open files to a server, which forks the process:
 
 - `python()` begins a command in place of `sys.executable`. Signals reach the program, also SIGKILL, but not SIGSTOP;
   its process id is another one.
-- `ForkServer.worker_program` is what the setting `setup_worker_path` of a Ray node names.
+- `WORKER_PROGRAM` is what the setting `setup_worker_path` of a Ray node names, while a server runs.
 
 Forked processes differ from started ones in two ways: all have the same seed for the hashes of strings, and libraries
 other than Ray have read the environment of the server when they were imported. Tests of what a program imports, and
@@ -31,9 +31,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+WORKER_PROGRAM = __file__
+ROOT = Path(__file__).parents[2]  # not that of paths.py: as a program, this file imports nothing of the tests
 SOCKET_VARIABLE = "THRESHER_TESTS_FORK_SERVER"
 # what workers and commands import until the end of a run, but not Ray: it reads the environment when it is imported
 PRELOADED = (
@@ -49,16 +49,9 @@ PRELOADED = (
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class ForkServer(NamedTuple):
-    """How to start processes: the beginning of a command, and the program that a Ray node calls."""
-
-    python: list[str]
-    worker_program: str
-
-
 @contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    """Start a process that forks others.
+def fork_server() -> Iterator[list[str]]:
+    """Start a process that forks others; yield what begins a command instead of `sys.executable`.
 
     The environment names its socket until the end, for the nodes of Ray that are started meanwhile.
     """
@@ -78,7 +71,7 @@ def fork_server() -> Iterator[ForkServer]:
         earlier = os.environ.get(SOCKET_VARIABLE)
         os.environ[SOCKET_VARIABLE] = path
         try:
-            yield ForkServer([sys.executable, "-I", "-S", __file__, "python", path], __file__)
+            yield [sys.executable, "-I", "-S", __file__, "python", path]
         finally:
             os.environ.pop(SOCKET_VARIABLE)
             if earlier is not None:
@@ -87,16 +80,11 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 @functools.cache
-def shared_server() -> ForkServer:
-    """The server of this process, until its end."""
+def python() -> list[str]:
+    """The beginning of a command that is forked from a server of this process, started on first use."""
     stack = ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(fork_server())
-
-
-def python() -> list[str]:
-    """Begin a command with this instead of `sys.executable`, and the process needs a second instead of ten."""
-    return shared_server().python
 
 
 def ask(path: str, arguments: list[str], environment: dict[str, str], *, waits: bool) -> socket.socket:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forks import fork_server, shared_server
+from tests.support.forks import WORKER_PROGRAM, fork_server, python
 
 # processes that no test needs: the dashboard, and those that start nodes and pass logs to drivers
 FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
@@ -23,7 +23,8 @@ FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_m
 @pytest.fixture(scope="session")
 def forked_workers(python_path_of_children) -> dict[str, Any]:
     """Settings of Ray nodes whose workers are forked."""
-    return {"setup_worker_path": shared_server().worker_program, **FEW_PROCESSES}
+    python()  # starts the server
+    return {"setup_worker_path": WORKER_PROGRAM, **FEW_PROCESSES}
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +51,8 @@ def ray_for_megatron() -> Iterator[None]:
         patch.setattr(torch.cuda, "device_count", lambda: 1)  # the checks of a run look for a GPU in this process
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         with (
-            fork_server() as server,
-            ray_node(num_cpus=32, setup_worker_path=server.worker_program, **FEW_PROCESSES) as address,
+            fork_server(),
+            ray_node(num_cpus=32, setup_worker_path=WORKER_PROGRAM, **FEW_PROCESSES) as address,
             connection(address),
         ):
             yield
