@@ -1,4 +1,4 @@
-"""Settings of the DeepSpeed strategies: thresher's names, a user's DeepSpeed JSON, and what contradicts it."""
+"""DeepSpeed's settings: thresher's names, a user's DeepSpeed JSON, and what contradicts it."""
 
 from __future__ import annotations
 

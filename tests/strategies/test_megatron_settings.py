@@ -1,4 +1,4 @@
-"""Settings of the megatron strategies: Megatron's names, and an error for what has no effect or is not supported."""
+"""Megatron-Core's settings: Megatron's names, and an error for what has no effect or is not supported."""
 
 from __future__ import annotations
 

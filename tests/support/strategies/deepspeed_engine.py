@@ -1,4 +1,4 @@
-"""DeepSpeed as an engine of the cases that other tests of strategies run on the native one."""
+"""DeepSpeed as an engine for the cases that other tests run on the native one."""
 
 from __future__ import annotations
 
