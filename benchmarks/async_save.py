@@ -23,6 +23,7 @@ from contestants import LEARNING_RATE, Column, write_store
 
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config.roles import TrainingArgs
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -31,8 +32,7 @@ from thresher.data.pair import Pair
 from thresher.distributed.run_on_all import Communicator
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
+from thresher.strategies.native.build import train_engine
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
@@ -74,8 +74,8 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
     store = write_store(made_up_pairs(PAIRS_PER_STEP * 4), directory / "pairs")
     plan = Plan(len(store), seed=0, pairs_per_step=PAIRS_PER_STEP, num_steps=num_steps)
     keeper = TimedKeeper(directory / "checkpoints", 1, "eval/loss", False)
-    policy = NativeTrain(
-        MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, OptimizerSettings(learning_rate=LEARNING_RATE)
+    policy = train_engine(
+        MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, TrainingArgs(learning_rate=LEARNING_RATE)
     )
     trainer = RankTrainer(
         strategy=policy,

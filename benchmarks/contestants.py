@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config.roles import TrainingArgs
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import Blocks, ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -34,9 +35,7 @@ from thresher.models.optimizations.compile import Compilation
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
+from thresher.strategies.native.build import infer_engine, train_engine
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
@@ -101,7 +100,7 @@ def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
 
 def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
     """Score every pair with the reference; all contestants that precompute use these logps."""
-    scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
+    scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceFingerprint("", "", "", ""), "random weights")
     reference = PrecomputedReference(
         cache,
@@ -133,9 +132,8 @@ def thresher_trainer(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     costs = CostModel(attention_per_key=1 / (6 * column.hidden), shares_prompt=layout.shares_prompt)
     packed = layout.needs_pair_attention
-    policy = NativeTrain(model, layout, column.dtype, OptimizerSettings(learning_rate=LEARNING_RATE))
-    if compiled:
-        policy.compile(Compilation("layers"))
+    training, compilation = TrainingArgs(learning_rate=LEARNING_RATE), Compilation("layers") if compiled else None
+    policy = train_engine(model, layout, column.dtype, training, compilation=compilation)
     return RankTrainer(
         strategy=policy,
         objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
@@ -155,7 +153,7 @@ def thresher_trainer(
 
 def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan) -> float:
     """Return the seconds to score one step with the reference, at the batch size of a step: median of five."""
-    scorer = NativeInfer(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
+    scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     seconds = []
     for number in range(min(6, plan.num_steps)):
         ids = plan.pair_ids(number)

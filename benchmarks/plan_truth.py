@@ -252,7 +252,7 @@ def count(models: Path, case: Case) -> Counted:
     resident = 1024 * kilobytes("VmHWM")
     live = LiveBytes()
     live.add(policy.model.parameters())
-    live.add(tree_leaves(policy._optimizer.state_dict()["state"]))
+    live.add(tree_leaves(policy.parameters.optimizer.state_dict()["state"]))
     with live:
         trainer.training_step()
     with CommunicationCounter() as sent:

@@ -7,16 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_models import MIXED, batch_of, tiny_model
+from thresher.config.roles import TrainingArgs
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.native.build import infer_engine, train_engine
 
 LAYOUT = PaddedLayout(pad_id=0)
 FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]
@@ -27,7 +26,7 @@ def with_lora(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
 
 
 def score(model: torch.nn.Module) -> ChosenRejectedLogps:
-    return NativeInfer(model, LAYOUT, torch.float32).score(MIXED)
+    return infer_engine(model, LAYOUT, torch.float32).score(MIXED)
 
 
 @torch.no_grad()
@@ -104,7 +103,7 @@ def test_a_tied_model_with_adapted_embeddings_is_saved_as_the_trained_model(tmp_
 
 
 def test_only_the_adapter_is_trainable_also_after_the_base_was_scored():
-    policy = NativeTrain(with_lora("llama"), LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
+    policy = train_engine(with_lora("llama"), LAYOUT, torch.float32, TrainingArgs(learning_rate=0.1))
     assert policy.weights()
     assert all("lora_" in name for name in policy.weights())
     policy.score_base(MIXED)
@@ -114,9 +113,9 @@ def test_only_the_adapter_is_trainable_also_after_the_base_was_scored():
 def test_adapter_dropout_is_active_in_training_and_not_in_scoring():
     model = with_lora("llama", dropout=0.5)
     randomize_lora_b(model)
-    policy = NativeTrain(model, LAYOUT, torch.float32, OptimizerSettings(learning_rate=0.1))
+    policy = train_engine(model, LAYOUT, torch.float32, TrainingArgs(learning_rate=0.1))
     inputs = LAYOUT.collate(MIXED)
-    first, second = (policy._pair_model.score(inputs).chosen.values for _ in range(2))
+    first, second = (policy.executor.model.score(inputs).chosen.values for _ in range(2))
     assert not torch.equal(first, second)
     assert_same(policy.score(MIXED), policy.score(MIXED))
 
@@ -128,14 +127,14 @@ class CoupledSigmoid(Sigmoid):
 
 
 def test_both_passes_of_a_coupled_loss_draw_the_same_dropout_masks():
-    reference = NativeInfer(tiny_model("llama", seed=1).double(), LAYOUT, torch.float64)
+    reference = infer_engine(tiny_model("llama", seed=1).double(), LAYOUT, torch.float64)
     batches = [batch_of(pair) for pair in MIXED.pairs]
     micro_batches = [MicroBatch(batch, reference.score(batch)) for batch in batches]
     gradients = []
     for loss in (Sigmoid(), CoupledSigmoid()):
         model = with_lora("llama", dropout=0.5)
         randomize_lora_b(model)
-        policy = NativeTrain(model.double(), LAYOUT, torch.float64, OptimizerSettings(learning_rate=0.1))
+        policy = train_engine(model.double(), LAYOUT, torch.float64, TrainingArgs(learning_rate=0.1))
         torch.manual_seed(7)
         policy.accumulate(micro_batches, Objective(((loss, 1.0),)), num_pairs_in_step=len(batches))
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

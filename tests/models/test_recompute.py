@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.tiny_models import MIXED, tiny_model
+from thresher.config.roles import TrainingArgs
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout
@@ -19,9 +20,9 @@ from thresher.models.loading.trained import LoraSettings, TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import _LayerPolicy, recompute_activations
 from thresher.plan.simulate.counters import LiveBytes
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.engine import TrainEngine
+from thresher.strategies.native.build import train_engine
 
 OBJECTIVE = Objective(terms=((make_losses(["sft"], {})[0], 1.0),))
 LORA = TrainedParts(lora=LoraSettings(2, None, ["all-linear"]))
@@ -41,13 +42,13 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def policy_with(recompute: str, trained: TrainedParts = TrainedParts()) -> NativeTrain:  # noqa: B008  # frozen
+def policy_with(recompute: str, trained: TrainedParts = TrainedParts()) -> TrainEngine:  # noqa: B008  # frozen
     model = tiny_model("llama")
     module = trained.apply(model)
     trained.init(model, seed=0)
     recompute_activations(base_model(module), recompute)
-    settings = OptimizerSettings(learning_rate=1e-3)
-    return NativeTrain(module, PackedLayout(shares_prompt=True), torch.float32, settings)
+    settings = TrainingArgs(learning_rate=1e-3)
+    return train_engine(module, PackedLayout(shares_prompt=True), torch.float32, settings)
 
 
 def calls_of_step(recompute: str, trained: TrainedParts = TrainedParts()) -> Counter[str]:  # noqa: B008
@@ -101,7 +102,7 @@ def test_between_forward_and_backward_selective_keeps_less_than_off_and_more_tha
     for recompute in ("off", "selective", "full"):
         policy = policy_with(recompute)
         with LiveBytes() as live:
-            scored = policy._infer.executor.model.score(policy._infer.executor.layout.collate(MIXED))
+            scored = policy.executor.model.score(policy.executor.layout.collate(MIXED))
             held[recompute] = live.live
         assert scored.chosen.values.requires_grad
     print(held)

@@ -77,7 +77,7 @@ def oracle(model_dirs, remembered) -> Callable[[Case], Outcome]:
         for name in (
             *("sizes", "layout", "also", "tokens_at_once", "dtype"),
             *("virtual_pp_size", "zero_stage", "sequence_parallel", "recompute", "offloads_activations"),
-            *("reduce_dtype", "pipeline", "compiles", "engine"),
+            *("reduce_dtype", "pp_schedule", "pp_dtype", "compiles", "engine"),
         )
     }
     return lambda case: train(replace(case, **ignored_by_oracle), case.num_layers)
@@ -93,7 +93,8 @@ def one_process(model_dirs, remembered) -> Callable[[Case], Outcome]:
         "zero_stage",
         "sequence_parallel",
         "reduce_dtype",
-        "pipeline",
+        "pp_schedule",
+        "pp_dtype",
         "compiles",
         "engine",
     )

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.strategies.test_parity import (
+from tests.support.strategies.agreement import (
     assert_agree,
-    assert_logs_of_one_process,
+    assert_as_one_process,
+    assert_parity,
     assert_same_weights,
     distance,
     run_parallel,
@@ -78,29 +79,16 @@ AGAINST_ONE_PROCESS = [
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_three_steps_of_every_stage_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
-
-    expected = oracle(case)
-    names = expected.metrics[0].keys() if case.loss == "sigmoid" else {"loss"}
-    for outcome in outcomes:
-        for logged, of_oracle, norm in zip(outcome.metrics, expected.metrics, expected.grad_norms, strict=True):
-            assert_agree(logged, {name: of_oracle[name] for name in names} | {"grad_norm": norm})
-        assert_same_weights(outcome.weights, expected.weights)
-    assert_logs_of_one_process(outcomes, one_process(case))
+    assert_parity(case, outcomes, oracle(case), one_process(case))
 
 
 @pytest.mark.covered
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
 def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process):
-    outcomes = run_parallel(case, pool_of, model_dirs)
-
-    alone = one_process(case)
-    assert case.frozen == () or outcomes[0].frozen_weights
-    for outcome in outcomes:
-        assert_same_weights(outcome.weights, alone.weights)
-        for name, (before, after) in outcome.frozen_weights.items():
-            assert torch.equal(before, after), name
-            torch.testing.assert_close(after, alone.frozen_weights[name][1], rtol=0, atol=0)
-    assert_logs_of_one_process(outcomes, alone)
+    outcomes, alone = run_parallel(case, pool_of, model_dirs), one_process(case)
+    assert_as_one_process(case, outcomes, alone)
+    for name, (_, after) in (item for outcome in outcomes for item in outcome.frozen_weights.items()):
+        torch.testing.assert_close(after, alone.frozen_weights[name][1], rtol=0, atol=0)
 
 
 @pytest.mark.covered

@@ -1,4 +1,4 @@
-"""Settings of the DeepSpeed strategies: thresher's names, a user's DeepSpeed JSON, and what contradicts it."""
+"""DeepSpeed's settings: thresher's names, a user's DeepSpeed JSON, and what contradicts it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from transformers import LlamaConfig
 
 from tests.support.paths import ROOT
 from tests.support.strategies.parity import save_model
+from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
 from thresher.models.loading.trained import LoraSettings, TrainedParts
 from thresher.strategies.deepspeed import declaration as deepspeed
+from thresher.strategies.deepspeed.build import engine_config
 from thresher.strategies.deepspeed.check import check
-from thresher.strategies.deepspeed.config import engine_config
 from thresher.strategies.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings
 from thresher.strategies.megatron import declaration as megatron
-from thresher.strategies.spec import StrategyCheck
+from thresher.strategies.spec import EngineCheck
 
 # as trainers on transformers are configured
 ZERO_3_JSON: dict[str, Any] = {
@@ -47,23 +48,10 @@ ZERO_3_JSON: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-TRAINING = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "pairs_per_step": 16,
-    "max_grad_norm": 1.0,
-    "learning_rate": 5e-7,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 2000,
-    "lr_scheduler_type": "cosine",
-}
+TRAINING = TrainingArgs(per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
-def request(settings: Any, path: str = "somewhere", **changes: Any) -> StrategyCheck:
+def request(settings: Any, path: str = "somewhere", **changes: Any) -> EngineCheck:
     values: dict[str, Any] = {
         "section": "actor_train",
         "num_workers": 2,
@@ -74,8 +62,9 @@ def request(settings: Any, path: str = "somewhere", **changes: Any) -> StrategyC
         "master_dtype": "fp32",
         "trained": TrainedParts(),
         "training": TRAINING,
+        "pairs_per_step": 16,
     }
-    return StrategyCheck(settings=settings, **values | changes)
+    return EngineCheck(settings=settings, **values | changes)
 
 
 def train_settings(**values: Any) -> DeepSpeedTrainSettings:
@@ -95,7 +84,10 @@ def test_a_json_of_transformers_trainers_is_accepted_and_passed_on(tmp_path):
 
 
 def test_the_config_of_the_engine_leaves_batches_clipping_and_precision_to_thresher():
-    config = engine_config(3, {"overlap_comm": True}, num_trained=1000)
+    def reduction(stage: int) -> str:
+        return engine_config(train_settings(zero_stage=stage))["gradient_allreduce_op"]
+
+    config = engine_config(train_settings(zero_stage=3, zero_optimization={"overlap_comm": True}), num_trained=1000)
     assert config["zero_optimization"] == {
         "stage": 3,
         "overlap_comm": True,
@@ -104,7 +96,7 @@ def test_the_config_of_the_engine_leaves_batches_clipping_and_precision_to_thres
     }
     assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & config.keys()
-    assert [engine_config(stage, {})["gradient_allreduce_op"] for stage in range(4)] == ["sum", "sum", "sum", "mean"]
+    assert [reduction(stage) for stage in range(4)] == ["sum", "sum", "sum", "mean"]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +208,10 @@ def test_the_loss_scale_of_fp16_is_compared_in_fp16_only():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"compiles": True}, "torch_compile"),
+        ({"training": TRAINING.model_copy(update={"torch_compile": True})}, "torch_compile"),
         ({"is_synced": True}, "reference.sync_steps"),
         ({"master_dtype": "bf16"}, "master_dtype"),
-        ({"router_loss_coef": 0.01}, "moe_aux_loss_coef has no effect"),
+        ({"model_args": ModelArgs(moe_aux_loss_coef=0.01)}, "moe_aux_loss_coef has no effect"),
         ({"trained": TrainedParts(lora=LoraSettings(4, None, ["q_proj"], "pissa"))}, "lora_init pissa"),
     ],
 )

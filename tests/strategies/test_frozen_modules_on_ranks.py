@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.strategies.test_parity import OF_WEIGHTS
+from tests.support.strategies.agreement import OF_WEIGHTS
 from tests.support.strategies.parity import Case, train_parallel
 from thresher.distributed.mesh import ParallelDims
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.test_parity import assert_same_weights
 from tests.strategies.test_sharded_checkpoints import assert_same_bits
 from tests.support.strategies import parity
+from tests.support.strategies.agreement import assert_same_weights
 from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, loss_scales_of_a_resume, train
 from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manifest import verify

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.tiny_models import FAMILIES
 from thresher.errors import UserError
-from thresher.strategies.megatron.sizes import MegatronSizes
-from thresher.strategies.megatron.transformer_config import ModelOptions, check_sizes, describe_model
+from thresher.strategies.megatron.declaration import MegatronSizes
+from thresher.strategies.megatron.transformer_config import check_sizes, describe_model
 
 
 def changed(family: str, **changes: object):
@@ -64,7 +64,6 @@ def test_what_would_be_ignored_is_an_error(family, changes, named):
         ),
         ("llama", MegatronSizes(pp=3), "2 layers"),
         ("llama", MegatronSizes(pp=2, virtual_pp=2), "4 pipeline chunks"),
-        ("llama", MegatronSizes(virtual_pp=2), "virtual_pipeline_model_parallel_size"),
         ("llama", MegatronSizes(ep=2), "expert_model_parallel_size has no effect"),
         ("qwen3_moe", MegatronSizes(ep=3), "expert_model_parallel_size 3"),
         ("qwen3_moe", MegatronSizes(tp=2), "sequence_parallel"),
@@ -80,8 +79,3 @@ def test_sizes_that_do_not_split_the_model_are_an_error(family, sizes, named):
 )
 def test_sizes_that_split_the_model(sizes):
     check_sizes(describe_model(FAMILIES["llama"], "model"), sizes, "model")
-
-
-def test_an_unknown_module_to_recompute_is_an_error():
-    with pytest.raises(UserError, match="recompute_modules mla_up_proj"):
-        ModelOptions(recompute_granularity="selective", recompute_modules=("mla_up_proj",))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; install thresher[megatron]")
-from thresher.strategies.megatron.experts import StackedExperts
+from thresher.strategies.megatron.layers import StackedExperts
 
 HIDDEN, FFN, COUNT = 32, 16, 3
 

@@ -15,7 +15,7 @@ from tests.support.strategies.parity import PAIRS, save_model
 from tests.support.tiny_models import MIXED, batch_of
 from thresher.errors import UserError
 from thresher.models.forward_check import TOLERANCES
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.declaration import MegatronSizes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; install thresher[megatron]")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -175,8 +175,8 @@ def test_a_worker_without_a_gpu_is_a_user_error(monkeypatch):
     def lacks_cuda() -> int:
         raise RuntimeError("No CUDA GPUs are available")
 
-    from thresher.strategies.megatron.build import _build_chunks
+    from thresher.strategies.megatron.build import _load_chunks
 
     monkeypatch.setattr(torch.cuda, "current_device", lacks_cuda)
-    with pytest.raises(UserError, match=r"need a GPU per worker, .* is on cpu \(No CUDA GPUs are available\)"):
-        _build_chunks(SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(UserError, match=r"needs a GPU per worker, .* is on cpu \(No CUDA GPUs are available\)"):
+        _load_chunks(SimpleNamespace(device=torch.device("cpu")))

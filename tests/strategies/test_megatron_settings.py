@@ -1,4 +1,4 @@
-"""Settings of the megatron strategies: Megatron's names, and an error for what has no effect or is not supported."""
+"""Megatron-Core's settings: Megatron's names, and an error for what has no effect or is not supported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from tests.support.paths import shared_path
+from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.trained import LoraSettings, TrainedParts
-from thresher.strategies.megatron.check import check
-from thresher.strategies.megatron.declaration import SET_BY_THRESHER, MegatronSettings
-from thresher.strategies.megatron.sizes import MegatronSizes
-from thresher.strategies.spec import StrategyCheck
+from thresher.strategies.megatron.declaration import SET_BY_THRESHER, MegatronSettings, MegatronSizes
+from thresher.strategies.megatron.transformer_config import check
+from thresher.strategies.spec import EngineCheck
 
 SHAPE = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -74,6 +74,7 @@ def test_modules_to_recompute_are_a_list_or_a_text():
         ({"additional_configs": {"num_layers": 3}}, "additional_configs.num_layers follows from the model"),
         ({"additional_configs": {"bf16": True}, "bf16": True}, "additional_configs.bf16 and bf16 are the same setting"),
         ({"tensor_parallel": 2}, "Extra inputs are not permitted"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "Input should be 'core_attn'"),
     ],
 )
 def test_settings_without_effect_are_rejected(given, message):
@@ -91,10 +92,10 @@ def test_workers_are_a_multiple_of_the_axes():
 
 @pytest.fixture
 def run_of(tmp_path):
-    def make(config: PreTrainedConfig = LLAMA, settings: dict[str, Any] | None = None, **changes: Any) -> StrategyCheck:
+    def make(config: PreTrainedConfig = LLAMA, settings: dict[str, Any] | None = None, **changes: Any) -> EngineCheck:
         config.save_pretrained(tmp_path)
         save_file({}, tmp_path / "model.safetensors")
-        run = StrategyCheck(
+        run = EngineCheck(
             section="actor_train",
             settings=MegatronSettings(**settings or {}),
             num_workers=4,
@@ -126,8 +127,8 @@ def lora(init: str = "default", dropout: float = 0.0) -> TrainedParts:
         ({"settings": {"fp16": True}}, "strategy_config.fp16 is true, but model_args.dtype is bf16"),
         ({"settings": {"bf16": False}}, "strategy_config.bf16 is false, but model_args.dtype is bf16"),
         ({"master_dtype": "bf16"}, "master_dtype is bf16, but megatron_train always updates fp32"),
-        ({"router_loss_coef": 0.1}, "moe_aux_loss_coef is not supported by megatron_train"),
-        ({"compiles": True}, "torch_compile is not supported"),
+        ({"model_args": ModelArgs(moe_aux_loss_coef=0.1)}, "moe_aux_loss_coef is not supported by megatron_train"),
+        ({"training": TrainingArgs(torch_compile=True)}, "torch_compile is not supported"),
         ({"is_synced": True}, "reference.sync_steps"),
         (
             {"settings": {"cp_size": 2}, "find_layout": lambda _: PaddedLayout(pad_id=0)},
@@ -163,12 +164,12 @@ def test_no_field_that_thresher_sets_can_be_changed():
     pytest.importorskip("megatron.core", reason="the extra megatron is not installed")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from thresher.strategies.megatron.transformer_config import ModelOptions, describe_model, transformer_config
+    from thresher.strategies.megatron.transformer_config import describe_model, transformer_config
 
     known = {field.name for field in fields(TransformerConfig)}
     assert set(SET_BY_THRESHER) <= known
     untouched = TransformerConfig(num_layers=4, hidden_size=48, num_attention_heads=4)
-    arguments = (MegatronSizes(), ModelOptions(), torch.float32, torch.device("cpu"))
+    arguments = (MegatronSettings(), "off", torch.float32, torch.device("cpu"))
     ours = transformer_config(describe_model(EXPERTS, "model"), *arguments)
     # what differs from Megatron-Core's default was set by thresher, or follows from that
     changed = {name for name in known if getattr(ours, name) != getattr(untouched, name)}

@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.strategies.test_parity import (
+from tests.support.strategies.adapters import save_adapter
+from tests.support.strategies.agreement import (
     TOLERANCES,
     assert_agree,
-    assert_logs_of_one_process,
-    assert_same_weights,
+    assert_as_one_process,
+    assert_parity,
     distance,
     run_parallel,
 )
-from tests.support.strategies.adapters import save_adapter
 from tests.support.strategies.parity import PAIRS, Case, score_single_process
 from tests.support.strategies.skipped_runs import train_with_discarded_step
 from tests.support.tiny_models import MIXED, batch_of
@@ -23,7 +23,7 @@ from thresher.models.layouts import PackedLayout
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import load_model
 from thresher.models.loading.lora import attach_adapter
-from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.build import infer_engine
 
 pytest.importorskip("megatron.core", reason="the extra megatron is not installed")
 
@@ -90,28 +90,13 @@ AGAINST_ONE_PROCESS = [
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_three_steps_on_every_axis_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process):
     outcomes = run_parallel(case, pool_of, model_dirs)
-
-    expected = oracle(case)
-    names = expected.metrics[0].keys() if case.loss == "sigmoid" else {"loss"}
-    for outcome in outcomes:
-        for logged, of_oracle, norm in zip(outcome.metrics, expected.metrics, expected.grad_norms, strict=True):
-            assert_agree(logged, {name: of_oracle[name] for name in names} | {"grad_norm": norm})
-        assert_same_weights(outcome.weights, expected.weights)
-    assert_logs_of_one_process(outcomes, one_process(case))
+    assert_parity(case, outcomes, oracle(case), one_process(case))
 
 
 @pytest.mark.covered
 @pytest.mark.parametrize("case", AGAINST_ONE_PROCESS, ids=str)
 def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, one_process):
-    outcomes = run_parallel(case, pool_of, model_dirs)
-
-    alone = one_process(case)
-    assert case.frozen == () or outcomes[0].frozen_weights
-    for outcome in outcomes:
-        assert_same_weights(outcome.weights, alone.weights)
-        for name, (before, after) in outcome.frozen_weights.items():
-            assert torch.equal(before, after), name
-    assert_logs_of_one_process(outcomes, alone)
+    assert_as_one_process(case, run_parallel(case, pool_of, model_dirs), one_process(case))
 
 
 @pytest.mark.covered
@@ -177,7 +162,7 @@ def test_an_adapter_on_disk_is_read_by_slices(sizes, two_ranks, model_dirs, tmp_
     found = AdapterFiles.find(str(adapter))
     native = attach_adapter(base, found)
     found.load(base)
-    scored = NativeInfer(native, PackedLayout(shares_prompt=True), torch.float32).score(batch)
+    scored = infer_engine(native, PackedLayout(shares_prompt=True), torch.float32).score(batch)
     expected = torch.cat([scored.chosen.values, scored.rejected.values])
     for loaded, ours, of_reference in two_ranks.run(load_adapter, on_megatron(Case(sizes)), policy, adapter, batch):
         assert {name.replace(".default", ""): name for name in loaded}.keys() == stored.keys()

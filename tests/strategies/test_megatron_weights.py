@@ -13,7 +13,7 @@ from tests.support.strategies import megatron_models
 from tests.support.strategies.fake_world import shapes_in_a_fake_world
 from tests.support.strategies.parity import save_model
 from thresher.models.loading.load import load_model
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.declaration import MegatronSizes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; install thresher[megatron]")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import pytest
 import torch
 
+from tests.support.strategies.agreement import (
+    EXACT,
+    TOLERANCES,
+    assert_agree,
+    assert_logs_of_one_process,
+    assert_parity,
+    assert_same_weights,
+    distance,
+    run_parallel,
+)
 from tests.support.strategies.parity import (
     Case,
     leaves_rows_out,
     micro_batching_of,
     score_parallel,
     score_single_process,
-    train_parallel,
 )
 from tests.support.strategies.parity_cases import (
     AGAINST_ONE_PROCESS,
@@ -27,49 +33,9 @@ from tests.support.strategies.parity_cases import (
     table_in_docs,
 )
 from thresher.distributed.mesh import ParallelDims
-from thresher.strategies.strategy import TokenCounts
+from thresher.strategies.accumulate import TokenCounts
 
 distributed = pytest.mark.distributed
-EXACT, OF_WEIGHTS = 1e-5, 2e-5
-# 2.5 times the last of the eight bits of bf16, and of the eleven of fp16
-TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.00125}
-# depends on which pairs are padded together, and so on the number of ranks
-OF_THE_CUT = {"tokens/padding"}
-
-
-def assert_agree(found: Mapping[str, float], expected: Mapping[str, float], tolerance: float = EXACT) -> None:
-    """Compare within a tolerance, relative above 1 and absolute below."""
-    assert found.keys() >= expected.keys()
-    apart = {
-        name: (found[name], number)
-        for name, number in expected.items()
-        if not math.isclose(found[name], number, rel_tol=tolerance, abs_tol=tolerance)
-    }
-    assert not apart
-
-
-def assert_same_weights(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = OF_WEIGHTS
-) -> None:
-    assert found.keys() == expected.keys()
-    distances = {name: (found[name] - weight).abs().max().item() for name, weight in expected.items()}
-    assert max(distances.values()) < tolerance, distances
-
-
-def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    return math.sqrt(sum(float((found[name] - weight).square().sum()) for name, weight in expected.items()))
-
-
-def run_parallel(case: Case, pool_of, model_dirs):
-    return pool_of(case.sizes.num_processes).run(train_parallel, case, *model_dirs(case.family, case.num_layers))
-
-
-def assert_logs_of_one_process(outcomes, alone, tolerance: float = EXACT) -> None:
-    for outcome in outcomes:
-        assert len(outcome.metrics) == len(alone.metrics)
-        for logged, expected in zip(outcome.metrics, alone.metrics, strict=True):
-            assert logged.keys() == expected.keys()
-            assert_agree(logged, {name: expected[name] for name in expected.keys() - OF_THE_CUT}, tolerance)
 
 
 @pytest.mark.covered
@@ -79,15 +45,9 @@ def test_three_steps_on_every_mesh_equal_the_oracle(case, pool_of, model_dirs, o
     outcomes = run_parallel(case, pool_of, model_dirs)
 
     expected = oracle(case)
-    # the oracle's rewards are those of DPO
-    names = expected.metrics[0].keys() if case.loss == "sigmoid" else {"loss"}
-    for outcome in outcomes:
-        for logged, of_oracle, norm in zip(outcome.metrics, expected.metrics, expected.grad_norms, strict=True):
-            assert_agree(logged, {name: of_oracle[name] for name in names} | {"grad_norm": norm})
-        assert_same_weights(outcome.weights, expected.weights)
+    assert_parity(case, outcomes, expected, one_process(case))
     if case.max_grad_norm < 1:
         assert min(expected.grad_norms) > 50 * case.max_grad_norm
-    assert_logs_of_one_process(outcomes, one_process(case))
     agreed(case)
 
 

@@ -16,7 +16,7 @@ from tests.support.tiny_models import tiny_model
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.pipeline_chunk import check_accepts_hidden_states
-from thresher.strategies.native.pipeline_parallel import partition_layers
+from thresher.strategies.native.parallelize import partition_layers
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:

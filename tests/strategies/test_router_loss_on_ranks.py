@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.test_parity import EXACT, OF_THE_CUT, OF_WEIGHTS
+from tests.support.strategies.agreement import EXACT, OF_THE_CUT, OF_WEIGHTS
 from tests.support.strategies.parity import Case, train_replicated
 from thresher.distributed.mesh import ParallelDims
 

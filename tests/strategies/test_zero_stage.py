@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.strategies.test_parity import assert_same_weights
 from tests.strategies.test_sharded_checkpoints import assert_same_bits
+from tests.support.strategies.agreement import assert_same_weights
 from tests.support.strategies.parity import Case
 from tests.support.strategies.saved_runs import SAVED_STEP, Run, train
 from tests.support.strategies.zero_stage_runs import resume_after_scoring, train_and_score

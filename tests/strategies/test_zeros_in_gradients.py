@@ -8,13 +8,13 @@ import torch
 
 from tests.support.strategies.parity import Case, train_parallel
 from tests.support.tiny_models import MIXED, VOCAB, tiny_model
+from thresher.config.roles import TrainingArgs
 from thresher.distributed.mesh import ParallelDims
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PaddedLayout
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.native.build import train_engine
 
 
 def test_one_process_counts_the_zeros_of_plain_torch():
@@ -31,8 +31,8 @@ def test_one_process_counts_the_zeros_of_plain_torch():
         losses.append(-logps.gather(1, targets[:, None])[scored].mean())
     torch.stack(losses).mean().backward()
     expected = sum(int((parameter.grad == 0).sum()) for parameter in plain.parameters())
-    policy = NativeTrain(
-        model, PaddedLayout(pad_id=0), torch.float32, OptimizerSettings(learning_rate=1e-3, counts_zeros=True)
+    policy = train_engine(
+        model, PaddedLayout(pad_id=0), torch.float32, TrainingArgs(learning_rate=1e-3, log_num_zeros_in_grad=True)
     )
     objective = Objective(terms=((make_losses(["sft"], {})[0], 1.0),))
     outcome = policy.train_step([MicroBatch(MIXED, None)], objective, num_pairs_in_step=3, learning_rate=1e-3)

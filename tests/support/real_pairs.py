@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.support.paths import ROOT
+from thresher.config.roles import TrainingArgs
 from thresher.data.pair import Pair, PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.engine import Engine, TrainEngine
+from thresher.strategies.native.build import infer_engine, train_engine
 
 TokenPair = tuple[list[int], list[int], list[int]]
 
@@ -64,16 +64,16 @@ def as_batch(pairs: Sequence[TokenPair], first: int = 0) -> PairBatch:
     return PairBatch(np.arange(first, first + len(pairs)), arrays)
 
 
-def policy_on(model_dir: Path, dtype: torch.dtype = torch.float32, **optimizer: float) -> NativeTrain:
-    settings = OptimizerSettings(**{"learning_rate": 1e-3, **optimizer})
-    return NativeTrain(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype, settings)
+def policy_on(model_dir: Path, dtype: torch.dtype = torch.float32, **optimizer: float) -> TrainEngine:
+    settings = TrainingArgs(**{"learning_rate": 1e-3, **optimizer})
+    return train_engine(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype, settings)
 
 
-def reference_on(model_dir: Path, dtype: torch.dtype = torch.float32) -> NativeInfer:
-    return NativeInfer(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype)
+def reference_on(model_dir: Path, dtype: torch.dtype = torch.float32) -> Engine:
+    return infer_engine(load_model(str(model_dir), dtype=dtype), PaddedLayout(pad_id=0), dtype)
 
 
-def micro_batches(pairs: Sequence[TokenPair], reference: NativeInfer | None, size: int) -> list[MicroBatch]:
+def micro_batches(pairs: Sequence[TokenPair], reference: Engine | None, size: int) -> list[MicroBatch]:
     batches = [as_batch(pairs[i : i + size], i) for i in range(0, len(pairs), size)]
     return [MicroBatch(batch, None if reference is None else reference.score(batch)) for batch in batches]
 

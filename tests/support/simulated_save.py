@@ -54,7 +54,9 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
         step._policy.snapshot({}, copies)
         waits = dict(host.reads)
         order.append("captured")
-        step._policy._optimizer.register_step_pre_hook(lambda *_: order.append("the optimizer changes the weights"))
+        step._policy.parameters.optimizer.register_step_pre_hook(
+            lambda *_: order.append("the optimizer changes the weights")
+        )
         for _ in range(2):
             step.run(1)
         copies.wait()  # as the thread that writes

@@ -30,11 +30,11 @@ LOGGED = {"logged": "loss", "evaluated": "eval/loss"}
 def kill_at(moment: str, step: int) -> None:
     """Make this process kill itself at a moment of a step."""
     if moment == "saving":
-        from thresher.strategies.native.train import NativeTrain
+        from thresher.strategies.engine import TrainEngine
 
-        capture = NativeTrain.snapshot
+        capture = TrainEngine.snapshot
 
-        def capture_and_die(self: NativeTrain, *arguments: object) -> Write:
+        def capture_and_die(self: TrainEngine, *arguments: object) -> Write:
             write = capture(self, *arguments)
 
             def write_and_die(directory: Path) -> Sequence[str]:
@@ -45,7 +45,7 @@ def kill_at(moment: str, step: int) -> None:
 
             return write_and_die
 
-        NativeTrain.snapshot = capture_and_die
+        TrainEngine.snapshot = capture_and_die
         return
     if moment in LOGGED:
         log = Trackers.log

@@ -28,7 +28,7 @@ def forwards(monkeypatch) -> list[int]:
 
     def build_counting(config, layout, **place):
         reference = build(config, layout, **place)
-        reference.pair_model.backbone.register_forward_hook(
+        reference.executor.model.backbone.register_forward_hook(
             lambda module, args, output: counted.append(output.last_hidden_state.shape[1])
         )
         return reference

@@ -15,8 +15,7 @@ from thresher.config import parse_config
 from thresher.distributed.groups import DataParallelGroup
 from thresher.observability.trackers.jsonl import read_records
 from thresher.pipeline import DPOPipeline
-from thresher.strategies.accumulate import objective_inputs
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch, objective_inputs
 from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.loop import evaluate
 

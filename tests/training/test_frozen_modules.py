@@ -50,7 +50,7 @@ def test_frozen_parameters_keep_their_bits_and_have_no_optimizer_state(tmp_path)
         run.trainer.training_step()
     after = dict(model.named_parameters())
     assert {name for name in after if torch.equal(after[name], before[name])} == set(filter(is_frozen, before))
-    with_state = {id(p) for p in run.trainer.strategy._optimizer.state}
+    with_state = {id(p) for p in run.trainer.strategy.parameters.optimizer.state}
     assert {name for name, p in after.items() if id(p) in with_state} == {name for name in after if not is_frozen(name)}
     assert set(run.trainer.strategy.weights()) == {name for name in after if not is_frozen(name)}
     assert all(parameter.grad is None for name, parameter in after.items() if is_frozen(name))

@@ -24,14 +24,14 @@ from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.loading.load import load_model
 from thresher.observability.throughput import ThroughputMeter
-from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.build import infer_engine
 
 BETA = 0.1
 
 
 def summed_logps(directory: Path | str, pairs: PairsInMemory, ids) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle: each pair alone, in fp64, summed by hand."""
-    infer = NativeInfer(load_model(str(directory), dtype=torch.float64), LAYOUT, torch.float64)
+    infer = infer_engine(load_model(str(directory), dtype=torch.float64), LAYOUT, torch.float64)
     scored = [infer.score(pairs.read([i])) for i in ids]
     return torch.stack([s.chosen.values.sum() for s in scored]), torch.stack([s.rejected.values.sum() for s in scored])
 
@@ -124,7 +124,7 @@ def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
     resumed = build_run(live, noise_pairs(12))
     resumed.trainer.resume(checkpoint)
     pairs = noise_pairs(12).read(range(4))
-    fresh = NativeInfer(load_model(str(models[0])), LAYOUT, torch.float32).score(pairs)
+    fresh = infer_engine(load_model(str(models[0])), LAYOUT, torch.float32).score(pairs)
     assert torch.equal(resumed.reference.train.logps(pairs).chosen.values, fresh.chosen.values)
     trained = resumed.trainer.strategy.score(pairs).chosen.values
     assert torch.equal(trained, first.trainer.strategy.score(pairs).chosen.values)

@@ -16,16 +16,16 @@ import torch
 from tests.support.compared_runs import merge
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.checkpoint.json_io import load_json
+from thresher.config.roles import TrainingArgs
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.strategies.loss_scale import LossScale
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch, StepOutcome
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.engine import StepOutcome, TrainEngine
+from thresher.strategies.native.build import infer_engine, train_engine
+from thresher.strategies.nonfinite import LossScale
 
 PAIRS = noise_pairs(12)
 TOO_LARGE = 2.0**40
@@ -40,14 +40,17 @@ def scaled(power: int, **training_args: Any) -> dict[str, Any]:
     return {"actor_train": {"training_args": {"initial_scale_power": power, **training_args}}}
 
 
-def policy_of(models: tuple[Path, Path], dtype=torch.float16, layout=None, **settings: Any) -> NativeTrain:
-    optimizer = OptimizerSettings(learning_rate=1e-3, epsilon=1e-5, **settings)
-    return NativeTrain(load_model(str(models[0])), layout or PackedLayout(shares_prompt=True), dtype, optimizer)
+def policy_of(
+    models: tuple[Path, Path], dtype=torch.float16, layout=None, initial_loss_scale: float = 2.0**16
+) -> TrainEngine:
+    power = int(math.log2(initial_loss_scale))
+    optimizer = TrainingArgs(learning_rate=1e-3, adam_epsilon=1e-5, initial_scale_power=power)
+    return train_engine(load_model(str(models[0])), layout or PackedLayout(shares_prompt=True), dtype, optimizer)
 
 
 def batches_of(models: tuple[Path, Path]) -> list[MicroBatch]:
     """Three steps of 4 pairs; the reference is in fp32 and has other weights than the policy."""
-    reference = NativeInfer(load_model(str(models[1])), PackedLayout(shares_prompt=True), torch.float32)
+    reference = infer_engine(load_model(str(models[1])), PackedLayout(shares_prompt=True), torch.float32)
     read = [PAIRS.read(np.arange(start, start + 4)) for start in (0, 4, 8)]
     return [MicroBatch(pairs, reference.score(pairs)) for pairs in read]
 
@@ -56,15 +59,15 @@ def objective_of(loss: str = "sigmoid") -> Objective:
     return Objective(terms=((make_losses([loss], {"beta": 0.1})[0], 1.0),))
 
 
-def step(policy: NativeTrain, micro: MicroBatch, loss: str = "sigmoid") -> StepOutcome:
+def step(policy: TrainEngine, micro: MicroBatch, loss: str = "sigmoid") -> StepOutcome:
     return policy.train_step([micro], objective_of(loss), num_pairs_in_step=len(micro.pairs), learning_rate=1e-3)
 
 
-def state_of(policy: NativeTrain) -> dict[str, torch.Tensor]:
+def state_of(policy: TrainEngine) -> dict[str, torch.Tensor]:
     """Weights, moments and the loss scale."""
-    state = policy._optimizer.state_dict()["state"]
+    state = policy.parameters.optimizer.state_dict()["state"]
     moments = {f"{at}/{name}": value for at, values in state.items() for name, value in values.items()}
-    scale = torch.tensor(list(policy._loss_scale.state().values()), dtype=torch.float64)
+    scale = torch.tensor(list(policy.scaler.state().values()), dtype=torch.float64)
     return {**policy.weights(), **moments, "loss scale": scale}
 
 
@@ -134,7 +137,7 @@ def test_steps_after_overflows_equal_a_run_that_starts_with_the_final_scale(mode
         assert policy.loss_scale == outcome.nonfinite.loss_scale == TOO_LARGE / 2**overflows
         now = state_of(policy)
         assert_bitwise_equal({name: now[name] for name in policy.weights()}, {n: before[n] for n in policy.weights()})
-        assert not policy._optimizer.state
+        assert not policy.parameters.optimizer.state
     assert 5 < overflows < 30
     other = policy_of(models, initial_loss_scale=policy.loss_scale)
     assert not step(other, batches[0]).skipped

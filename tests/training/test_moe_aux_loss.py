@@ -15,6 +15,7 @@ from tests.support.tiny_models import FAMILIES, GROUPED, MIXED, tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
+from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -22,9 +23,8 @@ from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.load import without_dropout
 from thresher.models.router import FAMILIES as ROUTERS
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.native.build import train_engine
 
 COEF = 0.3
 LAYOUTS = {
@@ -78,7 +78,9 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], float | None]:
     """Gradients of a step from these micro-batches, and the logged loss of the router."""
     model = copy.deepcopy(model)
-    policy = NativeTrain(model, LAYOUTS[layout], dtype, OptimizerSettings(learning_rate=1.0), router_loss_coef=coef)
+    policy = train_engine(
+        model, LAYOUTS[layout], dtype, TrainingArgs(learning_rate=1.0), model_args=ModelArgs(moe_aux_loss_coef=coef)
+    )
     objective = Objective(terms=((make_losses([loss], {})[0], 1.0),))
     micro_batches = [MicroBatch(batch, policy.score(batch) if objective.needs_reference else None) for batch in batches]
     result = policy.accumulate(micro_batches, objective, sum(map(len, batches)))

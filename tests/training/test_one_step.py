@@ -58,7 +58,7 @@ def pairs(tiny_dir) -> list[TokenPair]:
 
 
 def our_step(model_dir, pairs, learning_rate, epsilon):
-    policy, reference = policy_on(model_dir, epsilon=epsilon), reference_on(model_dir)
+    policy, reference = policy_on(model_dir, adam_epsilon=epsilon), reference_on(model_dir)
     outcome = policy.train_step(
         micro_batches(pairs, reference, 16),
         objective_of("sigmoid", beta=BETA),
@@ -187,16 +187,16 @@ def test_a_step_with_a_non_finite_loss_leaves_weights_and_optimizer_unchanged(ti
     assert outcome.skipped
     for name, weight in policy.weights().items():
         assert torch.equal(weight, before[name]), name
-    assert not policy._optimizer.state
+    assert not policy.parameters.optimizer.state
 
 
 def test_bf16_compute_stays_near_fp32(tiny_dir, pairs):
     from thresher.models.layouts import PaddedLayout
     from thresher.models.loading.load import load_model
-    from thresher.strategies.native.infer import NativeInfer
+    from thresher.strategies.native.build import infer_engine
 
     exact = reference_on(tiny_dir)
-    mixed = NativeInfer(load_model(str(tiny_dir)), PaddedLayout(pad_id=0), torch.bfloat16)
+    mixed = infer_engine(load_model(str(tiny_dir)), PaddedLayout(pad_id=0), torch.bfloat16)
     (batch,) = micro_batches(pairs, None, 16)
     difference = (mixed.score(batch.pairs).chosen.values - exact.score(batch.pairs).chosen.values).abs()
     assert 0 < difference.mean() < 0.06  # 0.03 measured: a tiny model whose every layer rounds to 8 bits

@@ -24,7 +24,7 @@ from thresher.config import parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.layouts import PaddedLayout
 from thresher.reference.step_zero_check import check_step_zero, tolerance
-from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.build import infer_engine
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])
@@ -232,7 +232,7 @@ def unused_settings_of(values: dict) -> list[str]:
 
 
 def test_a_synced_reference_moves_by_alpha_towards_the_policy():
-    reference = NativeInfer(tiny_model("llama"), PaddedLayout(pad_id=0), torch.float32)
+    reference = infer_engine(tiny_model("llama"), PaddedLayout(pad_id=0), torch.float32)
     before = {name: weight.clone() for name, weight in reference.weights().items()}
     reference.ema_update({name: weight + 8.0 for name, weight in before.items()}, alpha=0.25)
     for name, weight in reference.weights().items():

@@ -10,12 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiny_models import MIXED, tiny_model
+from thresher.config.roles import TrainingArgs
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.engine import TrainEngine
+from thresher.strategies.native.build import train_engine
 
 NUM_MICRO_BATCHES = 3
 
@@ -33,9 +34,9 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def policy_and_objective() -> tuple[NativeTrain, Objective]:
-    settings = OptimizerSettings(learning_rate=1e-3)
-    policy = NativeTrain(tiny_model("llama"), PackedLayout(shares_prompt=True), torch.bfloat16, settings)
+def policy_and_objective() -> tuple[TrainEngine, Objective]:
+    settings = TrainingArgs(learning_rate=1e-3)
+    policy = train_engine(tiny_model("llama"), PackedLayout(shares_prompt=True), torch.bfloat16, settings)
     return policy, Objective(terms=((make_losses(["sft"], {})[0], 1.0),))
 
 

@@ -18,17 +18,17 @@ from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.models.forward_check import LayoutError
 from thresher.models.layouts import Layout
 from thresher.models.loading.load import load_model_config
-from thresher.strategies.strategy import InferStrategy, TrainStrategy
+from thresher.strategies.engine import Engine, TrainEngine
 
 logger = logging.getLogger(__name__)
-Engine = TypeVar("Engine", TrainStrategy, InferStrategy)
+Built = TypeVar("Built", bound=Engine)
 
 
 @dataclass(frozen=True)
 class CheckedPolicy:
     """A policy, and the inputs with the layout that it supports; notes: why it is another one than chosen."""
 
-    policy: TrainStrategy
+    policy: TrainEngine
     inputs: RunInputs
     notes: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ def build_checked_reference(
     device: torch.device | None = None,
     world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
-) -> InferStrategy:
+) -> Engine:
     """Build the reference, see `build_reference`; reject logps that differ from its original forward."""
     reference, _, notes = _build_checked(
         config,
@@ -67,8 +67,8 @@ def build_checked_reference(
 
 
 def _build_checked(
-    config: DPOConfig, inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Engine]
-) -> tuple[Engine, Layout, tuple[str, ...]]:
+    config: DPOConfig, inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Built]
+) -> tuple[Built, Layout, tuple[str, ...]]:
     probe = probe_pairs(inputs.train)
     engine = build(inputs.layout)
     try:

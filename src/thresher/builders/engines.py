@@ -1,8 +1,8 @@
-"""The engines: the policy with its optimizer, and the frozen reference, each built by its strategy."""
+"""The policy's engine with its optimizer, and the frozen reference's, each checked and built by its strategy."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,26 +18,25 @@ from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.trained import LoraSettings, TrainedParts
 from thresher.models.optimizations.compile import Compilation
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec, StrategyCheck
-from thresher.strategies.strategy import InferStrategy, TrainStrategy
+from thresher.strategies.engine import Engine, TrainEngine
+from thresher.strategies.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec
 
 
 def build_policy(
     config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
-) -> TrainStrategy:
+) -> TrainEngine:
     """Build the policy with its strategy.
 
     device: the mapped one if absent. world: all processes of the policy.
     """
     spec = policy_spec(config, layout, device or device_of(config.actor_train), world)
-    policy: TrainStrategy = import_function(str(config.actor_train.strategy.build_train))(spec)
+    policy: TrainEngine = import_function(str(config.actor_train.strategy.build_train))(spec)
     return policy
 
 
-def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: Group) -> PolicySpec:
+def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: Group) -> PolicySpec[Any]:
     """The policy of a config; world: its processes."""
-    role, args, training = config.actor_train, config.actor_train.model_args, config.actor_train.training_args
+    role, args = config.actor_train, config.actor_train.model_args
     return PolicySpec(
         source=ModelSource(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code),
         compute_dtype=DTYPES[args.dtype],
@@ -46,22 +45,10 @@ def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: 
         world=world,
         settings=role.strategy_args.settings,
         compilation=compilation(config, device, role),
-        optimizer=OptimizerSettings(
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            beta1=training.adam_beta1,
-            beta2=training.adam_beta2,
-            epsilon=training.adam_epsilon,
-            max_grad_norm=training.max_grad_norm,
-            counts_zeros=training.log_num_zeros_in_grad,
-            initial_loss_scale=2.0**training.initial_scale_power,
-            loss_scale_window=training.loss_scale_window,
-        ),
+        training=role.training_args,
+        model_args=args,
         trained=trained_parts(args),
-        gradient_checkpointing=training.gradient_checkpointing,
-        offloads_activations=training.activation_offload,
         seed=config.seed,
-        router_loss_coef=args.moe_aux_loss_coef or 0.0,
     )
 
 
@@ -100,7 +87,7 @@ def build_reference(
     device: torch.device | None = None,
     world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
-) -> InferStrategy:
+) -> Engine:
     """Build the frozen model. It computes in the policy's precision; otherwise margins would not be 0 at step 0.
 
     If the policy starts from an adapter on the same model, the reference has that adapter.
@@ -109,13 +96,13 @@ def build_reference(
     """
     role = role or config.reference
     spec = reference_spec(config, layout, device or device_of(role), world, role)
-    reference: InferStrategy = import_function(role.strategy.build_infer)(spec)
+    reference: Engine = import_function(role.strategy.build_infer)(spec)
     return reference
 
 
 def reference_spec(
     config: DPOConfig, layout: Layout, device: torch.device, world: Group, role: RoleConfig
-) -> ModelSpec:
+) -> ModelSpec[Any]:
     """The reference of a config; world: its processes. role: the section that sets its strategy."""
     path = initial_adapter(config)
     attention = config.reference.model_args.attn_implementation or config.actor_train.model_args.attn_implementation
@@ -169,7 +156,7 @@ def check_engine(config: DPOConfig, section: Literal["actor_train", "reference"]
 
 def check_model(config: DPOConfig, section: Literal["actor_train", "reference"], role: RoleConfig, path: str) -> None:
     """Reject what the strategy of a role does not support of a model, which may be the reference on policy's axes."""
-    strategy, args, training = role.strategy, config.actor_train.model_args, config.actor_train.training_args
+    strategy, args = role.strategy, config.actor_train.model_args
     is_policy = section == "actor_train"
     dtype = args.dtype if is_policy else config.reference_dtype
     if dtype not in strategy.dtypes:
@@ -182,7 +169,7 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
     if strategy.check is None:
         return
     trusts = config.trusts_reference_code or args.trust_remote_code
-    request = StrategyCheck(
+    request = EngineCheck(
         section=section,
         settings=role.strategy_args.settings,
         num_workers=role.num_processes,
@@ -192,9 +179,9 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         dtype=dtype,
         master_dtype=args.master_dtype if is_policy else config.reference_master_dtype,
         trained=trained_parts(args) if is_policy else None,
-        router_loss_coef=(args.moe_aux_loss_coef or 0.0) if is_policy else 0.0,
-        compiles=training.torch_compile is True,
         is_synced=config.reference.sync_steps is not None,
-        training=training.model_dump() | {"pairs_per_step": config.pairs_per_step},
+        training=config.actor_train.training_args,
+        model_args=args,
+        pairs_per_step=config.pairs_per_step,
     )
     import_function(strategy.check)(request)

@@ -23,7 +23,7 @@ from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import LiveReference
 from thresher.reference.step_zero_check import Forwards
 from thresher.reference.synced import SyncedReference
-from thresher.strategies.strategy import InferStrategy, TrainStrategy
+from thresher.strategies.engine import Engine, TrainEngine
 from thresher.training.trainer import ReferenceScorer
 
 
@@ -49,7 +49,7 @@ class ReferenceBundle:
 def build_reference_bundle(
     config: DPOConfig,
     inputs: RunInputs,
-    policy: TrainStrategy,
+    policy: TrainEngine,
     progress: ProgressCallback = lambda what, done, total: None,
     *,
     device: torch.device | None = None,
@@ -152,7 +152,7 @@ def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     return "same" if is_tested else "other batches"
 
 
-def _check_sync(reference: InferStrategy, policy: TrainStrategy) -> None:
+def _check_sync(reference: Engine, policy: TrainEngine) -> None:
     reference_shapes = {name: tensor.shape for name, tensor in reference.weights().items()}
     policy_shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
     if reference_shapes != policy_shapes:

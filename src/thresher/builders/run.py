@@ -23,7 +23,7 @@ from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.jsonl import find_holes
 from thresher.observability.trackers.tracker import RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
-from thresher.strategies.strategy import ParameterCounts
+from thresher.strategies.engine import ParameterCounts
 from thresher.training import preemption
 from thresher.training.loop import LoopSettings
 from thresher.training.skipped_steps import SkippedStepLog

@@ -29,11 +29,11 @@ from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
 from thresher.sampling.prompts import Prompt, PromptFile, store_prompts
 from thresher.sampling.sampler import AnswerSampler, SampledModels
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.engine import TrainEngine
 
 
 def build_sampler(
-    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, reference: ReferenceBundle
+    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, reference: ReferenceBundle
 ) -> AnswerSampler | None:
     """The sampler of a rank; None without `samples`."""
     if (samples := config.samples) is None:

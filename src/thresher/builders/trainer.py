@@ -18,7 +18,7 @@ from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
 from thresher.reference.step_zero_check import check_step_zero
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.engine import TrainEngine
 from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import (
     POLICY_SETTINGS,
@@ -60,7 +60,7 @@ class TrainerBundle:
 
 
 def build_trainer(
-    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, reference: ReferenceBundle, checkpoint: Path | None
+    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, reference: ReferenceBundle, checkpoint: Path | None
 ) -> TrainerBundle:
     """Assemble the trainer of a rank, and resume from a checkpoint if there is one."""
     plan, train, validation = inputs.plan, inputs.train, inputs.validation

@@ -95,9 +95,9 @@ def not_a_multiple(num_workers: int, product: int, factors: list[str]) -> str:
 class StrategyDeclaration:
     """A strategy: its settings, where its functions are, and what it supports.
 
-    build_train, build_infer, check: `package.module:function`. build_train(PolicySpec) returns a TrainStrategy; None
-    for a strategy that only scores. build_infer(ModelSpec) returns an InferStrategy with the same settings: it serves
-    a reference, also one on the axes of a policy of this strategy. check(StrategyCheck) raises a UserError for a model
+    build_train, build_infer, check: `package.module:function`. build_train(PolicySpec) returns a TrainEngine; None
+    for a strategy that only scores. build_infer(ModelSpec) returns an Engine with the same settings: it serves
+    a reference, also one on the axes of a policy of this strategy. check(EngineCheck) raises a UserError for a model
     or settings that the strategy does not support, before any worker starts and without importing the engine. These
     types are in `thresher.strategies`.
 

@@ -1,7 +1,7 @@
 """The parameters of a model as each process of a mesh holds them: stages, tensor-parallel shards, FSDP2 groups.
 
 Read from the model on the meta device, so that every architecture and adapter is counted as it is built. The rules are
-those of strategies/native: pipeline_parallel.py, tensor_parallel.py and fsdp.py.
+those of strategies/native: parallelize.py, tensor_parallel.py and fsdp.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thresher.models.logps import base_model
 from thresher.models.optimizations.last_layer import is_llama_like
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import num_experts
-from thresher.strategies.native.pipeline_parallel import partition_layers
+from thresher.strategies.native.parallelize import partition_layers
 from thresher.strategies.native.tensor_parallel import module_styles, partial_gradient_modules
 
 

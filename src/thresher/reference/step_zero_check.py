@@ -10,8 +10,8 @@ import torch
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.loading.load import DTYPES
-from thresher.strategies.accumulate import objective_inputs
-from thresher.strategies.strategy import MicroBatch, Scorer
+from thresher.strategies.accumulate import MicroBatch, objective_inputs
+from thresher.strategies.engine import Scorer
 
 # what the forwards of policy and reference have in common: all, the parallel axes, or only the weights
 Forwards = Literal["same", "other batches", "other axes"]

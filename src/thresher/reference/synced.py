@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from thresher.checkpoint.weights import load_weights
-from thresher.strategies.strategy import InferStrategy, TrainStrategy
+from thresher.strategies.engine import Engine, TrainEngine
 
 STEM = "reference"
 
@@ -18,8 +18,8 @@ STEM = "reference"
 class SyncedReference:
     """Move the reference towards the policy by `alpha` every `every_steps` steps."""
 
-    reference: InferStrategy
-    policy: TrainStrategy
+    reference: Engine
+    policy: TrainEngine
     every_steps: int
     alpha: float
 

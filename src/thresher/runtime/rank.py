@@ -42,7 +42,7 @@ from thresher.reference.modes import ReferenceMode
 from thresher.reference.scorers import PrecomputedReference
 from thresher.reference.step_zero_check import Forwards
 from thresher.runtime.cuda_environment import prepare_cuda, write_flight_record
-from thresher.strategies.strategy import InferStrategy, ParameterCounts, TrainStrategy
+from thresher.strategies.engine import Engine, ParameterCounts, TrainEngine
 from thresher.training.loop import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, Record, ReferenceScorer
 
@@ -137,7 +137,7 @@ class PolicyRank(Rank):
 
     _config: DPOConfig
     _inputs: RunInputs
-    _policy: TrainStrategy
+    _policy: TrainEngine
     _bundle: TrainerBundle
 
     def smallest_gpu(self) -> Gpu | None:
@@ -268,7 +268,7 @@ def refresh_lookup(reference: ReferenceBundle, config: DPOConfig, seconds_per_pa
 
 
 def score_missing_blocks(
-    config: DPOConfig, inputs: RunInputs, reference: InferStrategy, weights: str, device: torch.device
+    config: DPOConfig, inputs: RunInputs, reference: Engine, weights: str, device: torch.device
 ) -> Iterator[ScoringProgress]:
     """Score this rank's blocks that are missing in the cache; yield the progress every few seconds."""
     train, validation = cached_splits(config, inputs, weights, device)

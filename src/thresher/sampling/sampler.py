@@ -29,8 +29,8 @@ from thresher.models.layouts import Layout
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
 from thresher.sampling.generation import GenerationSettings, TokenSequence, generate
 from thresher.sampling.prompts import Prompt
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.engine import TrainEngine
+from thresher.strategies.native.build import infer_engine
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class AnswerSampler:
     on rank 0, so called there only. extra: the tensors that a snapshot of the policy also contains.
     """
 
-    strategy: TrainStrategy
+    strategy: TrainEngine
     models: SampledModels
     layout: Layout
     settings: GenerationSettings
@@ -136,7 +136,7 @@ class AnswerSampler:
         self, model: PreTrainedModel, prompts: Sequence[TokenSequence], answers: Sequence[TokenSequence]
     ) -> list[float]:
         """The logp of each answer, by the code that scores pairs in training."""
-        scorer, logps = NativeInfer(model, self.layout, model.dtype), []
+        scorer, logps = infer_engine(model, self.layout, model.dtype), []
         for start in range(0, len(prompts), _PAIRS_PER_BATCH):
             # a side may not be empty, and only the first is read
             pairs = [

@@ -33,8 +33,8 @@ from thresher.losses.pairs import (
 )
 from thresher.observability.heartbeat import report_progress
 from thresher.strategies.nonfinite import ScoredPairs
-from thresher.strategies.strategy import MicroBatch, StepDiscarded, StopRequested, TokenCounts, never
 
+StopRequested = Callable[[], bool]
 Score = Callable[[PairBatch], ChosenRejectedLogps]
 LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
 
@@ -42,15 +42,47 @@ LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
 SECONDS_BEFORE_DISCARD = 5.0
 
 
+def never() -> bool:
+    return False
+
+
+class StepDiscarded(Exception):  # noqa: N818  # control flow, not an error
+    """A stop was requested during a slow step, which has changed neither weights nor optimizer state."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Pairs with their reference logps; reference is None for losses without one."""
+
+    pairs: PairBatch
+    reference: ChosenRejectedLogps | None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a step."""
+
+    # both full sequences of every pair, for any layout
+    useful: int = 0
+    # computed without use
+    padding: int = 0
+    # not computed, because both sides share the prompt or no scored token depends on it
+    shared: int = 0
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.useful + other.useful, self.padding + other.padding, self.shared + other.shared)
+
+
 class ExecutedBatches(NamedTuple):
-    """What the backward of a step gives beside gradients; metrics: those of loss terms that do not depend on logps."""
+    """What a step's backward returns besides gradients."""
 
     tokens: TokenCounts
+    # of loss terms that do not depend on logps
     metrics: Metrics = {}
 
 
 class MicroBatchExecutor(Protocol):
-    """Executes the micro-batches of a step, sequentially or with a pipeline schedule."""
+    """Runs a step's micro-batches through the model, sequentially or with a pipeline schedule."""
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score without gradient; every process of a data-parallel rank returns the logps."""
@@ -70,6 +102,10 @@ class MicroBatchExecutor(Protocol):
         loss_scale, which loss_fn contains already. In a pipeline only the last stage has logps, so only its processes
         call loss_fn and count tokens.
         """
+        ...
+
+    def check_logps(self, batch: PairBatch) -> None:
+        """Compare the logps with the model's original forward; raise LayoutError or UserError if they differ."""
         ...
 
 
@@ -156,7 +192,7 @@ def _accumulate_coupled(
         return torch.cat(weighted).sum()
 
     batches = [micro.pairs for micro in micro_batches]
-    # the derivative from pass 1 already contains all that the loss needs beside the logps
+    # the derivative from pass 1 already contains all that the loss needs besides the logps
     executed = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])

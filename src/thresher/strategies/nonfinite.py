@@ -1,4 +1,11 @@
-"""Find the pairs behind a non-finite loss or gradient; runs only for steps that are skipped."""
+"""Steps that are skipped for a non-finite loss or gradient: the decision, the fp16 loss scale, and the pairs behind it.
+
+In fp16 the loss is multiplied by a dynamic scale, so that small gradients do not round to 0. Its rules and defaults are
+torch.amp.GradScaler's, with two differences: the scale has a minimum, and only an overflow of the gradient halves it,
+because a non-finite loss does not depend on the scale. GradScaler itself reduces overflows over the mesh of the first
+gradient only, so pipeline stages and plain replicas would disagree; here the whole model's gradient norm decides, which
+is equal on every process.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thresher.config.roles import TrainingArgs
 from thresher.data.batching.plan import PairIds
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 
 NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
 Reason = Literal["loss", "gradient", "overflow"]
+MIN_SCALE = 1.0
+# beyond it the scale would not be finite in fp32
+MAX_SCALE = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,43 @@ def nonfinite_reason(metrics: Metrics, grad_norm: float) -> Reason | None:
     if not math.isfinite(float(metrics["loss"].sum)):
         return "loss"
     return None if math.isfinite(grad_norm) else "gradient"
+
+
+@dataclass
+class LossScale:
+    """The next step's scale; doubled after `window` steps in a row without an overflow, halved by each overflow."""
+
+    # a power of two, so scaling and unscaling round nothing
+    value: float = 2.0**16
+    window: int = 2000
+    # without an overflow since the last change
+    steps: int = 0
+
+    @classmethod
+    def of(cls, training: TrainingArgs, compute_dtype: torch.dtype) -> LossScale | None:
+        """The scale that training starts with; None unless it is fp16."""
+        if compute_dtype != torch.float16:
+            return None
+        return cls(2.0**training.initial_scale_power, training.loss_scale_window)
+
+    def after_step(self, reason: Reason | None) -> Reason | None:
+        """Update the scale; return why the step is skipped: an overflow is a failure only at the minimum scale."""
+        if reason == "gradient":
+            self.steps = 0
+            if self.value > MIN_SCALE:
+                self.value /= 2.0
+                return "overflow"
+        elif reason is None:
+            self.steps += 1
+            if self.steps == self.window:
+                self.value, self.steps = min(self.value * 2.0, MAX_SCALE), 0
+        return reason
+
+    def state(self) -> dict[str, float | int]:
+        return {"value": self.value, "steps": self.steps}
+
+    def load(self, state: Mapping[str, float | int]) -> None:
+        self.value, self.steps = float(state["value"]), int(state["steps"])
 
 
 def find_nonfinite_pairs(

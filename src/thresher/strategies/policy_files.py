@@ -1,4 +1,4 @@
-"""Write the shards of a policy: every engine decides which shards a process writes, and the files are the same."""
+"""Checkpoint files of a policy: every engine decides which shards a process writes, and the files are the same."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.safetensors_io import save_shards
 from thresher.checkpoint.sharded import Shard, ShardFile
 from thresher.distributed.groups import Group
-from thresher.strategies.loss_scale import LossScale
 
 OPTIMIZER = "optimizer"
-_LOSS_SCALE = "loss_scale"  # a key of optimizer.json, in fp16 only
+# the class of the optimizer state, however an engine partitions it
+ADAMW = "AdamW"
+LOSS_SCALE = "loss_scale"  # a key of optimizer.json, in fp16 only
+RESUME_HINT = "resume with the same pretrain, master_dtype and lora settings"
 
 
 def write_policy(
@@ -24,19 +26,16 @@ def write_policy(
     values: Mapping[str, Any] | None,
     world: Group,
     copies: HostBuffers | None,
-    *,
-    holds_changes: bool = True,
 ) -> Write:
     """Return a function that writes this process's files; collective.
 
-    shards: those that this process writes, by stem and name; with copies, training may change them meanwhile. values:
-    the optimizer state that is not tensors, on the one process that writes it. holds_changes: the GPU finishes the
-    copies before any later work; otherwise the caller sees to it before it changes a shard.
+    Args:
+        shards: those that this process writes, by stem and name. With copies, training may change them meanwhile, after
+            `HostBuffers.hold_changes`.
+        values: the optimizer state that is not tensors, on the one process that writes it.
     """
     if copies is not None:
         shards = _copied(shards, copies)
-        if holds_changes:
-            copies.hold_changes()
     number = _file_number(world, has_shards=any(shards.values()))
 
     def write(directory: Path) -> list[str]:
@@ -53,14 +52,18 @@ def write_policy(
     return write
 
 
-def with_loss_scale(values: Mapping[str, Any], loss_scale: LossScale | None) -> dict[str, Any]:
-    """Add the loss scale to the optimizer state that is not tensors."""
-    return {**values} if loss_scale is None else {**values, _LOSS_SCALE: loss_scale.state()}
+def adamw_groups(shapes: Mapping[str, list[int]]) -> list[dict[str, list[int]]]:
+    """Shapes by name in each parameter group: matrices, which are decayed, and all others."""
+    return [
+        {name: shape for name, shape in shapes.items() if len(shape) >= 2},
+        {name: shape for name, shape in shapes.items() if len(shape) < 2},
+    ]
 
 
-def load_loss_scale(values: Mapping[str, Any], loss_scale: LossScale | None) -> None:
-    if loss_scale is not None and _LOSS_SCALE in values:  # a checkpoint of bf16 or fp32 has none
-        loss_scale.load(values[_LOSS_SCALE])
+def adamw_values(shapes: Mapping[str, list[int]], updated: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer state that is not tensors; updated: the parameters that have moments."""
+    groups = [{"names": list(group), "shapes": list(group.values())} for group in adamw_groups(shapes)]
+    return {"type": ADAMW, "groups": groups, "values": {name: {} for name in updated}}
 
 
 def _file_number(world: Group, *, has_shards: bool) -> ShardFile | None:

@@ -1,18 +1,24 @@
-"""What a strategy gets from the builders: the model to build, and the run to check before any worker starts."""
+"""What an engine gets from the builders: the model to build, and the run to check before any worker starts.
+
+An engine receives its own settings (`strategy_config`) and the config's sections for the policy whole, and reads what
+it supports from them.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from thresher.config.roles import ModelArgs, TrainingArgs
+from thresher.config.strategies import StrategySettings
 from thresher.distributed.groups import Group
 from thresher.models.layouts import Layout
 from thresher.models.layouts.choose import transformers_attention
@@ -22,8 +28,9 @@ from thresher.models.loading.load_sharded import build_on_meta, build_to_share
 from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
-from thresher.models.optimizations.recompute import Recompute
-from thresher.strategies.optimizer import OptimizerSettings
+
+# the class of `strategy_config` that the engine declares
+Settings = TypeVar("Settings", bound=StrategySettings)
 
 
 @dataclass(frozen=True)
@@ -72,62 +79,53 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A frozen model to build on every process of its role.
-
-    world: these processes. settings: the validated `strategy_config`, of the class that the strategy declares.
-    adapter: LoRA modules that the model has. compilation: what torch.compile compiles of it.
-    """
+class ModelSpec(Generic[Settings]):
+    """A frozen model to build on every process of its role."""
 
     source: ModelSource
     compute_dtype: torch.dtype
     layout: Layout
     device: torch.device
+    # all processes of the role
     world: Group
-    settings: Any
+    settings: Settings
+    # LoRA modules that the model has
     adapter: AdapterFiles | None = None
     compilation: Compilation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySpec(ModelSpec):
-    """A policy to build.
+class PolicySpec(ModelSpec[Settings]):
+    """A policy to build."""
 
-    offloads_activations: the inputs of recomputed layers are in host memory until the backward. router_loss_coef:
-    weight of the load-balancing loss of a mixture-of-experts model.
-    """
-
-    optimizer: OptimizerSettings
+    training: TrainingArgs
+    model_args: ModelArgs = field(default_factory=ModelArgs)
     trained: TrainedParts = field(default_factory=TrainedParts)
-    gradient_checkpointing: Recompute = "off"
-    offloads_activations: bool = False
     seed: int = 0
-    router_loss_coef: float = 0.0
 
 
-@dataclass(frozen=True)
-class StrategyCheck:
-    """A model on a strategy, to be checked without weights and workers.
+@dataclass(frozen=True, kw_only=True)
+class EngineCheck(Generic[Settings]):
+    """A model on an engine, to be checked without weights and workers."""
 
-    section: `actor_train` or `reference`, for messages. trained: None for a reference. is_synced: the reference is
-    updated towards the policy during training, so both must be on this strategy. training: training_args of the policy
-    by name, and `pairs_per_step`, for strategies whose settings repeat some of them. load_config, find_layout: called
-    on first use, so that a path that cannot be used at all is reported as such.
-    """
-
+    # `actor_train` or `reference`, for messages
     section: str
-    settings: Any
+    settings: Settings
     num_workers: int
     path: str
+    # both called on first use, so a path that cannot be used at all is reported as such
     load_config: Callable[[], PreTrainedConfig]
     find_layout: Callable[[PreTrainedConfig], Layout]
     dtype: str
     master_dtype: str
+    # of the policy, also for a reference
+    training: TrainingArgs = field(default_factory=TrainingArgs)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
+    pairs_per_step: int = 1
+    # None for a reference
     trained: TrainedParts | None = None
-    router_loss_coef: float = 0.0
-    compiles: bool = False
+    # the reference is updated towards the policy during training, so both must be on this engine
     is_synced: bool = False
-    training: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -137,9 +135,18 @@ class StrategyCheck:
     def layout(self) -> Layout:
         return self.find_layout(self.model_config)
 
+    @property
+    def compiles(self) -> bool:
+        return self.training.torch_compile is True
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether the load-balancing loss of a mixture-of-experts model is added to the step's loss."""
+        return self.trained is not None and bool(self.model_args.moe_aux_loss_coef)
+
 
 def seed_dropout(seed: int, *ranks: int) -> None:
-    """Seed dropout differently on each of the ranks that draw masks of their own, such as data-parallel ones."""
+    """Seed dropout differently on each of the ranks that draw their own masks, such as data-parallel ranks."""
     while ranks and not ranks[-1]:
         ranks = ranks[:-1]
     seed = int(np.random.SeedSequence([seed, *ranks]).generate_state(1)[0]) if ranks else seed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thresher.losses.metrics import MetricSum, merge_metrics
-from thresher.strategies.strategy import StepOutcome
+from thresher.strategies.engine import StepOutcome
 
 
 @dataclass

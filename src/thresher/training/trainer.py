@@ -36,8 +36,8 @@ from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activit
 from thresher.observability.memory import memory_metrics
 from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
-from thresher.strategies.accumulate import Evaluation
-from thresher.strategies.strategy import MicroBatch, StepDiscarded, TrainStrategy
+from thresher.strategies.accumulate import Evaluation, MicroBatch, StepDiscarded
+from thresher.strategies.engine import TrainEngine
 from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep, describe_skipped
@@ -123,7 +123,7 @@ class RankTrainer:
     def __init__(
         self,
         *,
-        strategy: TrainStrategy,
+        strategy: TrainEngine,
         objective: Objective,
         plan: Plan,
         micro_batching: MicroBatching,

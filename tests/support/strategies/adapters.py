@@ -15,6 +15,7 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.lora import attach_adapter
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import parallelize
 
 
@@ -36,6 +37,6 @@ def load_adapter_sharded(sizes: ParallelDims, model_dir: Path, adapter_dir: Path
     model = build_on_meta(str(model_dir), dtype=torch.float32)
     adapter = AdapterFiles.find(str(adapter_dir))
     attach_adapter(model, adapter)
-    parallelize(model, str(model_dir), mesh_of(sizes), torch.float32, CPU)
+    parallelize(model, str(model_dir), mesh_of(sizes), FSDP2Settings(), torch.float32, CPU)
     adapter.load(model)
     return {name: gather_full(each) for name, each in model.named_parameters() if ".lora_" in name}

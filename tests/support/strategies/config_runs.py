@@ -16,7 +16,7 @@ from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import RankTrainer
 
 
@@ -70,7 +70,7 @@ def train_from_config(
 
 def trainer_of_config(
     policy_dir: Path, axes: dict[str, int], layout: str, **settings: Any
-) -> tuple[TrainStrategy, RankTrainer]:
+) -> tuple[TrainEngine, RankTrainer]:
     """A policy with the sigmoid loss; its reference is the base of the adapter, or a cache of zeros."""
     world = world_of_pool()
     config = config_of(policy_dir, world.size, axes, **settings)

@@ -1,4 +1,4 @@
-"""DeepSpeed as an engine of the cases that other tests of strategies run on the native one."""
+"""DeepSpeed as an engine for the cases that other tests run on the native one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.support.strategies import saved_runs
 from tests.support.strategies.parity import CPU, LAYOUTS, Case
+from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.models.layouts import Layout
 from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.deepspeed import build
 from thresher.strategies.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings
-from thresher.strategies.deepspeed.train import DeepSpeedTrain
-from thresher.strategies.optimizer import OptimizerSettings
+from thresher.strategies.engine import TrainEngine
 from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec
 
 
@@ -51,26 +51,19 @@ class Zero:
             zero_optimization=zero, offload_optimizer=self.offloads_optimizer, offload_param=self.offloads_param
         )
 
-    def policy(self, case: Case, path: Path) -> DeepSpeedTrain:
-        return self._policy(
-            path,
-            LAYOUTS[case.layout],
-            case.dtype,
-            case.optimizer,
-            case.trained,
-            gradient_checkpointing=case.recompute,
-            router_loss_coef=case.router_loss_coef,
-        )
+    def policy(self, case: Case, path: Path) -> TrainEngine:
+        layout, args = LAYOUTS[case.layout], case.model_args
+        return self._policy(path, layout, case.dtype, case.training, case.trained, model_args=args)
 
     def _policy(
         self,
         path: Path,
         layout: Layout,
         dtype: torch.dtype,
-        optimizer: OptimizerSettings,
+        training: TrainingArgs,
         trained: TrainedParts,
         **settings: Any,
-    ) -> DeepSpeedTrain:
+    ) -> TrainEngine:
         spec = PolicySpec(
             _source(path),
             dtype,
@@ -78,7 +71,7 @@ class Zero:
             CPU,
             _world(),
             self.settings,
-            optimizer=optimizer,
+            training=training,
             trained=trained,
             **settings,
         )
@@ -88,22 +81,22 @@ class Zero:
         settings = DeepSpeedInferSettings(zero_stage=3 if self.stage == 3 else 0, offload_param=self.offloads_param)
         return build.build_infer(ModelSpec(_source(path), case.dtype, LAYOUTS[case.layout], CPU, _world(), settings))
 
-    def policy_for_saving(self, run: saved_runs.Run, optimizer: OptimizerSettings) -> DeepSpeedTrain:
+    def policy_for_saving(self, run: saved_runs.Run, optimizer: TrainingArgs) -> TrainEngine:
         return self._policy(run.model, LAYOUTS["shared"], torch.float32, optimizer, run.trained)
 
-    def full_weights(self, policy: DeepSpeedTrain) -> dict[str, Tensor]:
-        return _joined({each.name: (each.shape, each.start, each.weight) for each in policy.partitions})
+    def full_weights(self, policy: TrainEngine) -> dict[str, Tensor]:
+        return _joined({each.name: (each.shape, each.start, each.weight) for each in policy.parameters.partitions})
 
-    def full_moments(self, policy: DeepSpeedTrain) -> dict[str, Tensor]:
-        state = policy._optimizer.state
+    def full_moments(self, policy: TrainEngine) -> dict[str, Tensor]:
+        state = policy.parameters.optimizer.state
         found = {}
-        for each in policy.partitions:
+        for each in policy.parameters.partitions:
             for key, value in state[each.flat].items():
                 part = (each.shape, each.start, each.in_flat(value)) if value.ndim else ((), 0, value.view(1))
                 found[f"{key}/{each.name}"] = part
         return _joined(found)
 
-    def frozen_weights(self, policy: DeepSpeedTrain) -> dict[str, Tensor]:
+    def frozen_weights(self, policy: TrainEngine) -> dict[str, Tensor]:
         frozen = {name: p for name, p in policy.model.named_parameters() if not p.requires_grad}
         if self.stage < 3:
             return {name: p.detach().clone() for name, p in frozen.items()}

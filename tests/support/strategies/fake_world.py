@@ -7,7 +7,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.declaration import MegatronSizes
 
 Elements = dict[str, tuple[tuple[int, ...], int]]
 
@@ -37,18 +37,16 @@ def _shapes(
     from tests.support.megatron_cpu import use_cpu_as_cuda
 
     use_cpu_as_cuda()
-    from thresher.strategies.megatron.model import build_chunks
-    from thresher.strategies.megatron.parallel import create_groups, destroy_groups
-    from thresher.strategies.megatron.transformer_config import ModelOptions, describe_model
+    from tests.support.strategies.megatron_models import settings_of
+    from thresher.strategies.megatron.build import build_chunks
+    from thresher.strategies.megatron.parallel import destroy_groups
 
     hf_config = AutoConfig.for_model(model_type, **config)
-    description = describe_model(hf_config, "fake")
+    settings, meta = settings_of(sizes), torch.device("meta")
     found: dict[tuple[str, tuple[int, ...]], set[tuple[tuple[int, int], ...]]] = {}
     for rank in range(num_processes):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_processes)
-        groups = create_groups(sizes)
-        meta = torch.device("meta")
-        for chunk in build_chunks(hf_config, description, groups, ModelOptions(), torch.bfloat16, meta):
+        for chunk in build_chunks(hf_config, "fake", settings, "off", torch.bfloat16, meta):
             for name, parameter in chunk.named_parameters():
                 for piece in chunk.weight_map.pieces(name, parameter.detach()):
                     assert piece.values().shape == piece.shape

@@ -17,8 +17,9 @@ from benchmarks.resident import kilobytes
 from tests.support.strategies.parity import CPU, Case, load_parallel, make_policy, make_trainer, mesh_of
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.loading.load_sharded import build_on_meta
+from thresher.strategies.engine import TrainEngine
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import parallelize
-from thresher.strategies.native.train import NativeTrain
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ def held_after_a_step(case: Case, model_dir: Path) -> HeldBytes:
     return counted[0]
 
 
-def count_before_zero_grad(policy: NativeTrain) -> list[HeldBytes]:
+def count_before_zero_grad(policy: TrainEngine) -> list[HeldBytes]:
     """Return a list that the next step of a policy fills."""
     model, counted = policy.model, list[HeldBytes]()
-    zero_grad = policy._parameters.zero_grad
+    zero_grad = policy.parameters.zero_grad
 
     def count_and_zero() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        of_shards = [shard.grad for shard in policy._parameters.shards.values() if shard.grad is not None]
-        moments = [value for state in policy._optimizer.state.values() for value in state.values()]
+        of_shards = [shard.grad for shard in policy.parameters.shards.values() if shard.grad is not None]
+        moments = [value for state in policy.parameters.optimizer.state.values() for value in state.values()]
         counted.append(HeldBytes(_memory(model.parameters()), _memory([*gradients, *of_shards]), _memory(moments)))
         zero_grad()
 
-    policy._parameters.zero_grad = count_and_zero
+    policy.parameters.zero_grad = count_and_zero
     return counted
 
 
@@ -62,7 +63,7 @@ def _memory(tensors: Iterable[Tensor]) -> int:
 
 def load(sizes: ParallelDims, model_dir: Path) -> None:
     model = build_on_meta(str(model_dir), dtype=torch.float32)
-    parallelize(model, str(model_dir), mesh_of(sizes), torch.float32, CPU)
+    parallelize(model, str(model_dir), mesh_of(sizes), FSDP2Settings(), torch.float32, CPU)
 
 
 def process_id(sizes: ParallelDims) -> int:

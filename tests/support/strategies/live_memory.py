@@ -17,7 +17,7 @@ from thresher.builders.engines import build_policy
 from thresher.data.pair import Pair, PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.plan.simulate.counters import LiveBytes
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def live_bytes_of_step(
     held = count_before_zero_grad(policy)
     counter = LiveBytes()
     counter.add(policy.model.parameters())
-    counter.add(tree_leaves(policy._optimizer.state_dict()["state"]))
+    counter.add(tree_leaves(policy.parameters.optimizer.state_dict()["state"]))
     with counter:
         step()
     return StepBytes(held[0].parameters, held[0].gradients, held[0].optimizer, counter.peak)

@@ -18,6 +18,7 @@ from tests.support.strategies.config_runs import config_of, world_of_pool
 from tests.support.strategies.parity import CPU, LAYOUTS, NUM_STEPS, Case, axes_text, make_trainer
 from tests.support.strategies.saved_runs import Run
 from thresher.builders.engines import build_policy
+from thresher.config.roles import TrainingArgs
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
@@ -27,7 +28,6 @@ from thresher.models.layouts import Layout, ModelInputs, PackedLayout
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.megatron.declaration import MegatronSettings
-from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec
 
 
@@ -42,7 +42,7 @@ class MegatronEngine:
         return f"megatron {axes_text(self.sizes)}"
 
     def policy(self, case: Case, path: Path) -> Any:
-        return self._build_train(path, case.layout, case.dtype, case.optimizer, case.trained, case)
+        return self._build_train(path, case.layout, case.dtype, case.training, case.trained, case)
 
     def reference(self, case: Case, path: Path) -> Any:
         """On the axes of the policy, which was built before."""
@@ -50,7 +50,7 @@ class MegatronEngine:
 
         return build_infer(self._spec(path, LAYOUTS[case.layout], case.dtype, case.virtual_pp_size))
 
-    def policy_for_saving(self, run: Run, optimizer: OptimizerSettings) -> Any:
+    def policy_for_saving(self, run: Run, optimizer: TrainingArgs) -> Any:
         return self._build_train(run.model, "shared", torch.float32, optimizer, run.trained)
 
     def full_weights(self, policy: Any) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class MegatronEngine:
     def frozen_weights(self, policy: Any) -> dict[str, Tensor]:
         frozen = [
             (chunk.weight_map.pieces, name, parameter.detach())
-            for chunk in policy._infer.chunks
+            for chunk in policy.executor.chunks
             for name, parameter in chunk.named_parameters()
             if not parameter.requires_grad
         ]
@@ -72,7 +72,7 @@ class MegatronEngine:
             for key in ("exp_avg", "exp_avg_sq")
             for name, moment in _gather_full(policy, key).items()
         }
-        steps = [(name, each.state.num_steps) for each in policy._states for name in each.shapes]
+        steps = [(name, each.num_steps) for each in policy.checkpoint.states for name in each.shapes]
         known = {name: torch.tensor(step) for name, step in _gather_objects(steps) if step is not None}
         return found | {f"step/{name}": step for name, step in known.items()}
 
@@ -81,7 +81,7 @@ class MegatronEngine:
         path: Path,
         layout: str,
         dtype: torch.dtype,
-        optimizer: OptimizerSettings,
+        training: TrainingArgs,
         trained: TrainedParts,
         case: Case | None = None,
     ) -> Any:
@@ -92,9 +92,8 @@ class MegatronEngine:
 
         destroy_groups()
         frozen = self._spec(path, LAYOUTS[layout], dtype, 1 if case is None else case.virtual_pp_size)
-        recompute = "off" if case is None else case.recompute
         values = {name: getattr(frozen, name) for name in ModelSpec.__dataclass_fields__}
-        return build_train(PolicySpec(**values, optimizer=optimizer, trained=trained, gradient_checkpointing=recompute))
+        return build_train(PolicySpec(**values, training=training, trained=trained))
 
     def _spec(self, path: Path, layout: Layout, dtype: torch.dtype, virtual_pp_size: int) -> ModelSpec:
         settings = {
@@ -150,7 +149,7 @@ def load_adapter(
     engine: Any = case.engine
     adapter = AdapterFiles.find(str(adapter_dir))
     trained = TrainedParts(adapter=adapter)
-    policy = engine._build_train(path, case.layout, case.dtype, case.optimizer, trained, case)
+    policy = engine._build_train(path, case.layout, case.dtype, case.training, trained, case)
     frozen = build_infer(replace(engine._spec(path, LAYOUTS[case.layout], case.dtype, 1), adapter=adapter))
     scored = [each.score(batch) for each in (policy, frozen)]
     ours, theirs = (torch.cat([sides.chosen.values, sides.rejected.values]) for sides in scored)
@@ -219,7 +218,7 @@ def load_other_model(case: Case, path: Path, checkpoint: Path) -> tuple[str, boo
 
 def _gather_full(policy: Any, key: str) -> dict[str, Tensor]:
     """Gather the weights or a moment of all processes by the names of transformers."""
-    gathered = [(each, each.state.gather(key)) for each in policy._states]
+    gathered = [(each, each.gather(key)) for each in policy.checkpoint.states]
     return _join([piece for each, whole in gathered if whole is not None for piece in each.pieces(whole)])
 
 

@@ -19,7 +19,7 @@ from thresher.models.layouts import ModelInputs
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import SafetensorsReader
 from thresher.models.logps import PairModel
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.declaration import MegatronSettings, MegatronSizes
 
 # sizes of the groups that this process has
 _built: set[MegatronSizes] = set()
@@ -34,21 +34,31 @@ class HFPiece(NamedTuple):
     values: Tensor
 
 
+def settings_of(sizes: MegatronSizes, **options: Any) -> MegatronSettings:
+    return MegatronSettings(
+        tp_size=sizes.tp,
+        pp_size=sizes.pp,
+        virtual_pp_size=sizes.virtual_pp,
+        cp_size=sizes.cp,
+        ep_size=sizes.ep,
+        sequence_parallel=sizes.sequence_parallel,
+        **options,
+    )
+
+
 def build(path: Path, sizes: MegatronSizes, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
     """The model chunks of this rank, with their weights."""
     use_cpu_as_cuda()
-    from thresher.strategies.megatron.load_weights import load_weights
-    from thresher.strategies.megatron.model import build_chunks
-    from thresher.strategies.megatron.parallel import create_groups, destroy_groups
-    from thresher.strategies.megatron.transformer_config import ModelOptions, describe_model
+    from thresher.strategies.megatron.build import build_chunks
+    from thresher.strategies.megatron.parallel import destroy_groups
+    from thresher.strategies.megatron.weights import load_weights
 
     if sizes not in _built:  # groups of the same sizes are shared, since each has threads
         destroy_groups()
         _built.clear()
         _built.add(sizes)
-    config = AutoConfig.from_pretrained(path)
-    description = describe_model(config, str(path))
-    chunks = build_chunks(config, description, create_groups(sizes), ModelOptions(**options), dtype, CPU)
+    settings = settings_of(sizes, **options)
+    chunks = build_chunks(AutoConfig.from_pretrained(path), str(path), settings, "off", dtype, CPU)
     load_weights(chunks, str(path))
     return chunks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -40,11 +42,10 @@ from thresher.models.logps import base_model
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import Recompute, recompute_activations
 from thresher.reference.scorers import LiveReference
-from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.engine import Engine, TrainEngine
+from thresher.strategies.native.build import infer_engine, train_engine
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.pipeline_parallel import PipelineSettings
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.skipped_steps import SkippedStep
 from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
@@ -96,8 +97,9 @@ class Case:
     virtual_pp_size: int = 1
     zero_stage: int = 3
     sequence_parallel: bool = False
-    reduce_dtype: torch.dtype | None = None
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    reduce_dtype: str = "fp32"
+    pp_schedule: str = "1f1b"
+    pp_dtype: str = "fp32"
     router_loss_coef: float = 0.0
     frozen: tuple[str, ...] = ()
     compiles: bool = False
@@ -145,13 +147,35 @@ class Case:
         return TrainedParts(lora=lora, frozen_prefixes=self.frozen)
 
     @property
-    def optimizer(self) -> OptimizerSettings:
-        return OptimizerSettings(
+    def training(self) -> TrainingArgs:
+        return TrainingArgs(
             learning_rate=LEARNING_RATE,
-            epsilon=1e-5,
+            adam_epsilon=1e-5,
             max_grad_norm=self.max_grad_norm,
-            counts_zeros=self.counts_zeros,
-            initial_loss_scale=self.initial_loss_scale,
+            log_num_zeros_in_grad=self.counts_zeros,
+            initial_scale_power=int(math.log2(self.initial_loss_scale)),
+            gradient_checkpointing=self.recompute,
+            activation_offload=self.offloads_activations,
+        )
+
+    @property
+    def model_args(self) -> ModelArgs:
+        return ModelArgs(moe_aux_loss_coef=self.router_loss_coef)
+
+    @property
+    def settings(self) -> FSDP2Settings:
+        """The native engine's."""
+        return FSDP2Settings(
+            tp_size=self.sizes.tp,
+            pp_size=self.sizes.pp,
+            cp_size=self.sizes.cp,
+            dp_replicate=self.sizes.dp_replicate,
+            virtual_pp_size=self.virtual_pp_size,
+            zero_stage=self.zero_stage,
+            sequence_parallel=self.sequence_parallel,
+            reduce_dtype=self.reduce_dtype,
+            pp_schedule=self.pp_schedule,
+            pp_dtype=self.pp_dtype,
         )
 
 
@@ -172,16 +196,16 @@ class TestedEngine(Protocol):
 class NativeEngine:
     """The native engine on the mesh of a case."""
 
-    def policy(self, case: Case, path: Path) -> NativeTrain:
+    def policy(self, case: Case, path: Path) -> TrainEngine:
         return make_policy(case, *load_parallel(case, path, case.trained))
 
-    def reference(self, case: Case, path: Path) -> NativeInfer:
+    def reference(self, case: Case, path: Path) -> Engine:
         return make_reference(case, *load_parallel(case, path))
 
-    def full_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+    def full_weights(self, policy: TrainEngine) -> dict[str, Tensor]:
         return {name: gather_full(weight) for name, weight in policy.weights().items()}
 
-    def frozen_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+    def frozen_weights(self, policy: TrainEngine) -> dict[str, Tensor]:
         return {name: gather_full(each) for name, each in policy.model.named_parameters() if not each.requires_grad}
 
 
@@ -279,7 +303,7 @@ def score_single_process(case: Case, model_dir: Path, rank: int, num_ranks: int)
 def _scores(
     case: Case, model: PreTrainedModel, parallel: ParallelContext, rank: int, num_ranks: int
 ) -> list[list[float]]:
-    scorer = NativeInfer(model, LAYOUTS[case.layout], case.dtype, parallel)
+    scorer = infer_engine(model, LAYOUTS[case.layout], case.dtype, parallel)
     pairs = PAIRS[rank::num_ranks]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
     scored = [scorer.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
@@ -289,7 +313,7 @@ def _scores(
 def leaves_rows_out(case: Case, model_dir: Path) -> bool:
     """Whether the last layer of a parallelized model computes only the scored rows."""
     model, parallel = load_parallel(case, model_dir)
-    return NativeInfer(model, LAYOUTS[case.layout], case.dtype, parallel).pair_model.skips_unscored_rows
+    return infer_engine(model, LAYOUTS[case.layout], case.dtype, parallel).executor.model.skips_unscored_rows
 
 
 def load_parallel(
@@ -299,18 +323,7 @@ def load_parallel(
 ) -> tuple[torch.nn.Module, ParallelContext]:
     model = build_on_meta(str(path), dtype=torch.float32)
     module = trained.apply(model)
-    parallel = parallelize(
-        model,
-        str(path),
-        mesh_of(case.sizes),
-        case.dtype,
-        CPU,
-        zero_stage=case.zero_stage,
-        virtual_pp_size=case.virtual_pp_size,
-        sequence_parallel=case.sequence_parallel,
-        reduce_dtype=case.reduce_dtype,
-        pipeline=case.pipeline,
-    )
+    parallel = parallelize(model, str(path), mesh_of(case.sizes), case.settings, case.dtype, CPU)
     trained.init(model, seed=0)
     return module, parallel
 
@@ -331,19 +344,26 @@ def _train(case: Case, engine: TestedEngine, policy: Any, reference: Any) -> Out
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps, tuple(skipped), frozen_weights)
 
 
-def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeTrain:
+def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> TrainEngine:
     recompute_activations(base_model(model), case.recompute, offload=case.offloads_activations)
-    coef = case.router_loss_coef
-    policy = NativeTrain(model, LAYOUTS[case.layout], case.dtype, case.optimizer, parallel, router_loss_coef=coef)
+    compilation = None
     if case.compiles:
         has_messages = case.sizes.pp > 1 or case.sizes.cp > 1 or case.sequence_parallel
         keeps_parts = has_messages or case.recompute == "selective"
-        policy.compile(Compilation("functions" if keeps_parts else "layers"))
-    return policy
+        compilation = Compilation("functions" if keeps_parts else "layers")
+    return train_engine(
+        model,
+        LAYOUTS[case.layout],
+        case.dtype,
+        case.training,
+        parallel,
+        model_args=case.model_args,
+        compilation=compilation,
+    )
 
 
-def make_reference(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> NativeInfer:
-    return NativeInfer(model.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
+def make_reference(case: Case, model: torch.nn.Module, parallel: ParallelContext) -> Engine:
+    return infer_engine(model.requires_grad_(False), LAYOUTS[case.layout], case.dtype, parallel)
 
 
 def micro_batching_of(case: Case) -> MicroBatching:
@@ -355,7 +375,7 @@ def micro_batching_of(case: Case) -> MicroBatching:
 
 
 def make_trainer(
-    policy: NativeTrain, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
+    policy: TrainEngine, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
 ) -> RankTrainer:
     def score(batch: PairBatch) -> ChosenRejectedLogps:
         assert reference is not None

@@ -14,7 +14,6 @@ import torch
 from tests.support.paths import ROOT
 from tests.support.strategies.parity import Case, axes_text
 from thresher.distributed.mesh import ParallelDims
-from thresher.strategies.native.pipeline_parallel import PipelineSettings
 
 DOCS = ROOT / "docs" / "concepts" / "parallelism.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
@@ -113,7 +112,6 @@ MATRIX = [
 ]
 INTERLEAVED = 2
 TWO_STAGES = ParallelDims(pp=2)
-ZERO_BUBBLE, SENDS_BF16 = PipelineSettings("zero_bubble"), PipelineSettings(sent_dtype=torch.bfloat16)
 PIPELINES = [
     Case(TWO_STAGES),
     Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, also="interleaved"),
@@ -142,7 +140,7 @@ PIPELINES = [
     Case(ParallelDims(pp=2, dp_shard=2), family="qwen2"),
     Case(ParallelDims(pp=2, tp=2), family="gemma2"),
     *(
-        Case(sizes, family=family, virtual_pp_size=virtual, pipeline=ZERO_BUBBLE, also="zero bubble")
+        Case(sizes, family=family, virtual_pp_size=virtual, pp_schedule="zero_bubble", also="zero bubble")
         for sizes, family, virtual in (
             (TWO_STAGES, "llama", 1),
             (TWO_STAGES, "qwen2", 1),
@@ -152,7 +150,7 @@ PIPELINES = [
             (ParallelDims(pp=2, tp=2), "llama", 1),
         )
     ),
-    Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, pipeline=ZERO_BUBBLE, also="interleaved with zero bubble"),
+    Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, pp_schedule="zero_bubble", also="interleaved with zero bubble"),
 ]
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
@@ -176,10 +174,10 @@ IN_BF16 = [
     Case(
         ParallelDims(dp_shard=2),
         dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,
+        reduce_dtype="bf16",
         also="bf16 with sums of gradients in bf16",
     ),
-    Case(TWO_STAGES, dtype=torch.bfloat16, pipeline=SENDS_BF16, also="bf16 between stages"),
+    Case(TWO_STAGES, dtype=torch.bfloat16, pp_dtype="bf16", also="bf16 between stages"),
     Case(ParallelDims(pp=2, dp_shard=2), family="qwen2", dtype=torch.bfloat16, also="a tied embedding in bf16"),
 ]
 IN_FP16 = [

@@ -19,6 +19,7 @@ from tests.support.strategies.parity import (
     gather_full,
     objective_of,
 )
+from thresher.config.roles import TrainingArgs
 from thresher.data.pair import PairBatch
 from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.errors import UserError
@@ -26,14 +27,13 @@ from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import ModelInputs, PackedLayout
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
+from thresher.strategies.accumulate import MicroBatch, TokenCounts
+from thresher.strategies.engine import TrainEngine
 from thresher.strategies.native import pipeline_executor
-from thresher.strategies.native.infer import NativeInfer
+from thresher.strategies.native.build import infer_engine, train_engine
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
-from thresher.strategies.strategy import MicroBatch, TokenCounts
 
-OPTIMIZER = OptimizerSettings(learning_rate=LEARNING_RATE, epsilon=1e-5, max_grad_norm=1.0)
+OPTIMIZER = TrainingArgs(learning_rate=LEARNING_RATE, adam_epsilon=1e-5, max_grad_norm=1.0)
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class OneStep:
     weights: dict[str, Tensor]
 
 
-def policy_of(case: Case, path: Path, mesh: Mesh | None) -> NativeTrain:
+def policy_of(case: Case, path: Path, mesh: Mesh | None) -> TrainEngine:
     """A policy on a mesh, or in this process alone."""
     if mesh is None:
         model, parallel = load_model(str(path)), ParallelContext()
     else:
         model = build_on_meta(str(path), dtype=torch.float32)
-        parallel = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
-    return NativeTrain(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, parallel)
+        parallel = parallelize(model, str(path), mesh, case.settings, case.dtype, CPU)
+    return train_engine(model, LAYOUTS[case.layout], case.dtype, OPTIMIZER, parallel)
 
 
-def weights_of(policy: NativeTrain) -> dict[str, Tensor]:
+def weights_of(policy: TrainEngine) -> dict[str, Tensor]:
     return {name: gather_full(weight) for name, weight in policy.weights().items()}
 
 
@@ -104,10 +104,10 @@ def check_logps(case: Case, path: Path, has_wrong_positions: bool) -> str | None
     """The error of the start-up check, for a correct layout or one with wrong positions."""
     mesh = Mesh.create(case.sizes, CPU)
     model = build_on_meta(str(path), dtype=torch.float32)
-    parallel = parallelize(model, str(path), mesh, case.dtype, CPU, virtual_pp_size=case.virtual_pp_size)
+    parallel = parallelize(model, str(path), mesh, case.settings, case.dtype, CPU)
     layout = _Stretched(shares_prompt=True) if has_wrong_positions else LAYOUTS[case.layout]
     try:
-        NativeInfer(model, layout, case.dtype, parallel).check_logps(batch_of([0, 1, 2]))
+        infer_engine(model, layout, case.dtype, parallel).check_logps(batch_of([0, 1, 2]))
     except UserError as error:
         return str(error)
     return None

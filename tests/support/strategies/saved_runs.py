@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.strategies import parity
 from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config.roles import TrainingArgs
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
@@ -26,9 +27,10 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.trained import TrainedParts
+from thresher.strategies.engine import TrainEngine
+from thresher.strategies.native.build import train_engine
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
 
@@ -69,7 +71,7 @@ class Result:
 class SavedEngine(Protocol):
     """Builds a policy for checkpoints on this rank, and gathers its state."""
 
-    def policy_for_saving(self, run: Run, optimizer: OptimizerSettings) -> Any: ...
+    def policy_for_saving(self, run: Run, optimizer: TrainingArgs) -> Any: ...
 
     def full_weights(self, policy: Any) -> dict[str, Tensor]: ...
 
@@ -79,13 +81,13 @@ class SavedEngine(Protocol):
 class NativeEngine:
     """The native engine on the mesh of a run, or in one process."""
 
-    def policy_for_saving(self, run: Run, optimizer: OptimizerSettings) -> NativeTrain:
+    def policy_for_saving(self, run: Run, optimizer: TrainingArgs) -> TrainEngine:
         return _native_policy(run, optimizer)
 
-    def full_weights(self, policy: NativeTrain) -> dict[str, Tensor]:
+    def full_weights(self, policy: TrainEngine) -> dict[str, Tensor]:
         return gathered(policy.weights())
 
-    def full_moments(self, policy: NativeTrain) -> dict[str, Tensor]:
+    def full_moments(self, policy: TrainEngine) -> dict[str, Tensor]:
         return moments_of(policy)
 
 
@@ -108,7 +110,7 @@ def train(run: Run) -> Result:
 
 
 def build_policy(run: Run) -> Any:
-    optimizer = OptimizerSettings(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, epsilon=1e-5)
+    optimizer = TrainingArgs(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, adam_epsilon=1e-5)
     return (run.engine or NativeEngine()).policy_for_saving(run, optimizer)
 
 
@@ -117,15 +119,15 @@ def loss_scales_of_a_resume(case: parity.Case, model: Path, directory: Path) -> 
     policy = case.engine.policy(case, model)
     parity.make_trainer(policy, None, case).training_step()
     policy.snapshot({})(directory)
-    saved = policy._loss_scale.state()
+    saved = policy.scaler.state()
     dist.barrier()
     resumed = case.engine.policy(replace(case, initial_loss_scale=parity.Case.initial_loss_scale), model)
-    before = resumed._loss_scale.state()
+    before = resumed.scaler.state()
     resumed.load(directory)
-    return saved, before, resumed._loss_scale.state()
+    return saved, before, resumed.scaler.state()
 
 
-def _native_policy(run: Run, optimizer: OptimizerSettings) -> NativeTrain:
+def _native_policy(run: Run, optimizer: TrainingArgs) -> TrainEngine:
     if run.sizes is None:
         model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
         module, parallel = run.trained.apply(model), ParallelContext()
@@ -135,11 +137,12 @@ def _native_policy(run: Run, optimizer: OptimizerSettings) -> NativeTrain:
         if run.is_subset:
             freeze(model)
         mesh = parity.mesh_of(run.sizes)
-        parallel = parallelize(model, str(run.model), mesh, torch.float32, parity.CPU, zero_stage=run.zero_stage)
+        settings = FSDP2Settings(zero_stage=run.zero_stage)
+        parallel = parallelize(model, str(run.model), mesh, settings, torch.float32, parity.CPU)
     run.trained.init(model, seed=0)
     if run.is_subset:
         freeze(model)
-    return NativeTrain(module, parity.LAYOUTS["shared"], torch.float32, optimizer, parallel)
+    return train_engine(module, parity.LAYOUTS["shared"], torch.float32, optimizer, parallel)
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -147,7 +150,7 @@ def freeze(model: torch.nn.Module) -> None:
         parameter.requires_grad_(any(part in name for part in SUBSET))
 
 
-def build_trainer(policy: NativeTrain, run: Run) -> RankTrainer:
+def build_trainer(policy: TrainEngine, run: Run) -> RankTrainer:
     store = parity.PairsInMemory(parity.PAIRS)
     costs = CostModel(attention_per_key=0.01, shares_prompt=True)
     return RankTrainer(
@@ -169,12 +172,12 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: parity.gather_full(tensor) for name, tensor in tensors.items()}
 
 
-def moments_of(policy: NativeTrain) -> dict[str, Tensor]:
+def moments_of(policy: TrainEngine) -> dict[str, Tensor]:
     """Gather the full moments with torch's collectives, independent of checkpoint files."""
     found: dict[str, Tensor] = {}
-    for parameter, shard in policy._parameters.shards.items():
-        for key, value in policy._optimizer.state[shard].items():
-            name = f"{key}/{policy._parameters.names[parameter]}"
+    for parameter, shard in policy.parameters.shards.items():
+        for key, value in policy.parameters.optimizer.state[shard].items():
+            name = f"{key}/{policy.parameters.names[parameter]}"
             if isinstance(parameter, DTensor) and value.ndim:
                 value = DTensor.from_local(
                     value,

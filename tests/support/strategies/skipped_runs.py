@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.strategies.parity import LOSSES_WITH_REFERENCE, NUM_STEPS, Case, NativeEngine, make_trainer
 from thresher.losses.objective import Objective
-from thresher.strategies.strategy import StepDiscarded, TrainStrategy
+from thresher.strategies.accumulate import StepDiscarded
+from thresher.strategies.engine import TrainEngine
 from thresher.training.skipped_steps import SkippedStep
 from thresher.training.trainer import RankTrainer
 
@@ -69,10 +70,10 @@ def with_scale(trainer: RankTrainer, scale: float) -> None:
     trainer.objective = replace(objective, terms=((objective.terms[0][0], scale),))
 
 
-def digest(policy: TrainStrategy) -> str:
+def digest(policy: TrainEngine) -> str:
     """SHA-256 of the weights and moments on this process."""
     tensors = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in policy.weights().values()]
-    for state in policy._optimizer.state.values():
+    for state in policy.parameters.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     content = hashlib.sha256()
     for tensor in tensors:

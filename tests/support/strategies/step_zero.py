@@ -82,7 +82,7 @@ def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) 
         scored[index] = logps.detach()
         return logps.chosen.values.sum()
 
-    policy._infer.executor.backward(batches, loss_fn, statistics=NO_STATISTICS)
+    policy.executor.backward(batches, loss_fn, statistics=NO_STATISTICS)
     return _distance([(scored[index], reference) for index, reference in enumerate(references) if index in scored])
 
 

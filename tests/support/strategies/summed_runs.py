@@ -13,7 +13,7 @@ from tests.support.strategies.parity import LAYOUTS, PAIRS, objective_of
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
-from thresher.strategies.strategy import MicroBatch
+from thresher.strategies.accumulate import MicroBatch
 
 NUM_PAIRS = 12
 

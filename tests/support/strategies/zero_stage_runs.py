@@ -21,8 +21,8 @@ from tests.support.strategies.parity import (
 )
 from thresher.data.pair import PairBatch
 from thresher.models.loading.load import load_model
+from thresher.strategies.engine import TrainEngine
 from thresher.strategies.native.parallelize import ParallelContext
-from thresher.strategies.native.train import NativeTrain
 
 _BATCH = PairBatch(np.arange(3), tuple(PAIRS[:3]))
 
@@ -68,6 +68,6 @@ def resume_after_scoring(run: saved_runs.Run) -> tuple[list[float], saved_runs.R
     return logps, saved_runs.Result(losses, weights, saved_runs.moments_of(policy), [torch.get_rng_state()], [])
 
 
-def _logps(policy: NativeTrain) -> list[float]:
+def _logps(policy: TrainEngine) -> list[float]:
     sides = policy.score(_BATCH)
     return torch.cat([sides.chosen.values, sides.rejected.values]).tolist()

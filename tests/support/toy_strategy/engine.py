@@ -1,33 +1,37 @@
-"""The engine of the toy strategy: one process, and a learning rate of its own."""
+"""The engine of the toy strategy: the native one in one process, with its own learning rate."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+
+from toy_strategy.declaration import ToySettings
 
 from thresher.errors import UserError
-from thresher.strategies.native.infer import NativeInfer
-from thresher.strategies.native.train import NativeTrain
-from thresher.strategies.spec import ModelSpec, PolicySpec, StrategyCheck
-from thresher.strategies.strategy import StepOutcome
+from thresher.strategies.engine import Engine, TrainEngine
+from thresher.strategies.native.build import infer_engine, train_engine
+from thresher.strategies.native.parallelize import ParallelContext
+from thresher.strategies.native.parameters import LocalCheckpoint, LocalParameters
+from thresher.strategies.spec import EngineCheck, ModelSpec, PolicySpec
 
 
-class ToyTrain(NativeTrain):
-    factor: float
+class ToyParameters(LocalParameters):
+    factor = 1.0
 
-    def train_step(self, *args: Any, learning_rate: float, **rest: Any) -> StepOutcome:
-        return super().train_step(*args, learning_rate=learning_rate * self.factor, **rest)
-
-
-def build_train(spec: PolicySpec) -> ToyTrain:
-    policy = ToyTrain(spec.source.load(), spec.layout, spec.compute_dtype, spec.optimizer)
-    policy.factor = spec.settings.learning_rate_factor
-    return policy
+    def update(self, learning_rate: float) -> None:
+        super().update(learning_rate * self.factor)
 
 
-def build_infer(spec: ModelSpec) -> NativeInfer:
-    return NativeInfer(spec.source.load().requires_grad_(False).eval(), spec.layout, spec.compute_dtype)
+def build_train(spec: PolicySpec[ToySettings]) -> TrainEngine:
+    engine = train_engine(spec.source.load(), spec.layout, spec.compute_dtype, spec.training)
+    parameters = ToyParameters(engine.model, engine.model, ParallelContext(), spec.training)
+    parameters.factor = spec.settings.learning_rate_factor
+    return replace(engine, parameters=parameters, checkpoint=LocalCheckpoint(parameters))
 
 
-def check(run: StrategyCheck) -> None:
+def build_infer(spec: ModelSpec[ToySettings]) -> Engine:
+    return infer_engine(spec.source.load().requires_grad_(False).eval(), spec.layout, spec.compute_dtype)
+
+
+def check(run: EngineCheck[ToySettings]) -> None:
     if run.model_config.model_type != "llama":
         raise UserError(f"{run.section}: toy_train trains llamas, and {run.path} is {run.model_config.model_type}")

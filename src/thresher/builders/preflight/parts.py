@@ -20,7 +20,7 @@ from thresher.models.layouts.choose import transformers_attention
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.reference.modes import ReferenceMode
-from thresher.strategies.strategy import ParameterCounts
+from thresher.strategies.engine import ParameterCounts
 
 
 class RunParts:

@@ -126,7 +126,7 @@ class _Step:
 
     def run(self, num_micro_batches: int) -> None:
         """Make a step, with the reference scored first if these processes do it."""
-        from thresher.strategies.strategy import MicroBatch
+        from thresher.strategies.accumulate import MicroBatch
 
         self._policy.train_step(
             [MicroBatch(batch, self._reference(batch)) for batch in self._batches[:num_micro_batches]],

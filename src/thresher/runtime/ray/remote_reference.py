@@ -20,7 +20,7 @@ from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
 from thresher.runtime.rank import ReferenceHandle, bundle_of
 from thresher.runtime.ray.cluster import death_cause
 from thresher.runtime.ray.logps_transport import unpack_logps
-from thresher.strategies.strategy import TrainStrategy
+from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import evaluation_batches
 
 
@@ -92,14 +92,14 @@ class PrefetchingReference:
 
 
 def prefetch_reference(
-    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, handle: ReferenceHandle, first_step: int
+    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, handle: ReferenceHandle, first_step: int
 ) -> ReferenceBundle:
     """Build the reference of a policy worker whose logps the reference workers compute."""
     return bundle_of(config, handle, *_prefetching(config, inputs, policy, handle, first_step))
 
 
 def _prefetching(
-    config: DPOConfig, inputs: RunInputs, policy: TrainStrategy, handle: ReferenceHandle, first_step: int
+    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, handle: ReferenceHandle, first_step: int
 ) -> tuple[PrefetchingReference, PrefetchingReference | None]:
     dp_group, workers, plan = policy.dp_group, handle.workers, inputs.plan
     micro_batching = build_micro_batching(config, inputs, policy.hidden_size)

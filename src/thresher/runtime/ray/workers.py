@@ -53,7 +53,7 @@ from thresher.runtime.ray.remote_reference import prefetch_reference
 from thresher.runtime.ray.rendezvous import Address, init_process_group, start_rendezvous
 from thresher.runtime.ray.spares import WorkerProcess
 from thresher.runtime.ray.starter import VISIBLE_DEVICES
-from thresher.strategies.strategy import InferStrategy
+from thresher.strategies.engine import Engine
 from thresher.training.trainer import evaluation_batches
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class ReferenceWorker(Worker):
 
     _config: DPOConfig
     _inputs: RunInputs
-    _reference: InferStrategy
+    _reference: Engine
     _micro_batching: MicroBatching
     _num_ranks: int
 

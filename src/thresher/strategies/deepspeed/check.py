@@ -1,4 +1,4 @@
-"""Checks of the DeepSpeed strategies before any worker starts: the model, and a DeepSpeed JSON of the user."""
+"""DeepSpeed's checks before any worker starts: the model, and a DeepSpeed JSON of the user."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from thresher.errors import UserError
 from thresher.models.loading.weight_files import find_files_to_shard
-from thresher.strategies.deepspeed.declaration import AUTO
+from thresher.strategies.deepspeed.declaration import AUTO, ZeroSettings
 from thresher.strategies.native.check import check_router_family
-from thresher.strategies.spec import StrategyCheck
+from thresher.strategies.spec import EngineCheck
 
 _CONFIG = "strategy_args.strategy_config"
 # DeepSpeed's key -> thresher's key below training_args
@@ -23,7 +23,7 @@ _ADAMW = {"lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps"
 _ADAMW["weight_decay"] = ("weight_decay",)
 
 
-def check(run: StrategyCheck) -> None:
+def check(run: EngineCheck[ZeroSettings]) -> None:
     """Reject what the engine does not support, and keys of a DeepSpeed JSON that contradict thresher's."""
     _check_model(run)
     for key, value, thresher_key, expected in _shared_settings(run):
@@ -34,24 +34,24 @@ def check(run: StrategyCheck) -> None:
             )
 
 
-def _check_model(run: StrategyCheck) -> None:
+def _check_model(run: EngineCheck[ZeroSettings]) -> None:
     stage = run.settings.stage
     if run.compiles:
         raise UserError(
-            f"{run.section}: training_args.torch_compile is not supported by DeepSpeed strategies; set it to false, or "
+            f"{run.section}: training_args.torch_compile is not supported by DeepSpeed; set it to false, or "
             "use fsdp2_train"
         )
     if run.is_synced:
         raise UserError(
-            f"{run.section}: reference.sync_steps is not supported by DeepSpeed strategies, whose reference cannot "
+            f"{run.section}: reference.sync_steps is not supported by DeepSpeed, whose reference cannot "
             "follow the policy; remove it, or use fsdp2_train"
         )
     if run.master_dtype != "fp32":
         raise UserError(
-            f"{run.section}: model_args.master_dtype {run.master_dtype} is not supported by DeepSpeed strategies, "
-            "which keep weights in fp32; set it to fp32, and model_args.dtype to the precision to compute in"
+            f"{run.section}: model_args.master_dtype {run.master_dtype} is not supported by DeepSpeed, "
+            "which keeps weights in fp32; set it to fp32, and model_args.dtype to the precision to compute in"
         )
-    if run.router_loss_coef:
+    if run.balances_experts:
         check_router_family(run)
     lora = None if run.trained is None else run.trained.lora
     if lora is not None and lora.starts_from_weights and stage == 3:
@@ -63,12 +63,12 @@ def _check_model(run: StrategyCheck) -> None:
         find_files_to_shard(run.path)
 
 
-def _shared_settings(run: StrategyCheck) -> Iterator[tuple[str, Any, str, object]]:
+def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any, str, object]]:
     """Yield DeepSpeed's key and value, and thresher's key and value, for each setting that both have."""
     settings, training = run.settings, run.training
     for key, name in _SAME_SETTINGS.items():
-        yield key, getattr(settings, key), f"training_args.{name}", training[name]
-    yield "train_batch_size", settings.train_batch_size, "the number of pairs per step", training["pairs_per_step"]
+        yield key, getattr(settings, key), f"training_args.{name}", getattr(training, name)
+    yield "train_batch_size", settings.train_batch_size, "the number of pairs per step", run.pairs_per_step
     for name in ("bf16", "fp16"):
         section = _section(run, name)
         yield f"{name}.enabled", section.get("enabled", AUTO), "model_args.dtype == " + name, run.dtype == name
@@ -76,7 +76,7 @@ def _shared_settings(run: StrategyCheck) -> Iterator[tuple[str, Any, str, object
         fp16 = _section(run, "fp16")
         yield "fp16.loss_scale", fp16.get("loss_scale", AUTO), "the loss scale, which is dynamic,", 0
         for name in ("initial_scale_power", "loss_scale_window"):
-            yield f"fp16.{name}", fp16.get(name, AUTO), f"training_args.{name}", training[name]
+            yield f"fp16.{name}", fp16.get(name, AUTO), f"training_args.{name}", getattr(training, name)
     optimizer = _section(run, "optimizer")
     kind = optimizer.get("type", AUTO)
     yield "optimizer.type", kind if kind == AUTO else str(kind).lower(), "the optimizer", "adamw"
@@ -85,20 +85,20 @@ def _shared_settings(run: StrategyCheck) -> Iterator[tuple[str, Any, str, object
             yield f"optimizer.params.{name}", value, "a setting of AdamW of this name", "not known"
             continue
         keys = _ADAMW[name]
-        expected = [training[key] for key in keys]
+        expected = [getattr(training, key) for key in keys]
         thresher_key = " and ".join(f"training_args.{key}" for key in keys)
         yield f"optimizer.params.{name}", value, thresher_key, expected if len(keys) > 1 else expected[0]
     scheduler = _section(run, "scheduler")
     scheduled = {"type": scheduler.get("type", AUTO), **(scheduler.get("params") or {})}
     for name, value in scheduled.items():
         key = "scheduler.type" if name == "type" else f"scheduler.params.{name}"
-        yield key, value, "training_args.lr_scheduler_type", training["lr_scheduler_type"]
+        yield key, value, "training_args.lr_scheduler_type", training.lr_scheduler_type
     printed = settings.steps_per_print
     is_never = printed is None or (isinstance(printed, float) and isinf(printed)) or str(printed) in ("inf", ".inf")
     yield "steps_per_print", AUTO if is_never else printed, "the progress line of DeepSpeed", "left out"
 
 
-def _section(run: StrategyCheck, name: str) -> Mapping[str, Any]:
+def _section(run: EngineCheck[ZeroSettings], name: str) -> Mapping[str, Any]:
     value = getattr(run.settings, name)
     if value == AUTO:
         return {}

@@ -1,4 +1,4 @@
-"""The strategies deepspeed_train and deepspeed_infer, and their settings.
+"""DeepSpeed under the names deepspeed_train and deepspeed_infer, and its settings.
 
 The section takes thresher's names, and a DeepSpeed JSON as it is: keys that DeepSpeed shares with thresher must be
 "auto" or agree with thresher's setting (see check.py), options of ZeRO that change neither the numbers nor the
@@ -8,6 +8,7 @@ partitioning are passed on, and every other key is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import JsonValue, model_validator
@@ -33,8 +34,8 @@ _OF_DEEPSPEED_FILES = {
 }
 
 
-class _ZeroSettings(StrategySettings):
-    """What both strategies have in common."""
+class ZeroSettings(StrategySettings):
+    """What policy and reference have in common."""
 
     default_stage: ClassVar[int]
 
@@ -102,7 +103,7 @@ class _ZeroSettings(StrategySettings):
         return sections[0] if sections else None
 
     @model_validator(mode="after")
-    def _validate_zero(self) -> _ZeroSettings:
+    def _validate_zero(self) -> ZeroSettings:
         zero = self.zero_optimization
         known = {"stage", "offload_optimizer", "offload_param", *_PASSED_ON, *_OF_DEEPSPEED_FILES}
         if unknown := sorted(zero.keys() - known):
@@ -146,13 +147,13 @@ def _validate_offload(name: str, value: object, stage: int) -> None:
         raise ValueError(f"{name} needs zero_stage {lowest} or more, and it is {stage}; remove one of them")
 
 
-class DeepSpeedTrainSettings(_ZeroSettings):
+class DeepSpeedTrainSettings(ZeroSettings):
     """`strategy_config` of deepspeed_train: a ZeRO stage and its options. All workers are data-parallel ranks."""
 
     default_stage = 2
 
 
-class DeepSpeedInferSettings(_ZeroSettings):
+class DeepSpeedInferSettings(ZeroSettings):
     """`strategy_config` of deepspeed_infer: zero_stage 3, or 0 for a full copy per worker."""
 
     default_stage = 3
@@ -169,20 +170,13 @@ class DeepSpeedInferSettings(_ZeroSettings):
         return self
 
 
-# without the kernels that DeepSpeed would compile, which no setting here uses, and against the torch that is installed
-_INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'thresher[deepspeed]'"
 TRAIN = StrategyDeclaration(
     DeepSpeedTrainSettings,
     build_train=f"{_PACKAGE}.build:build_train",
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
-    install=_INSTALL,
+    # without the kernels that DeepSpeed would compile, which no setting here uses, and against the installed torch
+    install="DS_BUILD_OPS=0 pip install --no-build-isolation 'thresher[deepspeed]'",
     modules=("deepspeed",),
 )
-INFER = StrategyDeclaration(
-    DeepSpeedInferSettings,
-    build_infer=f"{_PACKAGE}.build:build_infer",
-    check=f"{_PACKAGE}.check:check",
-    install=_INSTALL,
-    modules=("deepspeed",),
-)
+INFER = replace(TRAIN, settings=DeepSpeedInferSettings, build_train=None)

@@ -1,42 +1,38 @@
-"""Build the models of the megatron strategies: the chunks of this process, their adapters and their optimizer."""
+"""Build the Megatron-Core engine: this process's model chunks, their adapters and their optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from thresher.errors import UserError
 from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.lora import attach_adapter, initial_values
 from thresher.models.optimizations.recompute import Recompute
-from thresher.strategies.megatron.checkpoint import NamedState
+from thresher.strategies.engine import Engine, ParameterCounts, TrainEngine
 from thresher.strategies.megatron.declaration import MegatronSettings
-from thresher.strategies.megatron.infer import MegatronInfer
-from thresher.strategies.megatron.load_weights import load_masters, load_weights
 from thresher.strategies.megatron.lora import ChunkAdapters, check_adapters, list_adapters
-from thresher.strategies.megatron.model import MegatronPairModel, build_chunks
-from thresher.strategies.megatron.optimizer import PolicyOptimizer, wrap_chunks
+from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.megatron.parallel import create_groups
-from thresher.strategies.megatron.parameter_state import ParameterState
-from thresher.strategies.megatron.train import MegatronTrain
-from thresher.strategies.megatron.transformer_config import RECOMPUTABLE, ModelOptions, describe_model
-from thresher.strategies.megatron.weights import Piece
+from thresher.strategies.megatron.parameters import MegatronCheckpoint, PiecesOf, PolicyOptimizer, wrap_chunks
+from thresher.strategies.megatron.schedule import ScheduleExecutor
+from thresher.strategies.megatron.transformer_config import describe_model, transformer_config
+from thresher.strategies.megatron.weights import load_masters, load_weights
+from thresher.strategies.nonfinite import LossScale
 from thresher.strategies.spec import ModelSpec, PolicySpec
-from thresher.strategies.strategy import ParameterCounts
 
 
-def build_train(spec: PolicySpec) -> MegatronTrain:
+def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and build its optimizer."""
-    settings: MegatronSettings = spec.settings
-    chunks = _build_chunks(spec, spec.gradient_checkpointing)
+    chunks = _load_chunks(spec, spec.training.gradient_checkpointing)
     model = spec.source.empty()
     module = spec.trained.apply(model)
     adapters: list[ChunkAdapters] = []
@@ -44,55 +40,68 @@ def build_train(spec: PolicySpec) -> MegatronTrain:
         adapters = _attach_adapters(chunks, model, module, spec.trained.adapter, spec.seed)
     else:
         _freeze(chunks, model)
-    wrapped = wrap_chunks(
-        chunks,
-        use_distributed_optimizer=settings.use_distributed_optimizer,
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
-    )
-    optimizer = PolicyOptimizer(wrapped, spec.optimizer, spec.compute_dtype)
-    states = _named_states(optimizer, chunks, adapters)
+    wrapped = wrap_chunks(chunks, spec.settings)
+    optimizer = PolicyOptimizer(wrapped, spec.training, spec.compute_dtype, _pieces(chunks, adapters))
     if not adapters and spec.compute_dtype != torch.float32:
-        load_masters(chunks, spec.source.named_path, [each.state for each in states])
-    return MegatronTrain(
-        chunks,
-        optimizer,
-        spec.optimizer,
-        states,
-        spec.layout,
-        ParameterCounts.of(module),
-        adapters,
+        load_masters(chunks, spec.source.named_path, optimizer.states)
+    first, dp_group = chunks[0], chunks[0].groups.dp
+    return TrainEngine(
+        model=nn.ModuleList(chunks),
+        executor=ScheduleExecutor(chunks, wrapped, spec.layout),
+        # a rank that reduces its gradients in a backward needs one
+        dp_group=replace(dp_group, needs_lockstep=dp_group.needs_lockstep or spec.settings.overlap_grad_reduce),
+        device=first.device,
+        hidden_size=int(first.config.hidden_size),
+        parameters=optimizer,
+        checkpoint=MegatronCheckpoint(optimizer.states, dp_group.world),
+        training=spec.training,
+        parameter_counts=ParameterCounts.of(module),
+        adapter_disabled=partial(_disabled, adapters),
+        scaler=LossScale.of(spec.training, spec.compute_dtype),
     )
 
 
-def build_infer(spec: ModelSpec) -> MegatronInfer:
-    """Load a frozen model along the axes of the settings."""
-    chunks = _build_chunks(spec)
+def build_infer(spec: ModelSpec[MegatronSettings]) -> Engine:
+    """Load a frozen model along the parallel dimensions of the settings."""
+    chunks = _load_chunks(spec)
     if spec.adapter is not None:
         model = spec.source.empty()
         _attach_adapters(chunks, model, attach_adapter(model, spec.adapter), spec.adapter, seed=0)
-    for chunk in chunks:
-        chunk.requires_grad_(False).eval()
-    return MegatronInfer(chunks, spec.layout)
+    executor, first = ScheduleExecutor(chunks, chunks, spec.layout), chunks[0]
+    frozen = nn.ModuleList(chunks).requires_grad_(False).eval()
+    return Engine(frozen, executor, first.groups.dp, first.device, int(first.config.hidden_size))
 
 
-def _build_chunks(spec: ModelSpec, recompute: Recompute = "off") -> list[MegatronPairModel]:
-    """Build the chunks of this process and read their slices of the weights."""
+def _load_chunks(spec: ModelSpec[MegatronSettings], recompute: Recompute = "off") -> list[MegatronPairModel]:
+    """Build this process's chunks and read their slices of the weights."""
     _check_gpu(spec.device)
     if not dist.is_initialized():  # a single worker has no process group, and Megatron-Core needs one
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    config, path = spec.source.config(), spec.source.named_path
-    options = model_options(spec.settings, spec.device, recompute)
-    groups = create_groups(spec.settings.sizes)
     try:
-        chunks = build_chunks(config, describe_model(config, path), groups, options, spec.compute_dtype, spec.device)
+        chunks = build_chunks(
+            spec.source.config(), spec.source.named_path, spec.settings, recompute, spec.compute_dtype, spec.device
+        )
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(
             f"Megatron-Core rejects the settings of strategy_config: {error}; change or remove the setting"
         ) from error
-    load_weights(chunks, path)
+    load_weights(chunks, spec.source.named_path)
     return chunks
+
+
+def build_chunks(
+    config: PreTrainedConfig,
+    path: str,
+    settings: MegatronSettings,
+    recompute: Recompute,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[MegatronPairModel]:
+    """Build this process's chunks, one per virtual pipeline stage, without weights."""
+    model, groups = describe_model(config, path), create_groups(settings.sizes)
+    configs = [transformer_config(model, settings, recompute, dtype, device) for _ in range(settings.sizes.virtual_pp)]
+    return [MegatronPairModel(config, model, groups, each, device, index) for index, each in enumerate(configs)]
 
 
 def _check_gpu(device: torch.device) -> None:
@@ -101,33 +110,9 @@ def _check_gpu(device: torch.device) -> None:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA, or a process without a GPU
         raise UserError(
-            f"the megatron strategies need a GPU per worker, and a worker is on {device} ({error}); set "
+            f"Megatron-Core needs a GPU per worker, and a worker is on {device} ({error}); set "
             "device_mapping, or strategy_name to fsdp2_train, which also runs on CPUs"
         ) from error
-
-
-def model_options(settings: MegatronSettings, device: torch.device, recompute: Recompute) -> ModelOptions:
-    """Translate the settings that change how Megatron-Core computes a model; its own ones win over `recompute`."""
-    granularity = settings.recompute_granularity or (None if recompute == "off" else recompute)
-    is_full, on_gpu = granularity == "full", device.type == "cuda"
-    extra: dict[str, Any] = {
-        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
-        "bias_activation_fusion": settings.bias_activation_fusion and on_gpu,
-        "moe_permute_fusion": settings.moe_permute_fusion and on_gpu and find_spec("transformer_engine") is not None,
-    }
-    if settings.sizes.virtual_pp > 1:
-        # one message per direction: with 2 stages, the next one is also the previous one, and a batch would mix them up
-        extra |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    modules = settings.recompute_modules
-    if modules is None and settings.recompute_granularity is None and recompute == "selective":
-        modules = ["layernorm"]  # the default of Megatron-Core computes attention again
-    return ModelOptions(
-        recompute_granularity=granularity,
-        recompute_method=(settings.recompute_method or "uniform") if is_full else None,
-        recompute_num_layers=(settings.recompute_num_layers or 1) if is_full else None,
-        recompute_modules=None if modules is None else tuple(name for name in modules if name in RECOMPUTABLE),
-        extra=extra | settings.additional_configs,
-    )
 
 
 @torch.no_grad()
@@ -170,28 +155,19 @@ def _freeze(chunks: list[MegatronPairModel], model: PreTrainedModel) -> None:
             parameter.requires_grad_(trained != {False})
 
 
-def _named_states(
-    optimizer: PolicyOptimizer, chunks: list[MegatronPairModel], adapters: list[ChunkAdapters]
-) -> list[NamedState]:
-    """Name the optimizer's state by transformers, and find the process that writes it."""
-    states: dict[nn.Parameter, ParameterState] = {state.parameter: state for state in optimizer.states()}
-    located = {
-        parameter: (index, chunk, name)
+def _pieces(chunks: list[MegatronPairModel], adapters: list[ChunkAdapters]) -> dict[nn.Parameter, PiecesOf]:
+    """What each trained parameter holds of the tensors of transformers or PEFT, in the order of the model."""
+    return {
+        parameter: partial(adapters[index].pieces if adapters else chunk.weight_map.pieces, name)
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
-    named = []
-    for parameter, state in states.items():
-        index, chunk, name = located[parameter]
-        pieces_of = adapters[index].pieces if adapters else chunk.weight_map.pieces
-        named.append(
-            NamedState(state, partial(pieces_of, name), _is_owner(chunk, parameter, pieces_of(name, parameter)))
-        )
-    return named
 
 
-def _is_owner(chunk: MegatronPairModel, parameter: Tensor, pieces: list[Piece]) -> bool:
-    """Whether this process, of the tensor-parallel ranks and stages with the same values, writes them."""
-    if getattr(parameter, "shared", False):  # the last stage has a copy of a tied embedding
-        return False
-    return chunk.groups.tp.rank == 0 or all(piece.axis is not None for piece in pieces)
+@contextmanager
+def _disabled(adapters: list[ChunkAdapters]) -> Iterator[None]:
+    with ExitStack() as disabled:
+        for each in adapters:
+            disabled.enter_context(each.disabled())
+        yield

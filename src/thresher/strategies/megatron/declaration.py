@@ -1,14 +1,14 @@
-"""The strategies megatron_train and megatron_infer, and their settings under the names that Megatron has for them."""
+"""Megatron-Core under the names megatron_train and megatron_infer, and its settings, named as in Megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, JsonValue, PositiveInt, model_validator
 
 from thresher.config.strategies import StrategyDeclaration, StrategySettings, not_a_multiple
-from thresher.strategies.megatron.sizes import MegatronSizes
 
 _PACKAGE = "thresher.strategies.megatron"
 _AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -27,6 +27,25 @@ SET_BY_THRESHER = (
 
 def _as_list(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class MegatronSizes:
+    """Size of each parallel dimension of Megatron-Core."""
+
+    tp: int = 1
+    pp: int = 1
+    # model chunks per pipeline stage
+    virtual_pp: int = 1
+    cp: int = 1
+    # splits the experts over data-parallel (and cp and tp) ranks, which otherwise hold the same weights, so it is not a
+    # factor of the number of processes
+    ep: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def workers_per_data_rank(self) -> int:
+        return self.tp * self.pp * self.cp
 
 
 class MegatronSettings(StrategySettings):
@@ -168,16 +187,9 @@ TRAIN = StrategyDeclaration(
     MegatronSettings,
     build_train=f"{_PACKAGE}.build:build_train",
     build_infer=f"{_PACKAGE}.build:build_infer",
-    check=f"{_PACKAGE}.check:check",
+    check=f"{_PACKAGE}.transformer_config:check",
     install="pip install 'thresher[megatron]'",
     needs_gpu=True,
     modules=("megatron.core",),
 )
-INFER = StrategyDeclaration(
-    MegatronSettings,
-    build_infer=f"{_PACKAGE}.build:build_infer",
-    check=f"{_PACKAGE}.check:check",
-    install="pip install 'thresher[megatron]'",
-    needs_gpu=True,
-    modules=("megatron.core",),
-)
+INFER = replace(TRAIN, build_train=None)

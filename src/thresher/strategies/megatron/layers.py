@@ -1,8 +1,11 @@
 """Layers of a Megatron-Core model: its linear layers, MLPs and token dispatcher with our norm and our attention.
 
-Our attention takes the place of Megatron-Core's, so that packed and shared rows run under it. It also applies the
+Our attention replaces Megatron-Core's, so packed and shared rows run under it. It also applies the
 rotary embedding, with the angles of transformers: packed rows have arbitrary positions, and every kind of scaling that
 transformers knows is exact.
+
+The weights of all local experts are stacked, as in transformers, and multiplied in one grouped product. Megatron-Core's
+own grouped experts need Transformer Engine; its others run one expert after another.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +36,6 @@ from torch import Tensor, nn
 from thresher.models.attention.interface import pair_attention
 from thresher.models.attention.segments import PackedAttention
 from thresher.models.optimizations.memory_efficient_layers import rms_norm
-from thresher.strategies.megatron.experts import PairRouter, StackedExperts
 
 # megatron-core 0.16.1 takes the default fp8=False for fp8, which needs Transformer Engine
 tensor_parallel.CheckpointWithoutOutput = partial(CheckpointWithoutOutput, fp8=None)
@@ -42,13 +46,13 @@ class AttentionContext:
     """What the attention needs to know of a micro-batch.
 
     It travels as Megatron-Core's `attention_bias`, which all layers pass on unread and which recomputed activations get
-    from a closure, not from the model: in a pipeline another micro-batch may have run in between.
-
-    cos, sin: [sequences or 1, rows, head dim] of the rotary embedding. visibility: None for plain causal attention.
+    from a closure, not from the model: in a pipeline a different micro-batch may have run in between.
     """
 
+    # of the rotary embedding, [sequences or 1, rows, head dim]
     cos: Tensor
     sin: Tensor
+    # None for plain causal attention
     visibility: PackedAttention | None
 
 
@@ -106,6 +110,40 @@ def _rotate(states: Tensor, context: AttentionContext) -> Tensor:
     cos, sin = context.cos.unsqueeze(1), context.sin.unsqueeze(1)
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class StackedExperts(nn.Module):
+    """gate_up_proj: [local experts, 2 * ffn, hidden], down_proj: [local experts, hidden, ffn]."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **_: Any):
+        super().__init__()
+        ffn, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, ffn, dtype=dtype))
+        weight: Any
+        for weight in (self.gate_up_proj, self.down_proj):
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+            # Megatron-Core sums such gradients over the ranks with the same experts: tensor-parallel ranks may have
+            # the same, for different rows
+            weight.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """rows: [tokens, hidden], ordered by expert; probs: [tokens] the weight of each output."""
+        if not len(rows):
+            # a grouped product needs rows; the experts stay on the autograd graph, with a gradient of zero
+            gate, _ = (rows @ self.gate_up_proj[0].T).chunk(2, dim=-1)
+            return gate @ self.down_proj[0].T, None
+        stops = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=stops).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * probs[:, None]).to(rows.dtype)
+        return F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=stops), None
+
+
+class PairRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron-Core's router without Transformer Engine, which the gate of version 0.16.1 needs even on a GPU."""
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002  named by Megatron-Core
+        return F.linear(input.float(), self.weight.float())
 
 
 def decoder_spec(config: TransformerConfig, virtual_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:

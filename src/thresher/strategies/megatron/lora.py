@@ -8,7 +8,7 @@ of a layer, or its gate and up, are parts of one matrix in Megatron-Core; their 
     row-parallel (o down)             sharded over tp by columns    replicated
 
 With sequence parallelism a replicated matrix sees only the rows of its rank, so its gradient is summed over tp by
-finalize_model_grads, as that of a norm.
+finalize_model_grads, like a norm's.
 """
 
 from __future__ import annotations

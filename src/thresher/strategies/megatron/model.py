@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -31,7 +32,7 @@ from thresher.models.lm_head import LMHead, VocabParallel
 from thresher.models.scored_rows import ScoredTokens, logit_transform, score_rows, split_sides
 from thresher.strategies.megatron.layers import AttentionContext, decoder_spec
 from thresher.strategies.megatron.parallel import MegatronGroups
-from thresher.strategies.megatron.transformer_config import ModelDescription, ModelOptions, transformer_config
+from thresher.strategies.megatron.transformer_config import ModelDescription
 from thresher.strategies.megatron.weights import ShardPosition, WeightMap
 
 
@@ -43,13 +44,11 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
         hf_config: PreTrainedConfig,
         description: ModelDescription,
         groups: MegatronGroups,
-        options: ModelOptions,
-        dtype: torch.dtype,
+        config: TransformerConfig,
         device: torch.device,
         virtual_stage: int = 0,
     ):
         sizes = groups.sizes
-        config = transformer_config(description, sizes, options, dtype, device)
         vp_stage = virtual_stage if sizes.virtual_pp > 1 else None
         is_first = groups.is_first_stage and virtual_stage == 0
         is_last = groups.is_last_stage and virtual_stage == sizes.virtual_pp - 1
@@ -166,21 +165,6 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
             weight = weight[: vocab_size - offset]
         shards = None if tp.size == 1 or tp.group is None else VocabParallel(offset, tp.group)
         return LMHead(weight, None, dtype, self.logit_transform, shards)
-
-
-def build_chunks(
-    hf_config: PreTrainedConfig,
-    description: ModelDescription,
-    groups: MegatronGroups,
-    options: ModelOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[MegatronPairModel]:
-    """Build the model chunks of this process, without weights."""
-    return [
-        MegatronPairModel(hf_config, description, groups, options, dtype, device, virtual_stage)
-        for virtual_stage in range(groups.sizes.virtual_pp)
-    ]
 
 
 def _rotary_embedding(config: PreTrainedConfig) -> nn.Module:

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.strategies.megatron.declaration import MegatronSizes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def create_groups(sizes: MegatronSizes, seed: int = 0) -> MegatronGroups:
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=1,
         order="tp-cp-ep-dp-pp",
-        # the default group has a backend for host memory beside that for the GPU
+        # the default group has a backend for host memory besides the one for the GPU
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)
@@ -68,7 +68,8 @@ def destroy_groups() -> None:
 
 
 def _describe(sizes: MegatronSizes) -> MegatronGroups:
-    tp, pp = _group(parallel_state.get_tensor_model_parallel_group()), _pipeline_group()
+    tp = _group(parallel_state.get_tensor_model_parallel_group())
+    pp = _group(parallel_state.get_pipeline_model_parallel_group())
     cp = _group(parallel_state.get_context_parallel_group())
     data = _group(parallel_state.get_data_parallel_group())
     dp = DataParallelGroup(
@@ -100,10 +101,6 @@ def _metrics_group(sizes: MegatronSizes, num_data_ranks: int) -> Group:
         if dist.get_rank() in ranks and len(ranks) > 1:
             own = Group(ranks.index(dist.get_rank()), len(ranks), group)
     return own
-
-
-def _pipeline_group() -> Group:
-    return _group(parallel_state.get_pipeline_model_parallel_group())
 
 
 def _group(group: dist.ProcessGroup) -> Group:

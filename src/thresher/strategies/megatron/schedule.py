@@ -7,7 +7,7 @@ several. Every stage collates the same micro-batches, so only hidden states and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,18 @@ from torch import Tensor, nn
 
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
-from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.forward_check import TOLERANCES, LayoutError
+from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
 from thresher.models.scored_rows import ScoredTokens
-from thresher.strategies.accumulate import ExecutedBatches, LossFn
+from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.megatron.model import MegatronPairModel
-from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
-from thresher.strategies.strategy import TokenCounts
+from thresher.strategies.native.sequential import (
+    DUMMY_BATCH,
+    count_step_tokens,
+    distance_to_single_pairs,
+    empty_like,
+    loss_of_batch,
+)
 
 # scored tokens of a micro-batch by its index -> loss, and data to collect
 _Loss = Callable[[int, ScoredTokens], tuple[Tensor, Any]]
@@ -31,26 +37,24 @@ _Loss = Callable[[int, ScoredTokens], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class ScheduleExecutor:
-    """Runs the micro-batches of a step through the chunks of this process; the output of a dummy batch is discarded.
-
-    wrapped: the same chunks as Megatron-Core's schedules see them, with gradient buffers if they are trained.
-    """
+    """Runs the micro-batches of a step through the chunks of this process; the output of a dummy batch is discarded."""
 
     chunks: Sequence[MegatronPairModel]
+    # the same chunks as Megatron-Core's schedules see them, with gradient buffers if they are trained
     wrapped: Sequence[nn.Module]
     layout: Layout
 
     @torch.no_grad()
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training; the last stage broadcasts the logps to all."""
-        run = self._collate([batch], statistics)
+        inputs = self._collate([batch])
 
         def collect(_: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
             return scored.logps.sum(), scored
 
-        collected = self._run_schedule(run, collect, forward_only=True)
-        scored = self._broadcast(run.inputs[0], collected[0] if collected else None, statistics)
-        sides = self.chunks[0].split_sides(run.inputs[0], scored)
+        collected = self._run_schedule(inputs, statistics, collect, forward_only=True)
+        scored = self._broadcast(inputs[0], collected[0] if collected else None, statistics)
+        sides = self.chunks[0].split_sides(inputs[0], scored)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -64,24 +68,43 @@ class ScheduleExecutor:
         """Run the schedule; no stage adds a term to the loss."""
         if not batches:
             return ExecutedBatches(TokenCounts())
-        run = self._collate(batches, statistics)
+        inputs = self._collate(batches)
 
         def loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
-            sides = self.chunks[0].split_sides(run.inputs[index], scored)
+            sides = self.chunks[0].split_sides(inputs[index], scored)
             return loss_of_batch(index, sides, batches, loss_fn), None
 
-        self._run_schedule(run, loss, forward_only=False)
+        self._run_schedule(inputs, statistics, loss, forward_only=False)
         is_last = self.chunks[0].groups.is_last_stage
-        return ExecutedBatches(count_step_tokens(run.inputs, batches) if is_last else TokenCounts())
+        return ExecutedBatches(count_step_tokens(inputs, batches) if is_last else TokenCounts())
 
-    def _collate(self, batches: Sequence[PairBatch], statistics: TokenStatistics) -> _StepRun:
+    @torch.no_grad()
+    def check_logps(self, batch: PairBatch) -> None:
+        """Compare the logps with plain causal attention over one pair at a time.
+
+        No process has the model of transformers, whose forward other engines compare with. Context parallelism does not
+        shard padded rows, so its all-to-all is checked too.
+        """
+        padded = PaddedLayout(pad_id=0, scores_prompt=self.layout.scores_prompt)
+        distance = distance_to_single_pairs(self.score(batch), replace(self, layout=padded), batch)
+        if not distance <= TOLERANCES[self.chunks[0].config.params_dtype]:
+            has_cp = self.chunks[0].groups.context_parallel is not None  # which the padded layout does not allow
+            hint = "remove context_parallel_size and use layout=padded" if has_cp else "use layout=padded"
+            raise LayoutError(
+                f"log-probabilities of layout `{self.layout.name}` differ from those of single padded pairs by "
+                f"{distance:.2g} nats per token under Megatron-Core; {hint}"
+            )
+
+    def _collate(self, batches: Sequence[PairBatch]) -> list[ModelInputs]:
         # the interleaved schedule needs a multiple of the stages
         multiple = self.chunks[0].groups.pp.size if len(self.chunks) > 1 else 1
         missing = -len(batches) % multiple
         padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        return _StepRun([self.layout.collate(batch) for batch in padded], statistics)
+        return [self.layout.collate(batch) for batch in padded]
 
-    def _run_schedule(self, run: _StepRun, loss: _Loss, *, forward_only: bool) -> list[Any]:
+    def _run_schedule(
+        self, inputs: Sequence[ModelInputs], statistics: TokenStatistics, loss: _Loss, *, forward_only: bool
+    ) -> list[Any]:
         """Run all micro-batches; return what the loss collects, in the last stage."""
         groups = self.chunks[0].groups
 
@@ -94,10 +117,10 @@ class ScheduleExecutor:
             indices: Iterator[int], chunk: nn.Module
         ) -> tuple[Any, Callable[[ScoredTokens], tuple[Tensor, Tensor, Any]]]:
             index = next(indices)
-            out = chunk(run.inputs[index], statistics=run.statistics)
+            out = chunk(inputs[index], statistics=statistics)
             return out, partial(megatron_loss, index)
 
-        num_batches = len(run.inputs)
+        num_batches = len(inputs)
         iterators = [iter(range(num_batches)) for _ in self.wrapped]
         schedule = get_forward_backward_func(groups.pp.size, len(self.chunks) if len(self.chunks) > 1 else None)
         collected: list[Any] = schedule(
@@ -123,11 +146,3 @@ class ScheduleExecutor:
             rows.copy_(scored.stack())
         dist.broadcast(rows, group=pp.group, group_src=pp.size - 1)
         return ScoredTokens.unstack(rows, statistics)
-
-
-@dataclass(frozen=True)
-class _StepRun:
-    """The micro-batches of one run of the schedule."""
-
-    inputs: list[ModelInputs] = field(default_factory=list)
-    statistics: TokenStatistics = NO_STATISTICS

@@ -1,12 +1,12 @@
 """Translate a transformers config to Megatron-Core's; reject models that Megatron-Core would compute differently.
 
-`describe_model` needs neither megatron-core nor weights, so a run is checked with it before any worker starts.
+`check` needs neither megatron-core nor weights, so it runs before any worker starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from thresher.errors import UserError
-from thresher.strategies.megatron.sizes import MegatronSizes
+from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.optimizations.recompute import Recompute
+from thresher.strategies.megatron.declaration import MegatronSettings, MegatronSizes
 from thresher.strategies.megatron.weights import ModelShape
+from thresher.strategies.spec import EngineCheck
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -42,23 +44,73 @@ class ModelDescription:
         return self.shape.num_experts
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a model is computed.
+def check(run: EngineCheck[MegatronSettings]) -> None:
+    """Reject what Megatron-Core cannot compute as the other engines do."""
+    settings, model = run.settings, describe_model(run.model_config, run.path)
+    find_files_to_shard(run.path)
+    check_sizes(model, settings.sizes, run.path)
+    _check_precision(run)
+    if run.balances_experts:
+        raise UserError(
+            "actor_train.model_args.moe_aux_loss_coef is not supported by megatron_train; remove it or use fsdp2_train"
+        )
+    if run.training.activation_offload:
+        raise UserError(
+            "training_args.activation_offload is not supported by Megatron-Core; remove it or use fsdp2_train"
+        )
+    if run.compiles:
+        raise UserError("training_args.torch_compile is not supported by Megatron-Core; remove it")
+    if run.is_synced:
+        raise UserError(
+            "reference.sync_steps lets the reference follow the policy, which Megatron-Core does not support; "
+            "remove it or use fsdp2_train"
+        )
+    if settings.context_parallel_size > 1 and not run.layout.needs_pair_attention:
+        raise UserError(
+            f"{run.section}: context_parallel_size is {settings.context_parallel_size}, but the layout is "
+            f"{run.layout.name}, and context parallelism needs packed rows; remove context_parallel_size, or use "
+            "layout=shared or layout=packed"
+        )
+    if run.trained is not None and run.trained.has_adapter:
+        _check_adapters(run, model.shape.num_kv_heads)
 
-    recompute_*: as in Megatron-Core; granularity None keeps all activations, and full without a method recomputes every
-    layer. extra: further fields of TransformerConfig, such as fusions.
-    """
 
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+def _check_precision(run: EngineCheck[MegatronSettings]) -> None:
+    settings, section = run.settings, run.section
+    for name in ("bf16", "fp16"):
+        given = getattr(settings, name)
+        if given is not None and given != (run.dtype == name):
+            raise UserError(
+                f"{section}: strategy_config.{name} is {str(given).lower()}, but model_args.dtype is {run.dtype}; "
+                f"remove {name}, which follows from dtype"
+            )
+    if run.trained is not None and run.master_dtype != "fp32":
+        raise UserError(
+            f"{section}.model_args.master_dtype is {run.master_dtype}, but megatron_train always updates fp32 weights; "
+            "set it to fp32"
+        )
+    if run.master_dtype not in ("fp32", run.dtype):
+        raise UserError(
+            f"{section}: weights are stored in {run.master_dtype} and computed in {run.dtype}, and Megatron-Core has "
+            f"one precision for both; set master_dtype to fp32 or {run.dtype}"
+        )
 
-    def __post_init__(self) -> None:
-        if others := [name for name in self.recompute_modules or () if name not in RECOMPUTABLE]:
-            raise UserError(f"recompute_modules {others[0]} is not supported; use some of {', '.join(RECOMPUTABLE)}")
+
+def _check_adapters(run: EngineCheck[MegatronSettings], num_kv_heads: int) -> None:
+    trained, tp_size = run.trained, run.settings.tensor_model_parallel_size
+    assert trained is not None  # noqa: S101
+    if trained.lora_dropout:
+        raise UserError("actor_train.model_args.lora_dropout is not supported by megatron_train; set it to 0")
+    if trained.lora is not None and trained.lora.starts_from_weights:
+        raise UserError(
+            f"actor_train.model_args.lora_init {trained.lora.init} decomposes whole weight matrices, which "
+            "megatron_train shards; use lora_init=default"
+        )
+    if num_kv_heads % tp_size:
+        raise UserError(
+            f"LoRA needs a tensor_model_parallel_size that divides the {num_kv_heads} key/value heads, and it is "
+            f"{tp_size}; use a smaller one"
+        )
 
 
 def describe_model(config: PreTrainedConfig, path: str) -> ModelDescription:
@@ -90,7 +142,7 @@ def describe_model(config: PreTrainedConfig, path: str) -> ModelDescription:
 
 
 def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> None:
-    """Raise a UserError if the model cannot be split along the axes."""
+    """Raise a UserError if the model cannot be split along the parallel dimensions."""
     shape, tp, pp = model.shape, sizes.tp, sizes.pp
     is_split = [shape.num_heads % tp == 0, shape.ffn_size % tp == 0]
     is_split += [shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
@@ -111,8 +163,6 @@ def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> Non
             f"{path} has {model.num_layers} layers, which are not a multiple of {chunks} pipeline chunks; change "
             "pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
         )
-    if sizes.virtual_pp > 1 and pp == 1:
-        raise UserError("virtual_pipeline_model_parallel_size has no effect with 1 pipeline stage; remove it")
     if sizes.ep > 1 and not model.num_experts:
         raise UserError(f"expert_model_parallel_size has no effect: {path} has no experts; remove it")
     if model.num_experts % sizes.ep:
@@ -124,72 +174,6 @@ def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> Non
             "Megatron-Core trains experts under tensor parallelism only with sequence parallelism; set "
             "sequence_parallel to true"
         )
-
-
-def transformer_config(
-    model: ModelDescription, sizes: MegatronSizes, options: ModelOptions, dtype: torch.dtype, device: torch.device
-) -> TransformerConfig:
-    """Build Megatron-Core's config; on a CPU, without its fused kernels."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    shape = model.shape
-    recomputes_all = options.recompute_granularity == "full" and options.recompute_method is None
-    values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.ffn_size,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": model.norm_epsilon,
-        "add_bias_linear": False,
-        "add_qkv_bias": model.has_qkv_bias,
-        "qk_layernorm": model.normalizes_queries_and_keys,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "pipeline_dtype": torch.float32 if options.extra.get("fp32_residual_connection") else dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.virtual_pp if sizes.virtual_pp > 1 else None,
-        "context_parallel_size": sizes.cp,
-        "expert_model_parallel_size": sizes.ep,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
-        # micro-batches of packed pairs have different lengths
-        "variable_seq_lengths": sizes.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the default allows no variable lengths, even without experts
-        # the loss is divided by the pairs of the step; Megatron-Core must not divide it by micro-batches or ranks
-        "calculate_per_token_loss": True,
-        # weights are read from files: allocated on the default device, and not initialized
-        "use_cpu_initialization": True,
-        "perform_initialization": False,
-        "recompute_granularity": options.recompute_granularity,
-        "recompute_method": "uniform" if recomputes_all else options.recompute_method,
-        "recompute_num_layers": 1 if recomputes_all else options.recompute_num_layers,
-        "recompute_modules": None if options.recompute_modules is None else list(options.recompute_modules),
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": device.type == "cuda",
-        "bias_activation_fusion": device.type == "cuda",
-        "persist_layer_norm": False,
-    }
-    if model.num_experts:
-        values |= {
-            "num_moe_experts": model.num_experts,
-            "moe_ffn_hidden_size": shape.expert_ffn_size,
-            "moe_router_topk": model.experts_per_token,
-            # a softmax over the selected experts equals one over all experts, divided by the sum of the selected
-            "moe_router_pre_softmax": not model.normalizes_expert_weights,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_dtype": "fp32",
-        }
-    return TransformerConfig(**values | dict(options.extra))
 
 
 def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
@@ -217,3 +201,80 @@ def _unsupported(path: str, what: str) -> UserError:
     return UserError(
         f"megatron_train and megatron_infer do not support {path}: {what}; use fsdp2_train and fsdp2_infer"
     )
+
+
+def transformer_config(
+    model: ModelDescription, settings: MegatronSettings, recompute: Recompute, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Build Megatron-Core's config; on a CPU, without its fused kernels.
+
+    recompute: training_args.gradient_checkpointing; the settings of Megatron-Core win over it.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, sizes, on_gpu = model.shape, settings.sizes, device.type == "cuda"
+    granularity = settings.recompute_granularity or (None if recompute == "off" else recompute)
+    is_full, modules = granularity == "full", settings.recompute_modules
+    if modules is None and settings.recompute_granularity is None and recompute == "selective":
+        modules = ["layernorm"]  # the default of Megatron-Core computes attention again
+    values: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_size,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_epsilon,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.has_qkv_bias,
+        "qk_layernorm": model.normalizes_queries_and_keys,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": torch.float32 if settings.additional_configs.get("fp32_residual_connection") else dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.virtual_pp if sizes.virtual_pp > 1 else None,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
+        # micro-batches of packed pairs have different lengths
+        "variable_seq_lengths": sizes.pp > 1,
+        # Megatron-Core's default allows no variable lengths, even without experts
+        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
+        "moe_permute_fusion": settings.moe_permute_fusion and on_gpu and find_spec("transformer_engine") is not None,
+        # the loss is divided by the pairs of the step; Megatron-Core must not divide it by micro-batches or ranks
+        "calculate_per_token_loss": True,
+        # weights are read from files: allocated on the default device, and not initialized
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "recompute_granularity": granularity,
+        "recompute_method": (settings.recompute_method or "uniform") if is_full else None,
+        "recompute_num_layers": (settings.recompute_num_layers or 1) if is_full else None,
+        "recompute_modules": modules,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": on_gpu,
+        "bias_activation_fusion": settings.bias_activation_fusion and on_gpu,
+        "persist_layer_norm": False,
+    }
+    if model.num_experts:
+        values |= {
+            "num_moe_experts": model.num_experts,
+            "moe_ffn_hidden_size": shape.expert_ffn_size,
+            "moe_router_topk": model.experts_per_token,
+            # a softmax over the selected experts equals one over all experts, divided by the sum of the selected
+            "moe_router_pre_softmax": not model.normalizes_expert_weights,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+        }
+    if sizes.virtual_pp > 1:
+        # one message per direction: with 2 stages, the next one is also the previous one, and a batch would mix them up
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return TransformerConfig(**values | settings.additional_configs)

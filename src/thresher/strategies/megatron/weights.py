@@ -3,6 +3,8 @@
 A parameter of Megatron-Core is a list of pieces, each a slice of one transformers tensor. The same map loads weights,
 writes them back, and names optimizer moments and gradients, which have the shapes of their parameters.
 
+Weights are read from the safetensors files of transformers, each rank only its slices.
+
 Megatron-Core's layout: query, key and value rows alternate by query group, gate and up are stacked, layers are numbered
 within a model chunk, and the vocabulary is padded to a multiple of the tensor-parallel size.
 """
@@ -10,13 +12,22 @@ within a model chunk, and the vocabulary is padded to a multiple of the tensor-p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from thresher.models.loading.load_sharded import SafetensorsReader
+
+if TYPE_CHECKING:  # both import megatron.core
+    from thresher.strategies.megatron.model import MegatronPairModel
+    from thresher.strategies.megatron.parameters import ParameterState
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_STACKED_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # parameters that every tensor-parallel rank holds in full
 _REPLICATED = {
@@ -50,28 +61,28 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """Index of a process along the axes that shard parameters; first_layer: of its model chunk."""
+    """Index of a process along the mesh dimensions that shard parameters."""
 
     tp_rank: int = 0
     tp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    # of this process's model chunk
     first_layer: int = 0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a transformers tensor inside a Megatron-Core parameter.
+    """A slice of a transformers tensor inside a Megatron-Core parameter."""
 
-    hf_name, hf_shape: the transformers parameter, as in `named_parameters`. slices: the part that this piece holds.
-    local: a view of the Megatron-Core tensor with the same elements in the same order, of any shape.
-    axis: along which processes hold different slices of hf_name; None: all hold the same.
-    """
-
+    # the transformers parameter, as in `named_parameters`
     hf_name: str
     hf_shape: tuple[int, ...]
+    # the part that this piece holds
     slices: Slices
+    # a view of the Megatron-Core tensor with the same elements in the same order, of any shape
     local: Tensor
+    # the mesh dimension along which processes hold different slices of hf_name; None: all hold the same
     axis: str | None = None
 
     @property
@@ -188,3 +199,52 @@ def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *,
     """A piece of consecutive rows and all columns."""
     rows = len(local) if rows is None else rows
     return Piece(hf_name, hf_shape, (slice(start, start + rows), *(slice(0, n) for n in hf_shape[1:])), local, "tp")
+
+
+@torch.no_grad()
+def load_weights(chunks: Iterable[MegatronPairModel], path: str) -> None:
+    """Fill every parameter of the model chunks of this process."""
+    for chunk in chunks:
+        reader = _open(chunk, path)
+        for name, parameter in chunk.named_parameters():
+            _read(chunk, reader, name, parameter.data)
+
+
+@torch.no_grad()
+def load_masters(chunks: Iterable[MegatronPairModel], path: str, states: Sequence[ParameterState]) -> None:
+    """Fill the fp32 weights of an optimizer, which it has copied from 16-bit parameters."""
+    state_of = {state.parameter: state for state in states}
+    for chunk in chunks:
+        reader = _open(chunk, path)
+        for name, parameter in chunk.named_parameters():
+            if (state := state_of.get(parameter)) is not None:
+                whole = torch.empty(parameter.shape, dtype=torch.float32)
+                _read(chunk, reader, name, whole)
+                state.assign(whole, {}, None)
+
+
+def _open(chunk: MegatronPairModel, path: str) -> SafetensorsReader:
+    return SafetensorsReader(path, {HEAD: EMBEDDING} if chunk.description.ties_embeddings else {})
+
+
+def _read(chunk: MegatronPairModel, reader: SafetensorsReader, name: str, into: Tensor) -> None:
+    into.zero_()  # the padding of the vocabulary
+    for piece in chunk.weight_map.pieces(name, into):
+        for stored in _as_stored(piece, reader):
+            stored.copy_(reader.read_slices(stored.hf_name, stored.hf_shape, stored.slices))
+
+
+def _as_stored(piece: Piece, reader: SafetensorsReader) -> Iterator[Piece]:
+    """Split a piece of stacked experts by the files' tensors, of which each expert has its own."""
+    match = _STACKED_EXPERTS.fullmatch(piece.hf_name)
+    if match is None or reader.has(piece.hf_name):
+        yield piece
+        return
+    experts, _, columns = piece.slices
+    projections = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    rows = piece.hf_shape[1] // len(projections)
+    for index, expert in enumerate(range(experts.start, experts.stop)):
+        for at, projection in enumerate(projections):
+            name = f"{match[1]}{expert}.{projection}.weight"
+            local = piece.local[index, at * rows : (at + 1) * rows]
+            yield Piece(name, (rows, piece.hf_shape[2]), (slice(0, rows), columns), local, piece.axis)

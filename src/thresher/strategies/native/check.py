@@ -1,8 +1,9 @@
-"""Checks that a model supports the axes and settings of the native strategies, before any worker starts."""
+"""Checks that a model supports the native engine's mesh dimensions and settings, before any worker starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -14,10 +15,10 @@ from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.models.router import num_experts
 from thresher.strategies.native.build import axis_sizes
 from thresher.strategies.native.declaration import FSDP2Settings
-from thresher.strategies.spec import StrategyCheck
+from thresher.strategies.spec import EngineCheck
 
 
-def check(run: StrategyCheck) -> None:
+def check(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
     is_replicated = run.settings.is_replicated(run.num_workers)
     _check_router_loss(run)
@@ -35,7 +36,7 @@ def check(run: StrategyCheck) -> None:
         _check_schedule(run)
 
 
-def _check_precisions(run: StrategyCheck) -> None:
+def _check_precisions(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject bf16 messages of a run that does not compute in bf16 with fp32 weights."""
     for name in run.settings.non_default("reduce_dtype", "pp_dtype"):
         if (run.dtype, run.master_dtype) != ("bf16", "fp32"):
@@ -45,10 +46,10 @@ def _check_precisions(run: StrategyCheck) -> None:
             )
 
 
-def _check_schedule(run: StrategyCheck) -> None:
+def _check_schedule(run: EngineCheck[FSDP2Settings]) -> None:
     if run.settings.pp_schedule == "1f1b":
         return
-    recomputes = run.training.get("gradient_checkpointing", "off") != "off"
+    recomputes = run.training.gradient_checkpointing != "off"
     if run.compiles or recomputes:
         name = "torch_compile" if run.compiles else "gradient_checkpointing"
         raise UserError(
@@ -57,7 +58,7 @@ def _check_schedule(run: StrategyCheck) -> None:
         )
 
 
-def _check_sequence_parallel(run: StrategyCheck) -> None:
+def _check_sequence_parallel(run: EngineCheck[FSDP2Settings]) -> None:
     if not run.settings.sequence_parallel:
         return
     has_lora = run.trained is not None and run.trained.lora is not None
@@ -76,9 +77,9 @@ def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *,
     return "it does not support LoRA" if has_lora else None
 
 
-def _check_router_loss(run: StrategyCheck) -> None:
+def _check_router_loss(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject moe_aux_loss_coef where the loss of transformers cannot be computed exactly."""
-    if not run.router_loss_coef:
+    if not run.balances_experts:
         return
     axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(run.settings, name) > 1]
     if axes or run.compiles:
@@ -89,7 +90,7 @@ def _check_router_loss(run: StrategyCheck) -> None:
     check_router_family(run)
 
 
-def check_router_family(run: StrategyCheck) -> None:
+def check_router_family(run: EngineCheck[Any]) -> None:
     """Reject moe_aux_loss_coef for a model whose experts' load is not known."""
     family = run.model_config.get_text_config().model_type
     if family not in ROUTER_FAMILIES:
@@ -102,7 +103,7 @@ def check_router_family(run: StrategyCheck) -> None:
 def check_axes(
     settings: FSDP2Settings, num_workers: int, section: str, model_config: PreTrainedConfig, layout: Layout
 ) -> None:
-    """Reject axes that this model or layout does not support, listing the valid sizes."""
+    """Reject mesh dimensions that this model or layout does not support, listing the valid sizes."""
     sizes = axis_sizes(settings, num_workers)
     text = model_config.get_text_config()
     heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)

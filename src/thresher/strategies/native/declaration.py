@@ -1,7 +1,8 @@
-"""The strategies fsdp2_train, fsdp2_infer and hf_infer, and their settings."""
+"""The native engine under the names fsdp2_train, fsdp2_infer and hf_infer, and its settings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import JsonValue, PositiveInt, field_validator, model_validator
@@ -146,5 +147,5 @@ TRAIN = StrategyDeclaration(
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
 )
-INFER = StrategyDeclaration(FSDP2Settings, build_infer=f"{_PACKAGE}.build:build_infer", check=f"{_PACKAGE}.check:check")
+INFER = replace(TRAIN, build_train=None)
 REPLICATED = StrategyDeclaration(ReplicaSettings, build_infer=f"{_PACKAGE}.build:build_replica")

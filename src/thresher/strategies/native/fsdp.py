@@ -1,4 +1,4 @@
-"""The dp_shard axis: FSDP2 shards weights, gradients and optimizer state; with dp_replicate it is HSDP."""
+"""The dp_shard dimension: FSDP2 shards weights, gradients and optimizer state; with dp_replicate it is HSDP."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from transformers import PreTrainedModel
 
 from thresher.models.loading.narrow import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, local_layers
+from thresher.strategies.native.declaration import FSDP2Settings
 
 
 @dataclass(frozen=True)
 class GradientSync:
     """Tells FSDP2 before every backward whether to reduce the gradients in it.
 
-    Replicas are summed once per step, in the last backward, of shards that earlier ones have reduced. once: shards too
-    are reduced only then, of whole gradients that are added up, and the weights stay gathered up to it (ZeRO-1).
+    Replicas are summed once per step, in the last backward, of shards that earlier ones have reduced.
     """
 
     model: FSDPModule
+    # shards too are reduced only then, of whole gradients that are added up, and the weights stay gathered up to it
     once: bool = False
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -38,24 +39,23 @@ def apply_fsdp(
     model: PreTrainedModel,
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
-    *,
-    offload: bool = False,
-    zero_stage: int = 3,
-    reduce_dtype: torch.dtype | None = None,
+    settings: FSDP2Settings,
 ) -> GradientSync:
-    """Shard every parameter over the last axis of a mesh; the first of two axes replicates.
+    """Shard every parameter over the last dimension of a mesh; the first of two replicates.
 
-    zero_stage: 2 keeps the matrices of the layers gathered between forward and backward, 1 all parameters.
-    reduce_dtype: of the gradients of matrices; None is the precision of the stored weights.
+    ZeRO-2 keeps the matrices of the layers gathered between forward and backward, ZeRO-1 all parameters.
     """
+    zero_stage = settings.zero_stage
     hint = "use one worker, or set dp_replicate to the number of workers"
     layers = local_layers(decoder_of(model), "sharding", hint)
     options: dict[str, Any] = {"mesh": mesh}
-    if offload:
+    if settings.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     stored = widest_dtype(model)
+    # of the gradients of matrices
+    reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
     groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
-    # the root gathers norms and biases in the stored dtype: FSDP2 casts all parameters of a group alike, and autocast
+    # the root gathers norms and biases in the stored dtype: FSDP2 casts a whole group of parameters, and autocast
     # in one process rounds the matrices of a layer but not its norms. By default it stays unsharded after a forward
     sharded = fully_shard(
         model,
@@ -68,7 +68,7 @@ def apply_fsdp(
             # half the bytes in bf16; the head rounds its factors itself, and the embedding starts the residual stream
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=compute_dtype if group.is_rounded else None,
-                reduce_dtype=reduce_dtype or stored,
+                reduce_dtype=reduce_dtype,
                 cast_forward_inputs=False,
             )
         fully_shard(
@@ -104,7 +104,7 @@ class _Group:
 def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
     """The embedding and the head; together if they share their matrix.
 
-    The backward of an embedding reads no weight. That of the head follows its forward, so that it stays gathered.
+    The backward of an embedding reads no weight. The head's backward follows its forward, so it stays gathered.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     has_embedding, has_head = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
@@ -116,10 +116,3 @@ def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
     if has_head:
         groups.append(_Group([head], reshards_after_forward=False, is_rounded=False))
     return groups
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered weights: ZeRO-1 and 2 keep them after a forward without a backward, until they are stale."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

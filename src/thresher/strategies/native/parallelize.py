@@ -1,11 +1,17 @@
-"""Apply every parallel axis to a model: pipeline stages, tensor parallelism, FSDP2, then load the local shards."""
+"""Apply every parallel dimension to a model: pipeline stages, tensor parallelism, FSDP2, then load the local shards.
+
+The first pipeline stage has the embedding, the last one the final norm and the head. Both hold a tied embedding, and
+sum its gradient once per step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -13,41 +19,80 @@ from transformers import PreTrainedModel
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
+from thresher.errors import UserError
 from thresher.models.loading.load_sharded import allocate, load_local_shards
+from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states, decoder_of
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.fsdp import GradientSync, apply_fsdp
-from thresher.strategies.native.pipeline_parallel import PipelineSettings, PipelineStageInfo, keep_stage_layers
 from thresher.strategies.native.tensor_parallel import apply_tensor_parallel
 
-# pp is not one of them: a stage holds other parameters, not shards of the same ones
+# not pp: a stage holds different parameters, not shards of the same ones
 _SHARDING_AXES = ("dp_replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
-class ParallelContext:
-    """The groups and coordinates of this process in the mesh of one model.
+class PipelineStageInfo:
+    """The pipeline group of this process and its chunks of the model: several for an interleaved schedule."""
 
-    coordinates: index along each axis that can shard a parameter; empty if every rank has a full copy.
-    partial_grad_params: parameters replicated over tp whose gradients are partial sums there.
-    stage: the layers of this process if the model is a pipeline.
-    device: that of computation, if the weights are elsewhere between uses.
-    gradient_sync: of FSDP2. num_row_shards: processes of tp that split the rows outside of its matrices.
-    """
+    pipeline: Group
+    chunks: tuple[Chunk, ...]
+    # names of the weights that the first and the last stage both hold
+    tied_weights: frozenset[str] = frozenset()
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks over all stages."""
+        return self.pipeline.size * len(self.chunks)
+
+    @property
+    def is_last(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    def broadcast_from_last(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.pipeline.group, group_src=self.pipeline.size - 1)
+
+    def reduce_tied_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sum each gradient over the first and the last stage; both get bitwise the same result."""
+        peer = 0 if self.is_last else self.pipeline.size - 1
+        for gradient in gradients:
+            received = torch.empty_like(gradient)
+            group = self.pipeline.group
+            exchange = [
+                dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            gradient.add_(received)
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """The groups and coordinates of this process in one model's mesh."""
 
     dp_group: DataParallelGroup = field(default_factory=DataParallelGroup)
     context_parallel: ContextParallel | None = None
+    # index along each dimension that can shard a parameter; empty if every rank has a full copy
     coordinates: Mapping[str, int] = field(default_factory=dict)
     tp: Group = field(default_factory=Group)
+    # parameters replicated over tp whose gradients are partial sums there
     partial_grad_params: frozenset[str] = frozenset()
+    # the layers of this process if the model is a pipeline
     stage: PipelineStageInfo | None = None
+    # where the model computes, if the weights are elsewhere between uses
     device: torch.device | None = None
     gradient_sync: GradientSync | None = None
-    num_row_shards: int = 1
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    settings: FSDP2Settings = field(default_factory=FSDP2Settings)
 
     @property
     def gathers_head(self) -> bool:
         """Whether FSDP2 gathers the weight of the head around its forward, on the stage that has it."""
         return self.gradient_sync is not None and (self.stage is None or self.stage.is_last)
+
+    @property
+    def num_row_shards(self) -> int:
+        """Processes of tp that split the rows outside of its matrices."""
+        return self.tp.size if self.settings.sequence_parallel else 1
 
     @property
     def cp_rank(self) -> int:
@@ -61,7 +106,7 @@ class ParallelContext:
 
 
 def sharded_axes(parameter: Tensor) -> set[str]:
-    """The axes along which processes hold different shards of a parameter."""
+    """The mesh dimensions along which processes hold different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return set()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -72,38 +117,26 @@ def parallelize(
     model: PreTrainedModel,
     path: str | None,
     mesh: Mesh,
+    settings: FSDP2Settings,
     compute_dtype: torch.dtype,
     device: torch.device,
-    *,
-    offload: bool = False,
-    zero_stage: int = 3,
-    virtual_pp_size: int = 1,
-    sequence_parallel: bool = False,
-    reduce_dtype: torch.dtype | None = None,
-    pipeline: PipelineSettings | None = None,
 ) -> ParallelContext:
-    """Parallelize a model on the meta device along every axis of a mesh, outermost first, and load the local shards.
+    """Parallelize a model on the meta device along every dimension of a mesh, outermost first; load the local shards.
 
-    path: None allocates the shards only. reduce_dtype: of FSDP2; None is the precision of the weights.
+    path: None allocates the shards only.
     """
     dims, device_mesh = mesh.dims, mesh.device_mesh
-    stage = keep_stage_layers(model, mesh.group("pp"), virtual_pp_size) if dims.pp > 1 else None
+    stage = _keep_stage_layers(model, mesh.group("pp"), settings.virtual_pp_size) if dims.pp > 1 else None
     partial_grad_params: frozenset[str] = frozenset()
     if dims.tp > 1:
-        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=sequence_parallel)
+        splits_rows = settings.sequence_parallel
+        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=splits_rows)
     gradient_sync = None
     if dims.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        gradient_sync = apply_fsdp(
-            model,
-            device_mesh[axes],
-            compute_dtype,
-            offload=offload,
-            zero_stage=zero_stage,
-            reduce_dtype=reduce_dtype,
-        )
+        gradient_sync = apply_fsdp(model, device_mesh[axes], compute_dtype, settings)
     # FSDP2 requires that the shards which it offloads are on the CPU from the start
-    weights_on = torch.device("cpu") if offload else None
+    weights_on = torch.device("cpu") if settings.cpu_offload else None
     if path is None:
         allocate(model, device, weights_on=weights_on)
     else:
@@ -117,6 +150,53 @@ def parallelize(
         stage=stage,
         device=device,
         gradient_sync=gradient_sync,
-        num_row_shards=dims.tp if sequence_parallel else 1,
-        pipeline=pipeline or PipelineSettings(),
+        settings=settings,
     )
+
+
+def _keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size: int) -> PipelineStageInfo:
+    """Remove the modules of other stages from a model on the meta device; the other parameters keep their names."""
+    check_accepts_hidden_states(model)
+    decoder = decoder_of(model)
+    num_chunks = pipeline.size * virtual_pp_size
+    layers = partition_layers(len(decoder.layers), num_chunks)
+    chunks = tuple(
+        Chunk(index, layers[index], is_last=index == num_chunks - 1)
+        for index in range(pipeline.rank, num_chunks, pipeline.size)
+    )
+    tied = _tied_names(model)
+    stage = PipelineStageInfo(pipeline, chunks, tied)
+    for number in range(len(decoder.layers)):
+        if not any(number in chunk.layers for chunk in chunks):
+            decoder.layers[number] = IdentityModule()
+    is_first = pipeline.rank == 0
+    if not stage.is_last:
+        decoder.norm = IdentityModule()
+        model.set_output_embeddings(IdentityModule())
+        # the head that the embedding is tied to is on the last stage
+        model._tied_weights_keys = {}
+    if not (is_first or (stage.is_last and tied)):
+        model.set_input_embeddings(IdentityModule())
+    return stage
+
+
+def partition_layers(num_layers: int, num_chunks: int) -> list[range]:
+    """Partition layers into chunks of nearly equal size.
+
+    Extra layers go to the middle chunks, since the first also has the embedding and the last the head.
+    """
+    if num_layers < num_chunks:
+        raise UserError(
+            f"{num_layers} layers cannot be split into {num_chunks} pipeline chunks; lower pp_size or virtual_pp_size"
+        )
+    sizes = [num_layers // num_chunks] * num_chunks
+    for index in [*range(1, num_chunks - 1), 0][: num_layers % num_chunks]:
+        sizes[index] += 1
+    return [range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
+
+
+def _tied_names(model: PreTrainedModel) -> frozenset[str]:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        return frozenset()
+    return frozenset(name for name, parameter in model.named_parameters() if parameter is embedding.weight)

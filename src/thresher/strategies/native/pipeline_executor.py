@@ -2,6 +2,10 @@
 
 1F1B if a stage has one chunk of the model, interleaved 1F1B if it has several, or the zero-bubble schedule of either.
 Every stage collates the same micro-batches, so only hidden states and their gradients are sent, unpadded.
+
+The start-up check compares the logps with the model's original layers on real pairs. No process has the full model, so
+each stage runs its original layers, one pair at a time, and the last stage computes the logits with the original head.
+That the model accepts hidden states is checked by models/pipeline_chunk.py.
 """
 
 from __future__ import annotations
@@ -22,15 +26,30 @@ from torch.distributed.pipelining import (
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
-from thresher.models.layouts import Layout, ModelInputs
-from thresher.models.logps import PairModel
+from thresher.models.forward_check import (
+    TOLERANCES,
+    LayoutError,
+    computing_in_storage_precision,
+    eval_mode,
+    family_of,
+    in_storage_precision,
+)
+from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
+from thresher.models.logps import PairModel, original_forward
+from thresher.models.optimizations.compile import uncompiled_layers
 from thresher.models.pipeline_chunk import Chunk
 from thresher.models.scored_rows import ScoredTokens
-from thresher.strategies.accumulate import ExecutedBatches, LossFn
+from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
+from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.fsdp import GradientSync
-from thresher.strategies.native.pipeline_parallel import PipelineSettings, PipelineStageInfo
-from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch
-from thresher.strategies.strategy import TokenCounts
+from thresher.strategies.native.parallelize import PipelineStageInfo
+from thresher.strategies.native.sequential import (
+    DUMMY_BATCH,
+    count_step_tokens,
+    distance_to_single_pairs,
+    empty_like,
+    loss_of_batch,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class PipelineExecutor:
     layout: Layout
     stage: PipelineStageInfo
     gradient_sync: GradientSync | None = None
-    settings: PipelineSettings = field(default_factory=PipelineSettings)
+    settings: FSDP2Settings = field(default_factory=FSDP2Settings)
     _schedules: dict[tuple[int, bool], _KeptSchedule] = field(init=False, default_factory=dict, repr=False)
 
     @torch.no_grad()
@@ -61,13 +80,39 @@ class PipelineExecutor:
         statistics: TokenStatistics,
         loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
     ) -> ExecutedBatches:
-        """Run the schedule; no stage adds a term of its own to the loss."""
+        """Run the schedule; no stage adds its own term to the loss."""
         if not batches:
             return ExecutedBatches(TokenCounts())
         run = self._collate(batches, statistics, loss_fn)
         with self.model.trained_weights_cast_once():
             self._run_schedule(run)
         return ExecutedBatches(count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts())
+
+    @torch.no_grad()
+    def check_logps(self, batch: PairBatch) -> None:
+        """Raise UserError on every stage if the logps differ from the original layers."""
+        model = in_storage_precision(self.model)
+        original = _OriginalForwardModel(model.causal_lm, model.compute_dtype)
+        padded = PaddedLayout(pad_id=0, scores_prompt=self.layout.scores_prompt)
+        with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(model):
+            # without settings: hidden states are sent as they are stored
+            ours = replace(self, model=model, settings=FSDP2Settings()).score(batch)
+            with original_forward(model.causal_lm):
+                one_by_one = replace(self, model=original, layout=padded, settings=FSDP2Settings())
+                distance = distance_to_single_pairs(ours, one_by_one, batch)
+        if not distance <= TOLERANCES[model.compute_dtype]:
+            is_packed = self.layout.needs_pair_attention
+            error, hint = (LayoutError, "use layout=padded") if is_packed else (UserError, "set pp_size to 1")
+            raise error(
+                f"log-probabilities of layout `{self.layout.name}` differ from those of the model's original layers by "
+                f"{distance:.2g} nats per token (architecture `{family_of(model)}`, pp_size "
+                f"{self.stage.pipeline.size}); {hint}"
+            )
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Precision of hidden states between stages, and of their gradients."""
+        return torch.bfloat16 if self.settings.pp_dtype == "bf16" else self.model.stored_dtype
 
     def _check_repeatable(self) -> None:
         """Reject dropout: only losses that couple pairs score in training mode, twice with the same masks."""
@@ -91,7 +136,7 @@ class PipelineExecutor:
         size = self.stage.pipeline.size
         if len(self.stage.chunks) == 1:
             count = max(count, size)
-            if self.settings.schedule == "1f1b":
+            if self.settings.pp_schedule == "1f1b":
                 return count
         while count % max(1, count // size):
             count += 1
@@ -113,6 +158,28 @@ class PipelineExecutor:
             scored.copy_(run.scored[index].stack())
         self.stage.broadcast_from_last(scored)
         return ScoredTokens.unstack(scored, run.statistics)
+
+
+class _OriginalForwardModel(PairModel):
+    """Scores the last chunk with the original forward of the causal LM."""
+
+    def _compute_chunk(
+        self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
+    ) -> Tensor | ScoredTokens:
+        if not chunk.is_last:
+            return super()._compute_chunk(chunk, batch, entering, statistics)
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.model_inputs.items() if name != "input_ids"}
+        model: Any = self.base_model
+        width = batch.model_inputs["input_ids"].shape[1]
+        columns, column_index = (batch.scored_rows % width).unique(return_inverse=True)
+        with chunk.activate(self.backbone), self.precision(self.device):
+            logits: Tensor = model.original_forward(
+                inputs_embeds=entering, **inputs, logits_to_keep=columns.to(self.device), use_cache=False
+            ).logits
+        if logits.shape[1] != len(columns):  # the architecture ignores logits_to_keep
+            logits = logits[:, columns]
+        rows = logits[batch.scored_rows // width, column_index].float()
+        return ScoredTokens(rows.log_softmax(-1).gather(1, batch.targets.to(rows.device)[:, None]).squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -148,7 +215,7 @@ class _KeptSchedule:
         ]
         loss, stages = (None if step.loss_fn is None else self._loss), list[Any](self._stages)
         self._schedule: Any
-        if executor.settings.schedule == "zero_bubble" and loss is not None:
+        if executor.settings.pp_schedule == "zero_bubble" and loss is not None:
             self._schedule = ScheduleInterleavedZeroBubble(stages, count, loss, scale_grads=False)
         elif len(stages) == 1:
             self._schedule = Schedule1F1B(stages[0], count, loss, scale_grads=False)
@@ -173,15 +240,15 @@ class _ChunkModule(nn.Module):
         self._schedule, self._chunk, self._executor = schedule, chunk, executor
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002  # of the base class
-        """Those of the process: the zero-bubble schedule separates their gradients from those of hidden states."""
+        """All trained ones of the process: the zero-bubble schedule separates their gradients from hidden states'."""
         return (p for p in self._executor.model.causal_lm.parameters() if p.requires_grad)
 
     def forward(self, hidden: Tensor | None = None, *, batch_index: Tensor) -> Tensor:
-        index, run, sent_dtype = int(batch_index), self._schedule.step, self._executor.settings.sent_dtype
+        index, run = int(batch_index), self._schedule.step
         entering = None if hidden is None else hidden.to(run.model.stored_dtype)
         out = run.model.compute_chunk(self._chunk, run.inputs[index], entering, run.statistics)
         if isinstance(out, Tensor):
-            return out.to(sent_dtype or out.dtype)
+            return out.to(self._executor.sent_dtype)
         # detached: the schedule passes the logps with their graph to the loss
         run.scored[index] = out._replace(logps=out.logps.detach())
         return out.logps
@@ -197,7 +264,7 @@ class _RaggedStage(PipelineStage):
     def __init__(self, module: nn.Module, executor: PipelineExecutor, chunk: Chunk, schedule: _KeptSchedule):
         model, stage = executor.model, executor.stage
         self._schedule, self._gradient_sync = schedule, executor.gradient_sync
-        self._dtype = executor.settings.sent_dtype or model.stored_dtype
+        self._dtype = executor.sent_dtype
         # declares one tensor that requires a gradient; its shape is not used
         example = torch.empty(1, 0, 1, dtype=self._dtype, device="meta", requires_grad=True)
         super().__init__(
@@ -224,7 +291,7 @@ class _RaggedStage(PipelineStage):
     ) -> None:
         if self._gradient_sync is not None:  # torch asks for an FSDPModule, which a chunk is not
             self._gradient_sync.before_backward(is_last=last_backward)
-        # the head computes both of its gradients at once, so that the last chunk would run its backward twice
+        # the head computes both of its gradients at once, so the last chunk would run its backward twice
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.is_last, last_backward)
         self._free_recv_buffers(bwd_chunk_id)
 

@@ -1,39 +1,88 @@
-"""Sequential micro-batch executor: one forward and one backward after another."""
+"""Sequential micro-batch executor: one forward and one backward after another.
+
+It can add the load-balancing loss of a mixture-of-experts model, over the tokens of a whole step. transformers computes
+that loss per forward, so it depends on the batch. Here the batch is the step: no split into micro-batches and ranks
+changes the loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thresher.config.roles import ModelArgs
 from thresher.data.pair import Pair, PairBatch
+from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
+from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.logps import PairModel
 from thresher.models.router import ExpertLoad
-from thresher.strategies.accumulate import ExecutedBatches, LossFn
-from thresher.strategies.native.router_loss import RouterLoss, StepBalance
-from thresher.strategies.strategy import TokenCounts
+from thresher.strategies.accumulate import ExecutedBatches, LossFn, MicroBatchExecutor, TokenCounts
 
 _IDS = np.zeros(2, dtype=np.int32)
-# scored in place of a batch without pairs: FSDP ranks must run the same number of forwards
+# scored instead of a batch without pairs: FSDP ranks must run the same number of forwards
 DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
 
 
 @dataclass(frozen=True)
-class SequentialExecutor:
-    """Scores micro-batches in turn; the output of a dummy batch is discarded.
+class StepBalance:
+    """The loss of a step, times coef.
 
-    router_loss: adds the load-balancing loss of a mixture-of-experts model to the loss of a step.
-    run_backward: of a loss, and whether it is the last one of the step.
+    The tokens routed to an expert have no gradient, so the loss is linear in the probabilities of the router. `factors`
+    is its derivative: the shares of the micro-batches of all ranks add up to the loss.
     """
+
+    factors: Sequence[float]
+    metrics: Metrics
+
+    def share(self, load: ExpertLoad) -> Tensor:
+        return (load.probabilities.new_tensor(self.factors) * load.probabilities).sum()
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Weight of the loss, and the data-parallel ranks that split a step."""
+
+    coef: float
+    num_experts: int
+    dp_group: DataParallelGroup = field(default_factory=DataParallelGroup)
+
+    @classmethod
+    def of(cls, args: ModelArgs, model: PairModel, dp_group: DataParallelGroup) -> RouterLoss | None:
+        """The loss of a policy; None without moe_aux_loss_coef."""
+        base: Any = model.base_model
+        return cls(args.moe_aux_loss_coef, int(base.num_experts), dp_group) if args.moe_aux_loss_coef else None
+
+    def of_step(self, loads: Sequence[ExpertLoad | None]) -> StepBalance:
+        """Sum the loads of this rank's micro-batches over all ranks; None: a dummy batch. A collective call."""
+        local = [0.0] * (2 * self.num_experts + 1)
+        for load in loads:
+            if load is not None:
+                numbers = [*load.routed.tolist(), *load.probabilities.tolist(), float(load.num_tokens)]
+                local = [one + other for one, other in zip(local, numbers, strict=True)]
+        (*sums, num_tokens), _ = self.dp_group.all_reduce(local)
+        routed, probabilities = sums[: self.num_experts], sums[self.num_experts :]
+        factors = [self.num_experts * each / num_tokens**2 for each in routed]
+        value = sum(factor * each for factor, each in zip(factors, probabilities, strict=True))
+        metrics = self.dp_group.metrics_group.only_on_rank0({"moe_aux_loss": MetricSum(value, 1.0)})
+        return StepBalance([self.coef * factor for factor in factors], metrics)
+
+
+@dataclass(frozen=True)
+class SequentialExecutor:
+    """Scores micro-batches in turn; the output of a dummy batch is discarded."""
 
     model: PairModel
     layout: Layout
     router_loss: RouterLoss | None = None
+    # takes a loss, and whether it is the last one of the step
     run_backward: Callable[[Tensor, bool], None] = lambda loss, _is_last: loss.backward()
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
@@ -59,6 +108,9 @@ class SequentialExecutor:
                 tokens += batch_tokens
         return ExecutedBatches(tokens, {} if balance is None else balance.metrics)
 
+    def check_logps(self, batch: PairBatch) -> None:
+        check_logps(self.model, self.layout, batch)
+
     def _score(
         self, batch: PairBatch, statistics: TokenStatistics
     ) -> tuple[ChosenRejectedLogps, ExpertLoad | None, TokenCounts]:
@@ -81,7 +133,7 @@ def count_tokens(inputs: ModelInputs) -> TokenCounts:
 
 
 def count_step_tokens(inputs: Sequence[ModelInputs], batches: Sequence[PairBatch]) -> TokenCounts:
-    """Count the tokens of a step; not those of dummy batches, in place of empty ones or at the end."""
+    """Count the tokens of a step; without dummy batches, which replace empty ones or stand at the end."""
     return sum((count_tokens(each) for each, batch in zip(inputs, batches, strict=False) if len(batch)), TokenCounts())
 
 
@@ -100,3 +152,12 @@ def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
 def _empty_side(side: ResponseLogps) -> ResponseLogps:
     statistics = (None if each is None else each[:0] for each in (side.log_sum_squared_probs, side.entropy))
     return ResponseLogps(side.values[:0], side.lengths[:0], *statistics)
+
+
+def distance_to_single_pairs(ours: ChosenRejectedLogps, one_by_one: MicroBatchExecutor, batch: PairBatch) -> float:
+    """Mean distance in nats per token from the logps of the same pairs, each scored alone."""
+    singles = [PairBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
+    scored = [one_by_one.score(pair) for pair in singles]
+    expected = torch.cat([sides.chosen.values for sides in scored] + [sides.rejected.values for sides in scored])
+    found = torch.cat([ours.chosen.values, ours.rejected.values])
+    return (found - expected).abs().mean().item() if len(expected) else 0.0
