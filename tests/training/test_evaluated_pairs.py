@@ -17,8 +17,8 @@ from thresher.observability.trackers.jsonl import read_records
 from thresher.pipeline import DPOPipeline
 from thresher.strategies.accumulate import objective_inputs
 from thresher.strategies.strategy import MicroBatch
-from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.loop import evaluate
+from thresher.training.records import EvaluatedPairs, PairSampler
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "simpo", "aot"])

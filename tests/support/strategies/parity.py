@@ -46,8 +46,8 @@ from thresher.strategies.native.pipeline_parallel import PipelineSettings
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.skipped_steps import SkippedStep
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.records import SkippedStep
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -365,18 +365,14 @@ def make_trainer(
             sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
         )
 
+    train = ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU))
+    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=4)
     return RankTrainer(
-        strategy=policy,
-        objective=objective_of(case.loss),
-        plan=case.plan,
-        micro_batching=micro_batching_of(case),
-        schedule=LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS),
-        train=ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=4)),
-        checkpoints=CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
-        identity={},
-        config={},
+        policy,
+        objective_of(case.loss),
+        TrainingData(case.plan, train, None, micro_batching_of(case), eval_batching),
+        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS)),
+        SavedRun(CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False), {}, {}),
     )
 
 

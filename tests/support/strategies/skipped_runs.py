@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.strategies.parity import LOSSES_WITH_REFERENCE, NUM_STEPS, Case, NativeEngine, make_trainer
 from thresher.losses.objective import Objective
 from thresher.strategies.strategy import StepDiscarded, TrainStrategy
-from thresher.training.skipped_steps import SkippedStep
+from thresher.training.records import SkippedStep
 from thresher.training.trainer import RankTrainer
 
 
