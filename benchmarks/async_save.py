@@ -34,7 +34,7 @@ from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
 from thresher.strategies.native.build import train_engine
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
@@ -77,18 +77,14 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
     policy = train_engine(
         MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, TrainingArgs(learning_rate=LEARNING_RATE)
     )
+    micro_batching = MicroBatching(store.lengths, CostModel(1 / (6 * MODEL.hidden), shares_prompt=True), 4096)
+    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=8)
     trainer = RankTrainer(
-        strategy=policy,
-        objective=Objective(terms=((make_loss("simpo", {}), 1.0),)),
-        plan=plan,
-        micro_batching=MicroBatching(store.lengths, CostModel(1 / (6 * MODEL.hidden), shares_prompt=True), 4096),
-        schedule=LRSchedule("constant", LEARNING_RATE, 0, num_steps),
-        train=ScoredDataset(store, None),
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=8), async_save=async_save),
-        checkpoints=keeper,
-        identity={},
-        config={},
+        policy,
+        Objective(terms=((make_loss("simpo", {}), 1.0),)),
+        TrainingData(plan, ScoredDataset(store, None), None, micro_batching, eval_batching),
+        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, num_steps), async_save=async_save),
+        SavedRun(keeper, {}, {}),
     )
     return trainer, keeper
 

@@ -77,7 +77,6 @@ def write_config(
         "cache_dir": str(directory / DISK / "cache"),
         "track_with": [],
         "heartbeat_timeout": HEARTBEAT_TIMEOUT,
-        "spare_workers": 1,
         "async_save": saves_behind(mode),
         "actor_train": {
             "num_workers": 2,

@@ -91,18 +91,6 @@ def kill_raylet(run: ChaosRun, draw: random.Random) -> None:
     run.nodes.lose_one(draw)
 
 
-def kill_spare(run: ChaosRun, draw: random.Random) -> None:
-    """Kill an idle process that waits to replace a worker."""
-
-    def spares() -> list[int]:
-        busy = {*run.workers(POLICY), *run.workers(REFERENCE)}
-        return [pid for pid in run.processes("ray::ActorWorker") if pid not in busy]
-
-    run.wait_until(spares, what="a spare")
-    run.struck = time.monotonic()
-    os.kill(draw.choice(spares()), signal.SIGKILL)
-
-
 def stall_in_collective(run: ChaosRun, draw: random.Random) -> None:  # noqa: ARG001
     """Keep a rank from entering a collective of a step, while the others wait in it. All of them send heartbeats."""
     order = _order(run, event="collective", path="training", when="before", act="stall")
@@ -205,7 +193,6 @@ ON_NODES = (
     "SIGKILL a policy worker",
     "SIGKILL the driver",
     "SIGKILL a raylet",
-    "SIGKILL a spare worker",
     "SIGSTOP a policy worker",
     STUCK,
     "SIGKILL during the write of a checkpoint",
@@ -217,7 +204,6 @@ FAULTS = {
     "SIGKILL a reference worker": Fault(_signal(REFERENCE, signal.SIGKILL), modes=("concurrent",)),
     "SIGKILL the driver": Fault(kill_driver),
     "SIGKILL a raylet": Fault(kill_raylet),
-    "SIGKILL a spare worker": Fault(kill_spare, is_fatal=False),
     "SIGSTOP a policy worker": Fault(_signal(POLICY, signal.SIGSTOP)),
     "SIGSTOP a reference worker": Fault(_signal(REFERENCE, signal.SIGSTOP), modes=("concurrent",)),
     STUCK: Fault(stall_in_collective),

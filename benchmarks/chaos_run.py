@@ -95,7 +95,7 @@ class ChaosRun:
         return found
 
     def workers(self, role: str) -> list[int]:
-        """Return the live workers of a role as their logs name them; a spare has the same title, but no log."""
+        """Return the live workers of a role as their logs name them."""
         alive = set(self.processes("ray::"))
         logs = sorted((self.output / "logs" / "workers").glob(f"{role}-[0-9]*.log"))
         named = [re.findall(r"worker \d+ of \d+, process (\d+) on ", log.read_text()) for log in logs]

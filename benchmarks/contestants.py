@@ -37,7 +37,7 @@ from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
 from thresher.strategies.native.build import infer_engine, train_engine
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # index of a batch in, loss out
@@ -134,20 +134,16 @@ def thresher_trainer(
     packed = layout.needs_pair_attention
     training, compilation = TrainingArgs(learning_rate=LEARNING_RATE), Compilation("layers") if compiled else None
     policy = train_engine(model, layout, column.dtype, training, compilation=compilation)
+    micro_batching = MicroBatching(
+        store.lengths, costs, max_tokens if packed else None, None if packed else plan.pairs_per_step
+    )
+    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=8)
     return RankTrainer(
-        strategy=policy,
-        objective=Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
-        plan=plan,
-        micro_batching=MicroBatching(
-            store.lengths, costs, max_tokens if packed else None, None if packed else plan.pairs_per_step
-        ),
-        schedule=LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps),
-        train=ScoredDataset(store, reference),
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=8)),
-        checkpoints=CheckpointManager(directory / "checkpoints", 1, "eval/loss", False),
-        identity={},
-        config={},
+        policy,
+        Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
+        TrainingData(plan, ScoredDataset(store, reference), None, micro_batching, eval_batching),
+        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps)),
+        SavedRun(CheckpointManager(directory / "checkpoints", 1, "eval/loss", False), {}, {}),
     )
 
 

@@ -57,7 +57,7 @@ from thresher.plan.pairs import PairLengths
 from thresher.plan.traffic import step_messages
 from thresher.plan.workload import Rows, dummy_rows, step_of_rank
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 TINY: dict[str, int] = {  # heads that 2, 3 and 4 ranks can split
     "vocab_size": 64,
@@ -219,18 +219,14 @@ def trainer_of(model: Path, case: Case) -> tuple[Any, RankTrainer]:
     batching, plan = batching_of(estimate)
     layout, device = estimate.parts.layout, torch.device("cpu")
     policy: Any = build_policy(estimate.config, layout, device=device, world=world_of_pool())
+    reference = BaseOfAdapter(policy.score_base) if case.lora else CachedZeros()
+    train = ScoredDataset(pairs(case), reference)  # type: ignore[arg-type]
     trainer = RankTrainer(
-        strategy=policy,
-        objective=objective_of("sigmoid"),
-        plan=plan,
-        micro_batching=batching,
-        schedule=LRSchedule("constant", 1e-4, 0, 6),
-        train=ScoredDataset(pairs(case), BaseOfAdapter(policy.score_base) if case.lora else CachedZeros()),  # type: ignore[arg-type]
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=8)),
-        checkpoints=CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
-        identity={},
-        config={},
+        policy,
+        objective_of("sigmoid"),
+        TrainingData(plan, train, None, batching, ScoringBatching(max_tokens=4096, max_pairs=8)),
+        TrainerSettings(LRSchedule("constant", 1e-4, 0, 6)),
+        SavedRun(CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False), {}, {}),
     )
     return policy, trainer
 

@@ -114,23 +114,20 @@ def write_run(directory: Path, num_steps: int) -> dict[str, Any]:
 @contextmanager
 def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     """Start a run of the pipeline's components before its first step; yield a function that trains up to a step."""
-    from thresher.builders.inputs import open_inputs
-    from thresher.builders.objective import build_objective
+    from thresher.builders.inputs import RunInputs
     from thresher.builders.run import build_tracking, track
     from thresher.config import parse_config
-    from thresher.data.prepare.prepare import prepare
     from thresher.observability.phase_clock import PhaseClock
-    from thresher.runtime import open_session
+    from thresher.runtime.open import open_runtime
 
     config = parse_config({**values, "output_dir": str(output)})
     trackers = build_tracking(config, None)
-    objective = build_objective(config)
-    with open_session(config, objective, PhaseClock()) as session, session.open_runtime() as runtime:
-        inputs = open_inputs(config, objective, prepare)
+    inputs = RunInputs(config)
+    with open_runtime(inputs, PhaseClock()) as runtime:
         started = runtime.start(inputs, None, lambda what, done, total: None)
         started.begin()
-        with track(trackers, config, inputs.plan, resume_step=None):
-            yield lambda until: time_range(started.trainable, until, trackers)
+        with track(trackers, started.inputs, resume_step=None):
+            yield lambda until: time_range(started, until, trackers)
 
 
 def time_range(trainable: Any, until: int, log: Any) -> Timed:
@@ -219,7 +216,7 @@ class LightWorker:
             self._step += 1
             yield self._step, dict(RECORD)
 
-    def run_quietly(self, until: int) -> None:
+    def drain(self, method: str, until: int) -> None:  # noqa: ARG002
         self._step = until
 
 
@@ -229,10 +226,9 @@ class Discarding:
 
 
 def time_driver(ranks: Sequence[int], repeats: int) -> None:
-    from thresher.runtime.group import TrainerGroup
-    from thresher.runtime.ray.cluster import Cluster, WorkerConfig
+    from thresher.runtime.group import Runtime, StartedRun
+    from thresher.runtime.ray.cluster import Cluster, ResourceManager
     from thresher.runtime.ray.placement import RoleDemand
-    from thresher.runtime.ray.resources import ResourceManager
 
     report_messages()
     with ray_with_cores(None):
@@ -241,9 +237,9 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
         print("| workers | steps per range | pairs in the store | wall | CPU |\n|---:|---:|---:|---|---|")
         for size in ranks:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
-            cluster = Cluster("actor_train", LightWorker, resources, WorkerConfig("actor_train"))
-            cluster.call("run_quietly", 0)  # wait for all workers
-            report_driver(size, time_ranges(TrainerGroup(cluster), repeats))
+            cluster = Cluster("actor_train", LightWorker, resources)
+            cluster.call("drain", "run", 0)  # wait for all workers
+            report_driver(size, time_ranges(StartedRun(Runtime(None, cluster), None, None, None, print), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()
@@ -275,7 +271,7 @@ def time_empty_call(cluster: Any) -> Timed:
     import ray
 
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
-    ray.get([worker.run_quietly.remote(0) for worker in cluster.workers])
+    ray.get([worker.drain.remote("run", 0) for worker in cluster.workers])
     return time.perf_counter() - seconds, time.process_time() - cpu_seconds
 
 
@@ -305,6 +301,7 @@ def report_messages() -> None:
 def inputs_of(num_pairs: int, directory: Path) -> Any:
     """Build the inputs of a run over a store with a manifest and lengths, but without pairs; none are read."""
     from thresher.builders.inputs import RunInputs
+    from thresher.config import DPOConfig
     from thresher.data.batching.plan import Plan
     from thresher.data.store.reader import LENGTH_DTYPE, PairStore
     from thresher.losses import Objective, make_loss
@@ -320,7 +317,8 @@ def inputs_of(num_pairs: int, directory: Path) -> Any:
     store = PairStore(directory, {"shards": shards, "indexes": [], "content_digest": "0" * 64, "identity": "0" * 64})
     plan = Plan(num_pairs, seed=0, pairs_per_step=1024, num_steps=1000)
     objective = Objective(terms=((make_loss("sigmoid", {}), 1.0),))
-    return RunInputs(objective, PackedLayout(shares_prompt=True), store, None, plan)
+    parts = {"objective": objective, "mode": "none", "frozen_weights": None, "plan": plan, "train": store}
+    return RunInputs(DPOConfig()).replace(**parts, layout=PackedLayout(shares_prompt=True), validation=None)
 
 
 def spread(values: np.ndarray, form: str) -> str:

@@ -31,7 +31,7 @@ from thresher.pipeline import DPOPipeline
 
 MODEL = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K_hf"
 PLACES: dict[str, dict[str, Any]] = {
-    "ray": {"runtime": "ray", "spare_workers": 0, "reference": {"mode": "concurrent", "num_workers": 1}},
+    "ray": {"runtime": "ray", "reference": {"mode": "concurrent", "num_workers": 1}},
     "local": {"runtime": "local", "reference": {"mode": "precompute"}},
 }
 # process titles set by Ray, and the names in the table; a run has one of each

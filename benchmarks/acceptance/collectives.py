@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thresher.runtime.cuda_environment import prepare_cuda
-from thresher.runtime.devices import CPU, claim_gpu
-from thresher.runtime.process_group import init_process_group
+from thresher.runtime.devices import CPU, claim_gpu, init_process_group, prepare_cuda
 
 _NUM_REPEATS = 5
 

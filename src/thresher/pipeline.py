@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from thresher import durable
 from thresher.builders.checkpoints import find_checkpoint
 from thresher.builders.data import StoreBuilder
 from thresher.builders.export import export_run
-from thresher.builders.health import check_not_stopped, watch_health
-from thresher.builders.inputs import RunInputs, open_inputs
-from thresher.builders.objective import build_objective
-from thresher.builders.preflight import check_run
+from thresher.builders.inputs import RunInputs
+from thresher.builders.preflight import check_files, check_inputs
 from thresher.builders.run import (
     build_callbacks,
     build_supervisor,
     build_tracking,
+    check_not_stopped,
+    describe_run,
     describe_unfinished_stop,
     logging_dir,
     loop_settings,
@@ -29,46 +29,36 @@ from thresher.builders.run import (
     stop_file,
     summarize_run,
     track,
+    watch_health,
 )
-from thresher.builders.run_description import describe_run
 from thresher.builders.samples import build_judge
 from thresher.checkpoint.manifest import failed_verification
 from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
-from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL, PHASE
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.run_log import run_log
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.runtime import RunHandle, RunSession, Runtime, launch_session, open_session
+from thresher.runtime.group import Runtime, StartedRun
 from thresher.runtime.launch import find_launch, fit_to_launch
+from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.log import SampleLog, judge_answers
-from thresher.training.evaluated_pairs import EvaluatedPairsLog
-from thresher.training.loop import evaluate, fit
+from thresher.training.loop import RunLogs, evaluate, fit
 from thresher.training.preemption import stop_on_signals
+from thresher.training.records import EvaluatedPairsLog
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 
-class _StartedRun(NamedTuple):
-    """A run whose models are loaded, and the checkpoint that they are from."""
-
-    run: RunHandle
-    inputs: RunInputs
-    checkpoint: Path | None
-
-
 class DPOPipeline:
     """A training run, in this process, on a Ray cluster or on the processes of torchrun, depending on the config.
 
-    pipeline_config: another name of `config`, as in ROLL. console: shows the training metrics. progress: called with
-    (what, done, total) during long work. build_store: tokenizes pairs that are not prepared yet. callbacks: objects
-    with methods of transformers' TrainerCallback. Messages go to the logger `thresher` and to logs/run.log.
+    Messages go to the logger `thresher` and to logs/run.log.
     """
 
     def __init__(
@@ -81,15 +71,25 @@ class DPOPipeline:
         build_store: StoreBuilder = prepare,
         callbacks: Sequence[object] = (),
     ):
+        """Load no models.
+
+        Args:
+            config: the run.
+            pipeline_config: another name of `config`, as in ROLL.
+            console: shows the training metrics.
+            progress: called with (what, done, total) during long work.
+            build_store: tokenizes pairs that are not prepared yet.
+            callbacks: objects with methods of transformers' TrainerCallback.
+        """
         given = [each for each in (config, pipeline_config) if each is not None]
         if len(given) != 1:
             raise UserError("DPOPipeline takes one config, as `config` or `pipeline_config`")
-        self.config = fit_to_launch(given[0], find_launch(os.environ))
+        self.config = given[0]
         self._console = console
         self._progress = progress
         self._build_store = build_store
         self._callbacks = callbacks
-        self._run: RunHandle | None = None
+        self._run: StartedRun | None = None
         self._damaged = DamagedCheckpoints()
         self._summary: set[str] = set()
 
@@ -100,107 +100,107 @@ class DPOPipeline:
 
     @property
     def reference(self) -> Any:
-        """The reference: a `ReferenceBundle` in this process, the `Cluster` of its workers, or None without workers."""
+        """The reference: a `Reference` in this process, the `Cluster` of its workers, or None without workers."""
         return self._opened.reference
 
     def run(self) -> dict[str, float]:
         """Prepare, train, evaluate, save; return the last evaluation. Ranks that follow rank 0 return none."""
-        return self._lead(self._train)
+        return self._lead(lambda: self.train(check_files(self.config)))
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest checkpoint, or the initial policy if there is none, on the validation pairs."""
         return self._lead(self._evaluate)
 
     @contextmanager
-    def open(self) -> Iterator[RunHandle]:
+    def open(self) -> Iterator[StartedRun]:
         """Load the models of the newest checkpoint without training, for use by hand until the block ends."""
+        self.config = fit_to_launch(self.config, find_launch(os.environ))
         if self.config.runtime == "torchrun":
             raise UserError("a pipeline cannot be opened under torchrun or srun; use one process or Ray")
         with self._open() as run:
             yield run
 
-    def _lead(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Do the work in this process, or follow rank 0 until it has done it."""
-        with launch_session() as session:
-            if session is not None and session.launch.rank:
-                session.follow(lambda: self.config.model_dump(mode="json", exclude_unset=True))
-                return {}
-            return work()
+    def train(self, file_warnings: Sequence[str]) -> dict[str, float]:
+        """Do what `run` does in a process that leads, with a config that fits it and whose files are checked.
 
-    def _train(self) -> dict[str, float]:
+        file_warnings: what `check_files` returned.
+        """
         callbacks, clock = build_callbacks(self.config, self._callbacks), PhaseClock()
-        with self._reserve_directory() as objective:
-            checkpoint = self._find_checkpoint()
-            with open_session(self.config, objective, clock) as session:
-                attempt = partial(self._attempt, objective, callbacks, session)
-                supervisor = build_supervisor(self.config, self._damaged, clock)
-                evaluation = supervisor.run(attempt, checkpoint, self._find_checkpoint)
-            if self.config.export_model:  # after the session, whose workers hold memory
+        with self._reserve_directory(file_warnings) as inputs:
+            supervisor = build_supervisor(self.config, self._damaged, clock)
+            attempt = partial(self._attempt, inputs, callbacks)
+            evaluation = supervisor.run(attempt, self._find_checkpoint(), self._find_checkpoint)
+            if self.config.export_model:  # after the runtime, whose workers hold memory
                 logger.info("exporting the model", extra=PHASE)
                 export_run(self.config)
             return evaluation
+
+    def _lead(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Do the work in this process, or follow rank 0 until it has done it."""
+
+        def work_on(config: DPOConfig) -> dict[str, float]:
+            self.config = config
+            return work()
+
+        return lead(lambda: self.config, work_on) or {}
 
     def _evaluate(self) -> dict[str, float]:
         judge = build_judge(self.config)
         with self._open() as run:
             return evaluate(
-                run.trainable,
+                run,
                 run.progress.step,
                 self._progress,
                 keep_answers=lambda step, answers: judge_answers(judge, answers, step).metrics,
             )
 
     @contextmanager
-    def _open(self) -> Iterator[RunHandle]:
+    def _open(self) -> Iterator[StartedRun]:
+        find = self._find_checkpoint
         with (
-            self._reserve_directory() as objective,
-            open_session(self.config, objective, PhaseClock()) as session,
-            self._start(objective, session, self._find_checkpoint(), self._find_checkpoint) as started,
+            self._reserve_directory(check_files(self.config)) as inputs,
+            self._start(inputs, PhaseClock(), find(), find) as run,
         ):
-            started.run.begin(to_evaluate=True)
-            yield started.run
-            started.run.trainable.wait_for_saves()  # the workers end with the session
+            run.begin(to_evaluate=True)
+            yield run
+            run.wait_for_saves()  # the workers end with the runtime
 
     @contextmanager
-    def _reserve_directory(self) -> Iterator[Objective]:
+    def _reserve_directory(self, file_warnings: Sequence[str]) -> Iterator[RunInputs]:
         """Check the run, then lock its directory and open its log."""
         config = self.config
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
         logger.info("checking the config, its files and its models", extra=PHASE)
-        checked = check_run(config)
-        objective = build_objective(config)
+        inputs = RunInputs(config, self._build_store)
+        checked = check_inputs(inputs, file_warnings)
         with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
             for text in checked.warnings:
                 logger.warning("%s", text)
             with durable.translate_os_errors("could not remove the stop file of an earlier run"):
                 stop_file(config).unlink(missing_ok=True)  # left by an earlier run
-            yield objective
+            yield inputs
 
     def _find_checkpoint(self) -> Path | None:
         return find_checkpoint(self.config, self._damaged)
 
     @contextmanager
     def _start(
-        self,
-        objective: Objective,
-        session: RunSession,
-        checkpoint: Path | None,
-        find_other: Callable[[], Path | None],
-    ) -> Iterator[_StartedRun]:
+        self, inputs: RunInputs, clock: PhaseClock, checkpoint: Path | None, find_other: Callable[[], Path | None]
+    ) -> Iterator[StartedRun]:
         """Load the models. find_other: called if the ranks find that the checkpoint is damaged."""
         # the runtime is opened first: missing devices are reported before pairs are prepared
         if self.config.uses_ray:
             logger.info("connecting to Ray", extra=PHASE)
-        with session.open_runtime() as runtime:
+        with open_runtime(inputs, clock) as runtime:
             logger.info("opening the data", extra=PHASE)
-            inputs = open_inputs(self.config, objective, self._build_store)
+            inputs.open()
             checkpoint = self._verified(runtime, checkpoint, find_other)
             logger.info("loading the models", extra=PHASE)
             run = self._run = runtime.start(inputs, checkpoint, self._progress)
-            for note in run.notes:
+            for note in run.report.notes:
                 logger.warning("%s", note)
             try:
-                yield _StartedRun(run, inputs, checkpoint)
+                yield run
             finally:
                 self._run = None
 
@@ -221,9 +221,8 @@ class DPOPipeline:
 
     def _attempt(
         self,
-        objective: Objective,
+        inputs: RunInputs,
         callbacks: CallbackTracker | None,
-        session: RunSession,
         supervisor: Supervisor,
         checkpoint: Path | None,
     ) -> dict[str, float]:
@@ -237,36 +236,32 @@ class DPOPipeline:
             return found
 
         trackers, judge = build_tracking(config, self._console, callbacks), build_judge(config)
+        log_dir = logging_dir(config)
 
-        with self._start(objective, session, checkpoint, fall_back) as started:
-            run, inputs, checkpoint = started
-            plan = inputs.plan
-            facts = run_facts(config, inputs, run.reference_mode, run.layout, run.devices, run.parameter_counts)
-            for line in summarize_run(facts, plan, checkpoint):
+        with self._start(inputs, supervisor.clock, checkpoint, fall_back) as run:
+            facts = run_facts(run.inputs, run.devices, run.report.parameter_counts)
+            for line in summarize_run(facts, run.inputs.plan, run.checkpoint):
                 logger.info("%s", line, extra=DETAIL if line in self._summary else None)  # shown by an earlier attempt
                 self._summary.add(line)
             logger.info("preparing the first step", extra=PHASE)
             run.begin()
             supervisor.clock.end("preparation")
 
+            resume_step = supervisor.resume_step
             with (
                 stop_on_signals(stop_file(config), config.graceful_stop_timeout, self._report_unfinished_stop),
-                track(trackers, config, plan, max_tokens=run.max_tokens, resume_step=supervisor.resume_step) as skipped,
-                watch_health(config, inputs, trackers, checkpoint, resume_step=supervisor.resume_step) as watched,
+                track(trackers, run.inputs, resume_step=resume_step) as skipped,
+                watch_health(run.inputs, trackers, run.checkpoint, resume_step=resume_step) as watched,
             ):
-                describe_run(config, inputs, facts)
-                log = supervisor.track_progress(watched)
-                return fit(
-                    run.trainable,
-                    run.progress,
-                    plan.num_steps,
-                    loop_settings(config, plan),
-                    log,
+                describe_run(run.inputs, facts)
+                logs = RunLogs(
+                    supervisor.track_progress(watched),
                     skipped,
                     self._progress,
-                    EvaluatedPairsLog(logging_dir(config), supervisor.resume_step).write,
-                    SampleLog(logging_dir(config), supervisor.resume_step, judge, trackers.log_table).write,
+                    EvaluatedPairsLog(log_dir, resume_step).write,
+                    SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
                 )
+                return fit(run, loop_settings(config, run.inputs.plan), logs)
 
     def _report_unfinished_stop(self) -> None:
         if self._console is not None:
@@ -274,7 +269,7 @@ class DPOPipeline:
         logger.error("%s", describe_unfinished_stop(self.config))
 
     @property
-    def _opened(self) -> RunHandle:
+    def _opened(self) -> StartedRun:
         if self._run is None:
             raise UserError(
                 "the constructor loads no models; use pipeline.actor_train and pipeline.reference inside `with "

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.compared_runs import metric_log
 from tests.support.paths import ROOT
+from thresher.builders import inputs
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
@@ -38,6 +39,14 @@ def test_evaluation_of_the_newest_checkpoint_equals_that_of_the_run(base, tmp_pa
     config = parse_config({**base, "output_dir": str(tmp_path)})
     initial = DPOPipeline(config).evaluate()
     assert DPOPipeline(config).run() == DPOPipeline(config).evaluate() != initial
+
+
+def test_the_checks_and_the_run_share_their_inputs(base, tmp_path, monkeypatch):
+    found = []
+    find_layout = inputs.find_layout
+    monkeypatch.setattr(inputs, "find_layout", lambda config: found.append(config) or find_layout(config))
+    DPOPipeline(parse_config({**base, "output_dir": str(tmp_path)})).run()
+    assert len(found) == 1
 
 
 def test_the_workers_of_the_policy_have_the_methods_that_the_page_calls():

@@ -10,6 +10,7 @@ from tests.support.compared_runs import merge
 from thresher.builders.checkpoints import changed_settings
 from thresher.config import parse_config
 from thresher.config.stored import to_stored
+from thresher.errors import UserError
 from thresher.redact import redact
 
 BASE = {"pretrain": "model", "actor_train": {"num_workers": 2, "data_args": {"file_name": "pairs.jsonl"}}}
@@ -95,3 +96,9 @@ def test_a_key_that_only_the_stored_config_knows_is_a_change():
     stored = to_stored(parse_config(BASE))
     assert changed_settings(stored | {"of_tomorrow": None}, parse_config(BASE)) == []
     assert changed_settings(stored | {"of_tomorrow": 3}, parse_config(BASE)) == [("of_tomorrow", 3, None)]
+
+
+def test_a_key_that_was_removed_is_refused_with_a_hint_and_does_not_stop_a_resume():
+    with pytest.raises(UserError, match="spare_workers: unknown key; spare workers no longer exist: remove it"):
+        parse_config(BASE | {"spare_workers": 1})
+    assert changed_settings(to_stored(parse_config(BASE)) | {"spare_workers": 1}, parse_config(BASE)) == []

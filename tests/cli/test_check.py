@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.compared_runs import merge
 from tests.support.small_runs import save_small_model, write_rows
-from thresher.builders.preflight import resources
+from thresher.builders.preflight import checks
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_rows_of_token_ids_need_no_chat_template(command_line, config, tmp_path)
 
 def test_a_file_system_that_cannot_store_files_is_named(command_line, config, monkeypatch):
     """Such as /proc, which has no space at all."""
-    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     assert error_of(command_line("check", config())) == (
         "out is on a file system that cannot store files; set output_dir to another one"
     )
@@ -318,7 +318,7 @@ def test_a_file_system_that_cannot_store_files_is_named(command_line, config, mo
 
 @pytest.mark.parametrize(("free", "code"), [(50_000, 2), (100_000, 0), (10**9, 0)])
 def test_the_disk_must_have_space_for_a_checkpoint(command_line, config, monkeypatch, free, code):
-    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))
     result = command_line("check", config(), "max_steps=1000")
     assert result.code == code
     if free == 50_000:
@@ -336,7 +336,7 @@ def test_the_strategy_decides_how_many_checkpoints_the_disk_must_hold(
     command_line, config, monkeypatch, strategy, warns
 ):
     """A run of 50 steps saves at most one checkpoint in steps of 100, but may have many epochs."""
-    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**5))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**5))
     result = command_line("check", config(), "max_steps=50", f"save_strategy={strategy}")
     assert ("but the checkpoints to keep take about" in result.err) is warns
 
@@ -432,7 +432,7 @@ def test_a_directory_in_place_of_the_stop_file_is_one_message(command_line, conf
 def test_a_gpu_without_a_c_compiler_is_a_warning(command_line, config, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert "compiler" not in command_line("check", config()).err  # the machines of the tests have gcc
-    monkeypatch.setattr(resources.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(checks.shutil, "which", lambda _name: None)
     result = command_line("check", config())
     assert result.code == 0
     assert "this machine has no C compiler, which Triton needs to compile GPU kernels; install gcc" in result.err

@@ -48,7 +48,6 @@ JUDGED = {**VALIDATION, "samples": {"judge_url": "http://a/v1", "judge_model": "
 
 NEEDS = {
     "max_restarts": Needs(2, f"max_restarts {ONE_PROCESS}", having=ON_RAY),
-    "spare_workers": Needs(2, f"spare_workers {ONE_PROCESS}", having=ON_RAY),
     "heartbeat_timeout": Needs(
         16,
         "heartbeat_timeout has no effect in one process; set runtime: ray or runtime: torchrun, or remove it",

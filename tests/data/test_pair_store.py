@@ -313,7 +313,7 @@ def test_a_worker_reads_pairs_and_caches_logps_without_pandas(tmp_path: Path) ->
     code = (
         "import sys; from pathlib import Path\n"
         "from thresher.data.store.reader import PairStore\n"
-        "from thresher.reference.shards import CacheShard, write_shard\n"
+        "from thresher.reference.cache import CacheShard, write_shard\n"
         "ids = PairStore.open('s')[0].chosen_ids\n"
         "shard = write_shard(Path(), [bytes(16)], [ids.astype('f4')], [ids.astype('f4')])\n"
         "assert CacheShard(shard.path).logps(0)[0].tolist() == ids.tolist()\n"

@@ -129,8 +129,8 @@ def test_the_number_of_held_out_pairs_is_reported(base: dict[str, Any]) -> None:
     from thresher.builders.run import run_facts
     from thresher.strategies.engine import ParameterCounts
 
-    config, inputs = open_small_inputs(base)
-    facts = run_facts(config, inputs, "none", "packed", "cpu", ParameterCounts(1, 1))
+    _, inputs = open_small_inputs(base)
+    facts = run_facts(inputs, "cpu", ParameterCounts(1, 1))
     count = len(inputs.validation)
     assert facts["data"] == f"{21 - count} pairs, {count} held out for validation"
 

@@ -15,7 +15,7 @@ from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.tiny_models import MIXED, tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
-from thresher.builders.precompute import open_cache
+from thresher.builders.reference import open_cache
 from thresher.config import parse_config
 from thresher.data.pair import Pair, PairBatch
 from thresher.models.forward_check import check_logps

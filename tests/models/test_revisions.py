@@ -13,9 +13,8 @@ import torch
 from tests.support.small_runs import save_small_model
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.export import _trained_model
-from thresher.builders.inputs import find_layout
-from thresher.builders.preflight.parts import RunParts
-from thresher.builders.reference import frozen_weights_digest
+from thresher.builders.inputs import RunInputs, find_layout
+from thresher.builders.reference_mode import frozen_weights_digest
 from thresher.checkpoint.json_io import save_json
 from thresher.config import DPOConfig, parse_config
 from thresher.config.stored import to_stored
@@ -70,7 +69,7 @@ def test_policy_reference_tokenizer_and_checks_of_a_run_use_the_revision(revisio
         for engine in (build_policy(config, layout), build_reference(config, layout)):
             assert all(torch.equal(weight, expected[key]) for key, weight in engine.weights().items())
         assert frozen_weights_digest(config, "precompute") == weights_digest(str(revisions[name]))
-        parts = RunParts(config)
+        parts = RunInputs(config)
         assert parts.model_configs[parts.policy_path].rms_norm_eps == (1e-5 if name == "v1" else 1e-6)
         assert parts.parameters.total == sum(tensor.numel() for tensor in expected.values())
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from thresher.errors import DiskError
-from thresher.training.skipped_steps import NonFinitePair, SkippedStep, SkippedStepLog
+from thresher.training.records import NonFinitePair, SkippedStep, SkippedStepLog
 
 STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), consecutive=1, ends_run=False)
 

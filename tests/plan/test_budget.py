@@ -20,7 +20,8 @@ from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
 from thresher.plan.hardware import GPUS, Gpu
 from thresher.plan.pairs import PairLengths
-from thresher.runtime.local import LocalRuntime
+from thresher.runtime.group import LocalRanks, Runtime
+from thresher.runtime.rank import PolicyRank
 
 GIB = 2**30
 PAIRS = np.random.default_rng(0).integers(50, 300, (2000, 3)).astype(np.uint32)
@@ -124,7 +125,7 @@ def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver
 
 
 @pytest.fixture
-def small(tmp_path):
+def small(tmp_path, monkeypatch):
     """`start(memory, checkpoint)`: a run in this process whose device pretends to be a GPU of that memory."""
     values = merge(make_base(tmp_path), {"output_dir": str(tmp_path / "out"), "reference": {"mode": "concurrent"}})
     values["reference"].pop("infer_batch_size")
@@ -133,7 +134,8 @@ def small(tmp_path):
         training = {"actor_train": {"training_args": {"max_tokens_per_micro_batch": budget}}}
         config, inputs = open_small_inputs(merge(values, training))
         gpu = None if memory is None else Gpu("NVIDIA H100", memory)
-        return LocalRuntime(config, find_gpu=lambda device: gpu).start(inputs, checkpoint, print)
+        monkeypatch.setattr(PolicyRank, "smallest_gpu", lambda rank: gpu)
+        return Runtime(config, LocalRanks(config)).start(inputs, checkpoint, print)
 
     return start
 
@@ -142,28 +144,28 @@ def test_a_resumed_run_keeps_the_recorded_budget_on_another_gpu(small, tmp_path,
     """The micro-batches after the checkpoint are those of a run that never stopped, on a GPU of any memory."""
     caplog.set_level(logging.INFO, "thresher")
     run = small(10**6)
-    chosen = run.max_tokens
+    chosen = run.inputs.max_tokens
     assert chosen is not None
     assert chosen < DEFAULT_TOKENS_PER_MICRO_BATCH
     assert f"max_tokens_per_micro_batch: auto -> {chosen:,}, " in caplog.text
-    next(iter(run.trainable.run(1)))
-    run.trainable.save()
-    run.trainable.wait_for_saves()
+    next(iter(run.run(1)))
+    run.save()
+    run.wait_for_saves()
     (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
     assert json.loads((checkpoint / "trainer.json").read_text())["max_tokens_per_micro_batch"] == chosen
 
     for memory in (10**10, None):
         resumed = small(memory, checkpoint)
-        assert resumed.max_tokens == chosen
-        assert resumed.trainable._micro_batching.max_tokens == chosen
-    assert small(10**10).max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
-    assert small(10**6, checkpoint, budget=64).max_tokens == 64
+        assert resumed.inputs.max_tokens == chosen
+        assert resumed.actor_train._data.micro_batching.max_tokens == chosen
+    assert small(10**10).inputs.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert small(10**6, checkpoint, budget=64).inputs.max_tokens == 64
 
 
 def test_a_cpu_keeps_the_default_and_a_checkpoint_without_a_record_too(small, tmp_path):
     run = small(None)
-    assert run.max_tokens is None
-    assert run.trainable._micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert run.inputs.max_tokens is None
+    assert run.actor_train._data.micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "trainer.json").write_text("{}")
     config, inputs = open_small_inputs(merge(make_base(tmp_path), {"output_dir": str(tmp_path / "other")}))

@@ -15,8 +15,7 @@ from tests.support.forks import python
 from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
-from thresher.reference.cache_admin import cache_root, stale_files
-from thresher.reference.shards import (
+from thresher.reference.cache import (
     CacheShard,
     ShardFile,
     ShardLimits,
@@ -26,6 +25,7 @@ from thresher.reference.shards import (
     verify_shard,
     write_shard,
 )
+from thresher.reference.cache_admin import cache_root, stale_files
 
 PAIRS = 50
 # about six blocks of four pairs

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_llama import save_tiny_llama
 from thresher.reference import fingerprint
-from thresher.reference.fingerprint import weights_digest
-from thresher.reference.remembered_digests import DIRECTORY_NAME
+from thresher.reference.fingerprint import DIRECTORY_NAME, weights_digest
 
 AN_HOUR = 3600
 

@@ -15,14 +15,12 @@ __all__ = ["base", "reference_cluster"]
 @pytest.fixture(scope="module")
 def reference_cluster(ray_here) -> Iterator[Any]:
     """One reference worker that serves all runs of a module."""
-    from thresher.runtime.ray.cluster import Cluster
+    from thresher.runtime.ray.cluster import Cluster, ResourceManager
     from thresher.runtime.ray.placement import RoleDemand
-    from thresher.runtime.ray.resources import ResourceManager
-    from thresher.runtime.ray.starter import WorkerConfig
     from thresher.runtime.ray.workers import ReferenceWorker
 
     resources = ResourceManager([RoleDemand("reference", (), 1)], None, concurrent=True)
-    cluster = Cluster("reference", ReferenceWorker, resources, WorkerConfig("reference"))
+    cluster = Cluster("reference", ReferenceWorker, resources)
     yield cluster
     cluster.close()
     resources.close()

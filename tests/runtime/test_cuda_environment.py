@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thresher.runtime.cuda_environment import missing_variables, numa_cores, parse_cores, prepare_cuda
+from thresher.runtime.devices import missing_variables, numa_cores, parse_cores, prepare_cuda
 
 PREFIX = Path("/run/logs/workers/actor_train-nccl-")
 ALL = {
@@ -100,7 +100,7 @@ def test_a_gpu_or_a_machine_without_numa_binds_nothing(sysfs, tmp_path):
 
 BIND = """
 import os, threading
-from thresher.runtime.cuda_environment import bind_to_cores
+from thresher.runtime.devices import bind_to_cores
 core = min(os.sched_getaffinity(0))
 leave = threading.Event()
 other = threading.Thread(target=leave.wait)

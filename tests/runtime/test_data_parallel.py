@@ -17,8 +17,8 @@ from thresher.builders.run import build_tracking, logging_dir, loop_settings, tr
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
-from thresher.training.evaluated_pairs import EvaluatedPairsLog
-from thresher.training.loop import fit
+from thresher.training.loop import RunLogs, fit
+from thresher.training.records import EvaluatedPairsLog
 
 pytestmark = pytest.mark.distributed
 
@@ -63,8 +63,8 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
 
     A separate worker prefetches the reference logps; the run in one process precomputes them.
     """
+    from thresher.runtime.ray.cluster import ResourceManager
     from thresher.runtime.ray.placement import RoleDemand
-    from thresher.runtime.ray.resources import ResourceManager
     from thresher.runtime.ray.runtime import RayRuntime
 
     size = request.param
@@ -77,21 +77,14 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         if mode_of(config) == "precompute":
             config, inputs = open_small_inputs(merge(merge(base, case), merge(workers, CONCURRENT)))
         runtime = RayRuntime(config, mode_of(config), resources)
-        runtime.policy, runtime.reference = clusters[0] if clusters else None, reference_cluster
+        runtime.use(clusters[0] if clusters else None, reference_cluster)
         started = runtime.start(inputs, None, print)
-        clusters[:] = [runtime.policy]
+        clusters[:] = [runtime.ranks]
         started.begin()
         trackers = build_tracking(config, None)
-        with track(trackers, config, inputs.plan, resume_step=None) as skipped:
-            fit(
-                started.trainable,
-                started.progress,
-                inputs.plan.num_steps,
-                loop_settings(config, inputs.plan),
-                trackers,
-                skipped,
-                keep_pairs=EvaluatedPairsLog(logging_dir(config), None).write,
-            )
+        with track(trackers, started.inputs, resume_step=None) as skipped:
+            logs = RunLogs(trackers, skipped, keep_pairs=EvaluatedPairsLog(logging_dir(config), None).write)
+            fit(started, loop_settings(config, inputs.plan), logs)
 
     yield run
     for cluster in clusters:

@@ -14,9 +14,8 @@ from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import RescaleRequested, ResourceError
 from thresher.pipeline import DPOPipeline
-from thresher.runtime.group import TrainerGroup
-from thresher.runtime.ray.elastic import ElasticScaler, fit_to_nodes
-from thresher.runtime.ray.placement import Node
+from thresher.runtime.group import Runtime, StartedRun
+from thresher.runtime.ray.placement import ElasticScaler, Node, fit_to_nodes
 
 GPU_NODES = [Node(str(number), f"10.0.0.{number}", 8.0, 4) for number in range(4)]
 
@@ -84,19 +83,20 @@ class Ranks:
     def __len__(self) -> int:
         return 2
 
-    def call(self, method: str, *_: object) -> list[Any]:
-        self.calls.append(method)
-        return [None, None]
+    def on_all(self, method: Callable[..., Any], *_: object) -> None:
+        self.calls.append(method.__name__)
 
-    def stream(self, method: str, *_: object) -> Iterator[Any]:
-        self.calls.append(method)
+    def stream(self, method: Callable[..., Iterator[Any]], *_: object) -> Iterator[Any]:
+        self.calls.append(method.__name__)
         return iter(())
 
 
 def test_a_run_grows_only_between_a_checkpoint_and_the_next_step():
     """Later, the steps since the checkpoint would be repeated."""
     ranks, room = Ranks(), [None, "the cluster has room for 4 more workers"]
-    trainer = TrainerGroup(ranks, lambda: room[0])
+    runtime = Runtime(None, ranks)
+    runtime.can_scale_up = lambda: room[0]
+    trainer = StartedRun(runtime, None, None, None, print)
     trainer.save()
     list(trainer.run(2))  # no room yet
     room.reverse()

@@ -89,7 +89,7 @@ def test_the_cache_of_one_engine_serves_the_others(on_engine, values, tmp_path):
 def test_a_killed_worker_does_not_change_the_results(on_engine, values, tmp_path):
     engine, output, _ = on_engine
     killer = Killer(3, "ActorWorker")  # after the checkpoint of step 2
-    own = {"reference": {"cache_dir": str(output / "cache")}, "spare_workers": 0}
+    own = {"reference": {"cache_dir": str(output / "cache")}}
     train(values, tmp_path / "killed", engine, killer, **own)
     assert killer.killed
     assert metric_log(tmp_path / "killed") == metric_log(output)

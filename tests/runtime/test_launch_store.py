@@ -14,8 +14,9 @@ from tests.support.ports import free_ports, listening
 from thresher.errors import ResourceError, UserError
 from thresher.redact import MASK, restore_secrets
 from thresher.runtime.launch import Launch
+from thresher.runtime.launch_session import LaunchSession
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
-from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks, LaunchSession
+from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks
 
 SECRETS = {
     "tracker_kwargs": {"wandb_api_key": "0123456789secret", "project": "mine"},
@@ -51,7 +52,7 @@ def sessions(store: dist.Store, token: bytes = b"token") -> list[LaunchSession]:
 def test_a_message_that_no_rank_has_signed_is_refused_and_the_right_one_replaces_it(caplog):
     store = dist.HashStore()
     first, second = (SignedMessages(store, b"key") for _ in range(2))
-    store.set("call/1", "0" * 64 + '["open", [{}], null]')
+    store.set("call/1", "0" * 64 + '["receive", [{}], null]')
     assert second.find("call/1") is None
     assert second.find("call/1") is None
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
@@ -98,20 +99,20 @@ def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
     first, second = sessions(dist.HashStore())
     first._messages.send("call/1", ["log_stacks", [], None])
     with pytest.raises(UserError, match="'log_stacks', which is no call of a run"):
-        second.follow(dict)
+        second.follow(LaunchedRank(second.launch, second.store), dict)
 
 
 def test_secrets_and_the_environment_are_not_sent_and_each_rank_adds_its_own(monkeypatch):
     store = dist.HashStore()
     first, second = sessions(store)
     opened: dict[int, object] = {}
-    monkeypatch.setattr(LaunchedRank, "open", lambda rank, values: opened.__setitem__(rank._rank, dict(values)))
+    monkeypatch.setattr(LaunchedRank, "receive", lambda rank, values: opened.__setitem__(rank._rank, dict(values)))
 
     def run(rank: int) -> None:
         if rank:
-            second.follow(lambda: SECRETS)
+            second.follow(LaunchedRank(second.launch, store), lambda: SECRETS)
         else:
-            LaunchedRanks(first).open(SECRETS)
+            LaunchedRanks(first, SECRETS)
             first.close(None)
 
     on_both(run)

@@ -23,7 +23,7 @@ from thresher.pipeline import DPOPipeline
 
 pytestmark = pytest.mark.distributed
 
-TWO = {"runtime": "ray", "spare_workers": 0, "actor_train": {"num_workers": 2}}
+TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 
 
 def run(values: dict[str, Any], output: Path, console: Any = None) -> list[str]:

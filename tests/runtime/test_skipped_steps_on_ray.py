@@ -19,7 +19,7 @@ from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
 
-TWO = {"runtime": "ray", "spare_workers": 0, "actor_train": {"num_workers": 2}}
+TWO = {"runtime": "ray", "actor_train": {"num_workers": 2}}
 distributed = pytest.mark.distributed
 
 

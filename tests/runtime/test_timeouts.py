@@ -16,8 +16,7 @@ def enter_a_collective_alone(rank: int, path: str) -> float:
 
     from thresher.distributed.groups import Group
     from thresher.distributed.timeouts import limit_collectives
-    from thresher.runtime.devices import CPU
-    from thresher.runtime.process_group import init_process_group
+    from thresher.runtime.devices import CPU, init_process_group
 
     world = init_process_group(rank, 2, dist.FileStore(path, 2), "", CPU)
     subgroup = Group(rank, 2, dist.new_group([0, 1]))

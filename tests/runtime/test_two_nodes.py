@@ -84,10 +84,8 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
     """Two roles share devices 0 and 3; device 1 belongs to the policy alone."""
     import ray
 
-    from thresher.runtime.ray.cluster import Cluster
+    from thresher.runtime.ray.cluster import Cluster, ResourceManager, alive_nodes
     from thresher.runtime.ray.placement import RoleDemand
-    from thresher.runtime.ray.resources import ResourceManager, alive_nodes
-    from thresher.runtime.ray.starter import WorkerConfig
 
     class LocationWorker:
         """A worker that returns its node and its visible devices."""
@@ -101,9 +99,7 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
 
     roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
     resources = ResourceManager(roles, None, concurrent=True)
-    clusters = {
-        name: Cluster(name, LocationWorker, resources, WorkerConfig(name)) for name in ("actor_train", "reference")
-    }
+    clusters = {name: Cluster(name, LocationWorker, resources) for name in ("actor_train", "reference")}
     policy, reference = (cluster.call("where") for cluster in clusters.values())
     first, second = (node.node_id for node in alive_nodes())
     assert [node for node, _ in policy] == [first, first, second]
@@ -127,15 +123,15 @@ def test_missing_devices_are_rejected_before_anything_but_the_log_is_written(bas
 
 
 def test_devices_that_other_work_uses_are_reported(connected, monkeypatch):
-    from thresher.runtime.ray import resources
+    from thresher.runtime.ray import cluster
     from thresher.runtime.ray.placement import RoleDemand
 
-    monkeypatch.setattr(resources, "_SECONDS_TO_RESERVE", 1.0)
-    holder = resources.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, concurrent=True)
+    monkeypatch.setattr(cluster, "_SECONDS_TO_RESERVE", 1.0)
+    holder = cluster.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, concurrent=True)
     with pytest.raises(
         UserError, match=r"reference requests 2 GPUs .* other work uses them \(3 GPUs and .* are free\)"
     ):
-        resources.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, concurrent=True)
+        cluster.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, concurrent=True)
     holder.close()
 
 

@@ -1,6 +1,9 @@
-"""Messages about workers that died: one line instead of Ray's report."""
+"""Messages about workers that died, one line instead of Ray's report; and a worker that only takes long to start."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +51,24 @@ def test_a_death_is_reported_by_exit_code_or_signal_and_process(report, cause):
 
 def test_a_failed_constructor_is_reported_by_its_error():
     assert cause_of("The actor died because of an error raised in its creation task\nKeyError: 3") == "KeyError: 3"
+
+
+@pytest.mark.distributed
+def test_a_worker_that_is_still_starting_is_not_lost(ray_here):
+    """The imports and the load of a worker may take longer than heartbeat_timeout."""
+    import ray
+
+    from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
+    from thresher.runtime.ray.workers import ActorWorker
+
+    class SlowWorker(ActorWorker):
+        def __init__(self, *arguments: object) -> None:
+            time.sleep(4)
+            super().__init__(*arguments)
+
+    worker = ray.remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(SlowWorker).remote(0, 1, 1, str(Path.cwd()))
+    monitor = HeartbeatMonitor(heartbeat_timeout=2.0)
+    monitor.add("actor_train", [worker])
+    started = worker.heartbeat.remote()
+    assert monitor.wait_any([started]) == (started, [])
+    ray.kill(worker)

@@ -11,7 +11,7 @@ from tests.support.strategies.parity import PAIRS, Case
 from tests.support.strategies.skipped_runs import train_until_the_scale_fits, train_with_nonfinite_step
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.distributed.mesh import ParallelDims
-from thresher.training.skipped_steps import NonFinitePair
+from thresher.training.records import NonFinitePair
 
 pytestmark = pytest.mark.distributed
 

@@ -25,11 +25,11 @@ _TOGETHER = {
                 "ray_runs",
                 "recovery",
                 "skipped_steps_on_ray",
-                "spare_devices",
-                "spares",
                 "timeouts",
                 "torchrun",
                 "two_nodes",
+                "worker_deaths",
+                "worker_devices",
                 "worker_logs",
             )
         ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.noise_cache import NoisePairs, lookup, synthetic_logps
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.reference.shards import ShardLimits
+from thresher.reference.cache import ShardLimits
 
 
 def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, kill_at: int | None) -> None:

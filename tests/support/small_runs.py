@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.compared_runs import metric_log
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
-from thresher.builders.inputs import RunInputs, open_inputs
+from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_objective
-from thresher.builders.reference import reference_mode
+from thresher.builders.reference_mode import reference_mode
 from thresher.checkpoint.sharded_reader import ShardedReader
 from thresher.config import DPOConfig, parse_config
-from thresher.data.prepare.prepare import prepare
 from thresher.observability.log_files import EVAL_PAIRS
 from thresher.observability.trackers.jsonl import read_records
 
@@ -87,7 +86,9 @@ def make_base(directory: Path) -> dict[str, Any]:
 
 def open_small_inputs(values: Mapping[str, Any]) -> tuple[DPOConfig, RunInputs]:
     config = parse_config(values)
-    return config, open_inputs(config, build_objective(config), prepare)
+    inputs = RunInputs(config)
+    inputs.open()
+    return config, inputs
 
 
 def mode_of(config: DPOConfig) -> str:

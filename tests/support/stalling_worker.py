@@ -15,18 +15,22 @@ STEP, VARIABLE = 4, "STALL_ONCE"
 class StallingWorker(ActorWorker):
     """The last rank sleeps in step 4 of its first attempt; the file that VARIABLE names says when, and that it did."""
 
-    def run_quietly(self, until: int) -> None:
-        mark, strategy = Path(os.environ[VARIABLE]), self._bundle.trainer.strategy
+    def drain(self, method: str, *arguments: object) -> None:
+        if method == "run":
+            self._stall_once()
+        super().drain(method, *arguments)
+
+    def _stall_once(self) -> None:
+        mark, strategy = Path(os.environ[VARIABLE]), self.trainer.strategy
         train_step = strategy.train_step
 
         def stall_before_a_step(*arguments: Any, **named: Any) -> Any:
-            if self._bundle.trainer.state.step + 1 == STEP and not mark.exists():
+            if self.trainer.state.step + 1 == STEP and not mark.exists():
                 mark.write_text(repr(time.time()))
                 never_enter_the_collectives()
             return train_step(*arguments, **named)
 
         strategy.train_step = stall_before_a_step  # type: ignore[method-assign]
-        super().run_quietly(until)
 
 
 def never_enter_the_collectives() -> None:

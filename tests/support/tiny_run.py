@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,8 @@ import numpy as np
 
 from tests.support.tiny_llama import VOCAB
 from thresher.builders.engines import build_policy
-from thresher.builders.inputs import RunInputs, build_plan
-from thresher.builders.objective import build_objective
-from thresher.builders.reference import ReferenceBundle, build_reference_bundle
+from thresher.builders.inputs import RunInputs
+from thresher.builders.reference import Reference, build_beside, open_reference, score_missing
 from thresher.builders.run import loop_settings
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
@@ -23,8 +23,8 @@ from thresher.data.store.arrow_schema import hash_pair
 from thresher.models.layouts import PackedLayout
 from thresher.models.layouts.choose import choose_layout
 from thresher.models.loading.load import load_model_config
-from thresher.training.loop import TrainingProgress, fit
-from thresher.training.skipped_steps import SkippedStepLog
+from thresher.training.loop import RunLogs, fit
+from thresher.training.records import SkippedStepLog
 from thresher.training.trainer import RankTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -84,15 +84,14 @@ class TinyRun:
 
     config: DPOConfig
     trainer: RankTrainer
-    reference: ReferenceBundle
+    reference: Reference
     log: MetricsInMemory
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
-        progress = TrainingProgress(self.trainer.state.step, self.trainer.last_evaluation)
-        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=progress.step or None)
-        plan = self.trainer.plan
-        return fit(self.trainer, progress, plan.num_steps, loop_settings(self.config, plan), self.log, skipped)
+        resume_step = self.trainer.progress.step or None
+        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=resume_step)
+        return fit(self.trainer, loop_settings(self.config, self.trainer.plan), RunLogs(self.log, skipped))
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: PairsInMemory | None = None) -> TinyRun:
@@ -103,8 +102,8 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: Pairs
     configs = [load_model_config(str(config.policy_path))]
     layout, _ = choose_layout(config.layout, configs, attention, pad_id=0, scores_prompt=not config.apply_loss_mask)
     policy = build_policy(config, layout)
-    inputs = RunInputs(build_objective(config), layout, train, validation, build_plan(config, len(train)))
-    reference = build_reference_bundle(config, inputs, policy)
-    reference.score_in_advance()
-    bundle = build_trainer(config, inputs, policy, reference, checkpoint=None)
-    return TinyRun(config, bundle.trainer, reference, MetricsInMemory())
+    inputs = RunInputs(config).replace(layout=layout, train=train, validation=validation)
+    reference = open_reference(inputs, policy)
+    if any(split.num_missing for split in reference.cached):
+        deque(score_missing(reference.cached, build_beside(inputs, policy)), maxlen=0)
+    return TinyRun(config, build_trainer(inputs, policy, reference), reference, MetricsInMemory())

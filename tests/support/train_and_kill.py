@@ -75,7 +75,7 @@ def kill_at(moment: str, step: int) -> None:
 
 def kill_while_scoring(block: int) -> None:
     """Kill this process after `block` blocks; every second block ends a shard, as if it were full."""
-    from thresher.reference.shards import ShardWriter
+    from thresher.reference.cache import ShardWriter
 
     end_block, num_blocks = ShardWriter.end_block, 0
 

@@ -16,8 +16,8 @@ from thresher.distributed.groups import DataParallelGroup
 from thresher.observability.trackers.jsonl import read_records
 from thresher.pipeline import DPOPipeline
 from thresher.strategies.accumulate import MicroBatch, objective_inputs
-from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.loop import evaluate
+from thresher.training.records import EvaluatedPairs, PairSampler
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "simpo", "aot"])

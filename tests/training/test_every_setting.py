@@ -156,7 +156,7 @@ NO_NUMBERS = {
             "greater_is_better",
             "max_consecutive_skipped_steps",
         ),
-        *("max_restarts", "spare_workers", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
+        *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
         *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
         *(
             "actor_train",
@@ -226,7 +226,7 @@ def outcome_of(base):
             steps = range(run.trainer.plan.num_steps)
             known[key] = Outcome(
                 losses=[run.trainer.training_step()["loss"].mean for _ in steps],
-                rates=[run.trainer._schedule(step) for step in steps],
+                rates=[run.trainer._settings.schedule(step) for step in steps],
                 weights={name: weight.float().clone() for name, weight in run.trainer.strategy.weights().items()},
                 evaluation=run.trainer.evaluate(),
             )

@@ -16,8 +16,7 @@ from tests.support.tiny_models import tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.export import export_checkpoint
 from thresher.builders.objective import build_objective
-from thresher.builders.reference import frozen_weights_digest
-from thresher.builders.reference_mode import reference_mode
+from thresher.builders.reference_mode import frozen_weights_digest, reference_mode
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.models.loading.freeze import freeze_modules

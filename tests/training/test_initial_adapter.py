@@ -22,8 +22,7 @@ from thresher.builders.engines import build_policy, trained_parts
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import build_layout
 from thresher.builders.objective import build_objective
-from thresher.builders.reference import frozen_weights_digest
-from thresher.builders.reference_mode import initial_adapter, reference_mode
+from thresher.builders.reference_mode import frozen_weights_digest, initial_adapter, reference_mode
 from thresher.config import DPOConfig, parse_config
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model

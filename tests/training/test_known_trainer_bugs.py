@@ -135,9 +135,9 @@ def test_auto_resume_without_a_directory_starts_from_scratch(base, tmp_path):
     """ROLL looks in a directory that does not exist yet."""
     run = build_run(base, noise_pairs(12))
     assert not (tmp_path / "out").exists()
-    assert run.trainer._checkpoints.find_to_resume("auto") is None
+    assert run.trainer._saved.checkpoints.find_to_resume("auto") is None
     run.fit()
-    found = run.trainer._checkpoints.find_to_resume("auto")
+    found = run.trainer._saved.checkpoints.find_to_resume("auto")
     assert found == tmp_path / "out" / "checkpoints" / "step-00000006"
 
 

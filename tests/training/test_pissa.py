@@ -17,9 +17,8 @@ from tests.support.small_runs import make_base
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, check_engine
 from thresher.builders.export import export_checkpoint
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import RunInputs, build_layout
 from thresher.builders.objective import build_objective
-from thresher.builders.preflight.parts import RunParts
 from thresher.builders.reference import reference_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.config import parse_config
@@ -105,7 +104,7 @@ def test_a_checkpoint_belongs_to_its_initialization(values):
 
 
 def test_checks_without_weights_accept_it(values):
-    counts = RunParts(parse_config(values)).parameters
+    counts = RunInputs(parse_config(values)).parameters
     assert 0 < counts.trained < counts.total
 
 

@@ -7,8 +7,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thresher.api.absent import absent_argument, absent_attribute, refuse_overrides
-from thresher.api.adapters import adapter_settings
-from thresher.api.hub import model_card, upload
-from thresher.api.objects import data_source, joined_sources, model_path, tokenizer_setting
-from thresher.api.results import Metrics, TrainResult, mean_loss, read_records, trainer_state
+from thresher.api.objects import adapter_settings, data_source, joined_sources, model_path, tokenizer_setting
+from thresher.api.process import Accelerator, open_console, quiet_libraries
+from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, read_records, trainer_state, upload
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective
@@ -31,9 +29,7 @@ from thresher.errors import RunStopped, UserError
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
 from thresher.models.loading.location import named_model
 from thresher.observability.trackers.callbacks import name_in_trl
-from thresher.observability.trackers.console import ConsoleTracker
 from thresher.pipeline import DPOPipeline
-from thresher.redact import RedactingFormatter
 from thresher.runtime.launch import find_launch
 
 if TYPE_CHECKING:
@@ -89,7 +85,7 @@ class DPOTrainer:
         self._loaded: tuple[Path | None, PreTrainedModel] | None = None
         self._eval_sets: Mapping[str, Any] = eval_dataset if isinstance(eval_dataset, Mapping) else {}
         self._directory = Path(start.output_dir).resolve() / "inputs"
-        with _quiet_libraries():
+        with quiet_libraries():
             models, workers = self._models(start, model, ref_model, processing_class, peft_config), _devices(devices)
         # another reference would be one CPU worker
         is_scored_apart = "reference" in models and "device_mapping" in workers
@@ -119,7 +115,7 @@ class DPOTrainer:
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}
         started = time.monotonic()
-        with _console() as console, _quiet_libraries():
+        with open_console() as console, quiet_libraries():
             try:
                 evaluation = DPOPipeline(config, console=console, callbacks=self.callbacks).run()
             except RunStopped as stopped:
@@ -165,7 +161,7 @@ class DPOTrainer:
             config = self._complete(config, self._validation(config, eval_dataset))
         if config.validation is None:
             raise UserError("there is no validation data; call evaluate(eval_dataset=...) or give DPOTrainer one")
-        with _console() as console, _quiet_libraries():
+        with open_console() as console, quiet_libraries():
             metrics = DPOPipeline(config, console=console).evaluate()
         hidden = {name_in_trl(key).replace("/", "_") for key in ignore_keys or ()}
         return Metrics(
@@ -200,7 +196,7 @@ class DPOTrainer:
         checkpoint = self._checkpoint()
         if self._loaded is None or self._loaded[0] != checkpoint:
             args = self.config.actor_train.model_args
-            with _quiet_libraries():
+            with quiet_libraries():
                 if checkpoint is None:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
                     model = load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code)
@@ -247,7 +243,7 @@ class DPOTrainer:
         if checkpoint is None:
             raise UserError(f"{self.config.output_dir} has no checkpoint to save; call train() first")
         trusts = self.config.actor_train.model_args.trust_remote_code
-        with _quiet_libraries():
+        with quiet_libraries():
             export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
         return output
 
@@ -418,29 +414,6 @@ def _devices(devices: int | Sequence[int] | None) -> dict[str, Any]:
     return {"device_mapping": list(range(devices))} if torch.cuda.is_available() else {"num_workers": devices}
 
 
-class Accelerator:
-    """This process, by the names of accelerate's Accelerator; the workers of a run are processes of their own."""
-
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
-        self.process_index, self.num_processes, self.local_process_index = rank, size, local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
-
-    def print(self, *values: object, **arguments: Any) -> None:
-        """Print in the main process."""
-        if self.is_main_process:
-            print(*values, **arguments)  # noqa: T201
-
-    def wait_for_everyone(self) -> None:
-        """Do nothing: a run has ended in all of its processes when `train` returns."""
-
-
 def _named_as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name_in_trl(name): value for name, value in metrics.items()}
 
@@ -448,45 +421,3 @@ def _named_as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _hub_name(path: str | None) -> str | None:
     """Return the name of a model on the Hub; None for a path on this machine."""
     return None if path is None or Path(path).exists() or path.count("/") != 1 else path
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Hide progress bars of transformers and deprecations inside of libraries, as the command line does."""
-    from transformers.utils import logging as transformers_logging
-
-    is_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|peft|torch|transformers)\b")
-            yield
-    finally:
-        if is_on:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def _console() -> Iterator[ConsoleTracker]:
-    """Make the console of a run; it also shows warnings, unless the application has configured logging."""
-    console, package = ConsoleTracker(), logging.getLogger("thresher")
-    is_configured = logging.getLogger().handlers or any(
-        not isinstance(handler, logging.NullHandler) for handler in package.handlers
-    )
-    handler = _Warnings(console)
-    if not is_configured:
-        package.addHandler(handler)
-    try:
-        yield console
-    finally:
-        package.removeHandler(handler)
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, console: ConsoleTracker) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(RedactingFormatter())
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(f"{record.levelname.lower()}: {self.format(record)}")

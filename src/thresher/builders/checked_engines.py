@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from thresher.builders.data import check_pairs, probe_pairs
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.inputs import RunInputs, build_layout
-from thresher.config import DPOConfig
 from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.models.forward_check import LayoutError
@@ -24,30 +22,22 @@ logger = logging.getLogger(__name__)
 Built = TypeVar("Built", bound=Engine)
 
 
-@dataclass(frozen=True)
-class CheckedPolicy:
-    """A policy, and the inputs with the layout that it supports; notes: why it is another one than chosen."""
-
-    policy: TrainEngine
-    inputs: RunInputs
-    notes: tuple[str, ...] = ()
-
-
 def build_checked_policy(
-    config: DPOConfig, inputs: RunInputs, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
-) -> CheckedPolicy:
-    """Build the policy; reject pairs longer than its context, and logps that differ from its original forward."""
-    trusts = config.actor_train.model_args.trust_remote_code
-    model_config = load_model_config(str(config.policy_path), trust_remote_code=trusts)
+    inputs: RunInputs, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
+) -> tuple[TrainEngine, Layout, tuple[str, ...]]:
+    """Build the policy; reject pairs longer than its context, and logps that differ from its original forward.
+
+    Return it with the layout that it supports, and notes on why that is not the chosen one.
+    """
+    config, trusts = inputs.config, inputs.config.actor_train.model_args.trust_remote_code
+    model_config = load_model_config(inputs.policy_path, trust_remote_code=trusts)
     check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
-    policy, layout, notes = _build_checked(
-        config, inputs, config.actor_train, lambda layout: build_policy(config, layout, device=device, world=world)
+    return _build_checked(
+        inputs, config.actor_train, lambda layout: build_policy(config, layout, device=device, world=world)
     )
-    return CheckedPolicy(policy, replace(inputs, layout=layout), notes)
 
 
 def build_checked_reference(
-    config: DPOConfig,
     inputs: RunInputs,
     *,
     device: torch.device | None = None,
@@ -55,8 +45,8 @@ def build_checked_reference(
     role: RoleConfig | None = None,
 ) -> Engine:
     """Build the reference, see `build_reference`; reject logps that differ from its original forward."""
+    config = inputs.config
     reference, _, notes = _build_checked(
-        config,
         inputs,
         role or config.reference,
         lambda layout: build_reference(config, layout, device=device, world=world, role=role),
@@ -67,7 +57,7 @@ def build_checked_reference(
 
 
 def _build_checked(
-    config: DPOConfig, inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Built]
+    inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Built]
 ) -> tuple[Built, Layout, tuple[str, ...]]:
     probe = probe_pairs(inputs.train)
     engine = build(inputs.layout)
@@ -76,11 +66,11 @@ def _build_checked(
         return engine, inputs.layout, ()
     except LayoutError as error:
         # a row shard needs packed rows
-        if config.layout != "auto" or role.strategy_args.settings.splits_rows:
+        if inputs.config.layout != "auto" or role.strategy_args.settings.splits_rows:
             raise
         note = f"using layout padded: {str(error).removesuffix('; use layout=padded')}"
     del engine  # one model at a time
-    _, padded = build_layout(config.model_copy(update={"layout": "padded"}))
+    _, padded = build_layout(inputs.config.model_copy(update={"layout": "padded"}))
     engine = build(padded)
     engine.check_logps(probe)
     return engine, padded, (note,)

@@ -41,7 +41,7 @@ _FREE_TO_CHANGE = {
     "save_strategy",
     "save_total_limit",
     "simpo_loss",
-    "spare_workers",
+    "spare_workers",  # a key of earlier versions
     "track_with",
     "tracker_kwargs",
 }

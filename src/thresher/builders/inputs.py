@@ -1,53 +1,158 @@
-"""The inputs of a run that need no model weights: objective, layout, pairs, plan. They are the same on every rank."""
+"""What a run is made of before weights are read: objective, layout, pairs, plan. The same on every rank."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
+from thresher.builders.engines import trained_parts
+from thresher.builders.objective import build_objective
+from thresher.builders.reference_mode import (
+    ReferenceMode,
+    frozen_weights_digest,
+    reference_mode,
+    same_initial_weights,
+)
 from thresher.config import DPOConfig
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
+from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import VARLEN, LayoutName, choose_layout
-from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
+from thresher.models.layouts.choose import VARLEN, LayoutName, choose_layout, transformers_attention
+from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
+from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model
+from thresher.strategies.engine import ParameterCounts
 
 logger = logging.getLogger(__name__)
 
 # large enough for matrix products to run at full speed, small enough for activations to stay small
 DEFAULT_TOKENS_PER_MICRO_BATCH = 4096
+# what all ranks must agree on; the rest is built from the config
+_SENT = ("objective", "mode", "frozen_weights", "layout", "train", "validation", "plan", "max_tokens")
 
 
-@dataclass(frozen=True)
 class RunInputs:
-    """Cheap to pickle: a store is sent as its path, and the receiver memory-maps its files.
+    """The parts of a run, each built on first use; the checks, the plan and the run share one object.
 
-    max_tokens: token budget of a micro-batch, chosen for all ranks; None: the default of the layout.
+    A part that cannot be built raises a UserError. A rank gets a pickled copy, which is small, because a store is sent
+    as its path. The copy has no config, which may contain secrets: the rank adds the one that it was given.
     """
 
-    objective: Objective
-    layout: Layout
-    train: PairStore
-    validation: PairStore | None
-    plan: Plan
-    max_tokens: int | None = None
+    def __init__(self, config: DPOConfig, build_store: StoreBuilder = prepare):
+        """build_store: tokenizes pairs that are not prepared yet."""
+        self.config = config
+        self._build_store = build_store
+        # token budget of a micro-batch, chosen for all ranks; None for the layout's default
+        self.max_tokens = config.actor_train.training_args.max_tokens_per_micro_batch
 
+    def replace(self, **parts: Any) -> RunInputs:
+        """Return a copy with some parts replaced, which keeps those that are built."""
+        changed = RunInputs.__new__(RunInputs)
+        vars(changed).update(vars(self) | parts)
+        return changed
 
-def open_inputs(config: DPOConfig, objective: Objective, build_store: StoreBuilder) -> RunInputs:
-    """Build what needs no model, preparing pairs that are not prepared yet; mistakes show up within seconds."""
-    tokenizer, layout = build_layout(config)
-    train, validation = open_stores(config, tokenizer, build_store)
-    max_tokens = config.actor_train.training_args.max_tokens_per_micro_batch
-    return RunInputs(objective, layout, train, validation, build_plan(config, len(train)), max_tokens)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SENT}
+
+    def open(self) -> None:
+        """Open the pairs, preparing those that are not prepared yet, and say why rows cannot be packed."""
+        if (note := self._found_layout[2]) is not None:
+            logger.info("%s", note)
+        _ = self.plan
+
+    @property
+    def policy_path(self) -> str:
+        return str(self.config.policy_path)  # the checks of files have rejected a config without a model
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference has a model besides the policy; an invalid loss may need one."""
+        try:
+            return self.mode in ("precompute", "concurrent")
+        except UserError:
+            return True
+
+    @property
+    def reference_path(self) -> str | None:
+        """The model of the reference, if it is loaded and not the policy's."""
+        return self.config.reference_path if self.loads_reference and not same_initial_weights(self.config) else None
+
+    @cached_property
+    def objective(self) -> Objective:
+        return build_objective(self.config)
+
+    @cached_property
+    def mode(self) -> ReferenceMode:
+        return reference_mode(self.config, self.objective)
+
+    @cached_property
+    def frozen_weights(self) -> str | None:
+        """The digest of the weights that are not trained; None if all are."""
+        return frozen_weights_digest(self.config, self.mode)
+
+    @cached_property
+    def model_configs(self) -> dict[str, PreTrainedConfig]:
+        """By path: of the policy, and of a separate reference."""
+        trusts = self.config.actor_train.model_args.trust_remote_code
+        configs = {self.policy_path: load_model_config(self.policy_path, trust_remote_code=trusts)}
+        if (path := self.reference_path) is not None:
+            configs[path] = load_model_config(path, trust_remote_code=self.config.trusts_reference_code)
+        return configs
+
+    @cached_property
+    def _found_layout(self) -> tuple[PreTrainedTokenizerBase, Layout, str | None]:
+        return find_layout(self.config)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._found_layout[0]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self._found_layout[1]
+
+    @cached_property
+    def _stores(self) -> tuple[PairStore, PairStore | None]:
+        return open_stores(self.config, self.tokenizer, self._build_store)
+
+    @cached_property
+    def train(self) -> PairStore:
+        return self._stores[0]
+
+    @cached_property
+    def validation(self) -> PairStore | None:
+        return self._stores[1]
+
+    @cached_property
+    def plan(self) -> Plan:
+        return build_plan(self.config, len(self.train))
+
+    @cached_property
+    def policy(self) -> nn.Module:
+        """The policy on the meta device, with its adapters."""
+        args = self.config.actor_train.model_args
+        settings: dict[str, Any] = {
+            "attn_implementation": transformers_attention(args.attn_implementation),
+            "trust_remote_code": args.trust_remote_code,
+        }
+        model = build_without_weights(self.policy_path, dtype=DTYPES[args.master_dtype], **settings)
+        # as strategies/native stores it
+        return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
+
+    @property
+    def parameters(self) -> ParameterCounts:
+        return ParameterCounts.of(self.policy)
 
 
 def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
@@ -108,19 +213,19 @@ def build_plan(config: DPOConfig, num_pairs: int) -> Plan:
     )
 
 
-def build_micro_batching(config: DPOConfig, inputs: RunInputs, hidden_size: int) -> MicroBatching:
+def build_micro_batching(inputs: RunInputs, hidden_size: int) -> MicroBatching:
     """Split steps by a token budget if the layout packs rows, by pairs if it pads them."""
     layout, lengths, max_tokens = inputs.layout, inputs.train.lengths, inputs.max_tokens
     costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.shares_prompt)
     if not layout.needs_pair_attention:
-        max_pairs = config.actor_train.training_args.per_device_train_batch_size
+        max_pairs = inputs.config.actor_train.training_args.per_device_train_batch_size
         return MicroBatching(lengths, costs, max_tokens, max_pairs)
     return MicroBatching(lengths, costs, max_tokens or DEFAULT_TOKENS_PER_MICRO_BATCH)
 
 
-def build_eval_batching(config: DPOConfig, inputs: RunInputs) -> ScoringBatching:
+def build_eval_batching(inputs: RunInputs) -> ScoringBatching:
     """Batch validation pairs by the token budget of training, and by a number of pairs if that is set."""
-    training = config.actor_train.training_args
+    training = inputs.config.actor_train.training_args
     is_packed = inputs.layout.needs_pair_attention
     return scoring_batching(inputs, training.per_device_eval_batch_size if is_packed else training.pairs_per_eval_batch)
 

@@ -1,91 +1,133 @@
-"""The reference of a run: its mode, the scorers of both data sets, and the digest of its weights."""
+"""The reference of a run: how its logps are scored, and those of its pairs that the cache has and lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.data import StoreBuilder, check_pairs
 from thresher.builders.engines import compilation, device_of
-from thresher.builders.inputs import RunInputs, open_inputs
-from thresher.builders.objective import build_objective
-from thresher.builders.precompute import PrecomputeJob, ProgressCallback
-from thresher.builders.reference_mode import initial_adapter, reference_mode, same_initial_weights
+from thresher.builders.inputs import RunInputs, scoring_batching
+from thresher.builders.reference_mode import (
+    ReferenceMode,
+    initial_adapter,
+    reference_has_workers,
+    same_initial_weights,
+)
 from thresher.config import DPOConfig
+from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.plan import PairIds
+from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
 from thresher.models.loading.load import load_model_config
-from thresher.reference.fingerprint import frozen_digest, weights_digest, with_adapter
-from thresher.reference.modes import ReferenceMode
-from thresher.reference.scorers import LiveReference
+from thresher.observability.heartbeat import set_activity
+from thresher.reference.cache import ReferenceCache
+from thresher.reference.cache_admin import cache_root
+from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
+from thresher.reference.scorers import LiveReference, PrecomputedReference, SyncedReference
 from thresher.reference.step_zero_check import Forwards
-from thresher.reference.synced import SyncedReference
 from thresher.strategies.engine import Engine, TrainEngine
 from thresher.training.trainer import ReferenceScorer
 
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[str, int, int], None]
+ScoringProgress = tuple[str, int, int]  # split, blocks done, blocks of this rank
+DEFAULT_PAIRS_PER_PADDED_BLOCK = 8
+_PROGRESS_INTERVAL = 0.5  # seconds
+
 
 @dataclass(frozen=True)
-class ReferenceBundle:
-    """The reference as the trainer uses it.
-
-    weights: see `frozen_weights_digest`. equals_policy holds at step 0, up to the rounding of different forwards.
-    score_in_advance does the work of mode precompute; the caller runs it, so that a run that cannot start fails before
-    hours of scoring.
-    """
+class Reference:
+    """The reference as a rank uses it: the scorers of both data sets, None for a loss without a reference."""
 
     mode: ReferenceMode
     train: ReferenceScorer | None
     validation: ReferenceScorer | None
-    weights: str | None
+    # at step 0, up to the rounding of different forwards
     equals_policy: bool
     forwards: Forwards
     synced: SyncedReference | None = None
-    score_in_advance: Callable[[], None] = lambda: None
+
+    @property
+    def cached(self) -> list[PrecomputedReference]:
+        """The scorers that read the cache; none outside of mode precompute."""
+        return [each for each in (self.train, self.validation) if isinstance(each, PrecomputedReference)]
 
 
-def build_reference_bundle(
-    config: DPOConfig,
-    inputs: RunInputs,
-    policy: TrainEngine,
-    progress: ProgressCallback = lambda what, done, total: None,
-    *,
-    device: torch.device | None = None,
-    weights: str | None = None,
-) -> ReferenceBundle:
-    """Choose how the reference is scored, and load its model if it has one with pairs to score.
-
-    device is where that model goes, the mapped one if absent; weights is the digest of the frozen weights, for
-    callers that know it already.
-    """
-    mode = reference_mode(config, inputs.objective)
+def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
+    """Look up the logps in the cache, or load the model that scores them next to the policy."""
+    config, mode = inputs.config, inputs.mode
     same_weights = same_initial_weights(config)
-    weights = weights or frozen_weights_digest(config, mode)
     forwards = _live_forwards(config, policy.device)
     if mode == "none":
-        return ReferenceBundle(mode, None, None, weights, False, forwards)
+        return Reference(mode, None, None, False, forwards)
     if mode == "precompute":
-        job = PrecomputeJob(config, inputs, str(weights), policy.device, progress)
-        if forwards != "other axes":
-            forwards = "other axes" if job.num_found else "other batches"
-        return ReferenceBundle(
-            mode, job.train, job.validation, weights, same_weights, forwards, score_in_advance=job.run
-        )
+        splits = look_up(inputs, policy.device)
+        has_workers = config.uses_ray and reference_has_workers(config, mode)
+        # logps that the cache has may be of any mesh
+        is_other = forwards == "other axes" or has_workers or any(split.num_found for split in splits if split)
+        return Reference(mode, *splits, same_weights, "other axes" if is_other else "other batches")
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return ReferenceBundle(mode, live, live, weights, True, forwards)
-    # beside the policy and sharded like it: a synced reference copies its weights from the policy's shards
-    world = policy.dp_group.world
-    role = config.actor_train if world.size > 1 else config.reference
-    reference = build_checked_reference(config, inputs, device=device, world=world, role=role)
+        return Reference(mode, live, live, True, forwards)
+    reference = build_beside(inputs, policy)
     live = LiveReference(reference.score, policy.device)
     synced = None
     if config.reference.sync_steps is not None:
         _check_sync(reference, policy)
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return ReferenceBundle(mode, live, live, weights, same_weights, forwards, synced)
+    return Reference(mode, live, live, same_weights, forwards, synced)
+
+
+def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
+    """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section.
+
+    A synced reference copies its weights from the policy's shards.
+    """
+    config = inputs.config
+    if not config.uses_ray and config.runtime != "torchrun":
+        return build_checked_reference(inputs)
+    world = policy.dp_group.world
+    return build_checked_reference(inputs, device=policy.device, world=world, role=config.actor_train)
+
+
+def look_up(
+    inputs: RunInputs, device: torch.device, *, all_pairs: bool = False
+) -> tuple[PrecomputedReference, PrecomputedReference | None]:
+    """Look up the training pairs that the run visits, or all of them, and all validation pairs.
+
+    device: where the logps are read to.
+    """
+    train, validation, plan = inputs.train, inputs.validation, inputs.plan
+    cache = open_cache(inputs.config, str(inputs.frozen_weights))
+
+    def find(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+        blocks = _scored_together(inputs, store)
+        return PrecomputedReference(cache, store, pair_ids, blocks=blocks, device=device, num_visits=num_visits)
+
+    visited = np.arange(len(train), dtype=np.int64) if all_pairs else plan.visited_pairs()
+    return (
+        find(train, visited, plan.num_visits),
+        None if validation is None else find(validation, np.arange(len(validation), dtype=np.int64), len(validation)),
+    )
+
+
+def score_missing(splits: Sequence[PrecomputedReference], reference: Engine) -> Iterator[ScoringProgress]:
+    """Score this rank's blocks that are missing in the cache; yield the progress now and then."""
+    shown = -_PROGRESS_INTERVAL
+    for what, split in zip(("training", "validation"), splits, strict=False):
+        for done, total in split.iter_score_missing(reference.score, dp_group=reference.dp_group):
+            set_activity(f"scoring {what} pairs, block {done + 1} of {total}")
+            if done == total or time.monotonic() - shown > _PROGRESS_INTERVAL:
+                shown = time.monotonic()
+                yield what, done, total
 
 
 def precompute_reference(
@@ -100,37 +142,53 @@ def precompute_reference(
 
     choose_budget: sets the token budget for a device.
     """
-    objective = build_objective(config)
-    if (mode := reference_mode(config, objective)) != "precompute":
+    inputs = RunInputs(config, build_store)
+    if inputs.mode != "precompute":
         raise UserError(
-            f"the reference mode of this run is {mode}, which reads no cache; set reference.mode=precompute, with a "
-            "loss that needs a reference"
+            f"the reference mode of this run is {inputs.mode}, which reads no cache; set reference.mode=precompute, "
+            "with a loss that needs a reference"
         )
-    inputs = open_inputs(config, objective, build_store)
+    inputs.open()
     path = str(config.reference_path)
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
-    check_pairs(config, objective, model_config, [inputs.train, inputs.validation])
+    check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
     device = device_of(config.reference)
     inputs = choose_budget(inputs, device)
-    weights = str(frozen_weights_digest(config, mode))
-    PrecomputeJob(config, inputs, weights, device, progress, all_pairs=all_pairs).run()
+    splits = [split for split in look_up(inputs, device, all_pairs=all_pairs) if split is not None]
+    num_found = sum(split.num_found for split in splits)
+    if any(split.num_missing for split in splits):
+        for what, done, total in score_missing(splits, build_checked_reference(inputs, device=device)):
+            progress(f"scoring the reference: {what} pairs", done, total)
+    log_scored(inputs, num_found, sum(split.num_scored for split in splits))
 
 
-def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
-    """Digest the files of the weights that are not trained; None if all weights are trained."""
-    if mode != "none":
-        weights, adapter = weights_digest(str(config.reference_path)), initial_adapter(config)
-        return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
-    # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
-    return weights_digest(str(config.policy_path)) if config.freezes_weights else None
+def log_scored(inputs: RunInputs, num_found: int, num_scored: int, scored_by: str = "") -> None:
+    """Log how many pairs were cached and how many scored."""
+    directory = open_cache(inputs.config, str(inputs.frozen_weights)).directory
+    found, scored = f"{num_found:,}", f"{num_scored:,}"
+    logger.info("reference: %s pairs from the cache, %s scored%s; the cache is %s", found, scored, scored_by, directory)
 
 
-def frozen_policy_digest(config: DPOConfig, reference: ReferenceBundle) -> str | None:
+def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
+    """Open the cache of this config's reference; it may be empty."""
+    model = str(config.reference_path)
+    identity = ReferenceFingerprint(
+        weights=weights,
+        settings=config_digest(model, trust_remote_code=config.trusts_reference_code),
+        dtype=config.reference_dtype,
+        master_dtype=config.reference_master_dtype,
+        scores_prompt=not config.apply_loss_mask,
+    )
+    return ReferenceCache(cache_root(config.reference_cache_dir), identity, model)
+
+
+def frozen_policy_digest(inputs: RunInputs) -> str | None:
     """Digest the files of the policy's weights that are not trained, which no checkpoint contains; None if all are."""
+    config = inputs.config
     if not config.freezes_weights:
         return None
-    is_known = reference.mode == "none" or (same_initial_weights(config) and initial_adapter(config) is None)
-    return reference.weights if is_known else weights_digest(str(config.policy_path))
+    is_known = inputs.mode == "none" or (same_initial_weights(config) and initial_adapter(config) is None)
+    return inputs.frozen_weights if is_known else weights_digest(str(config.policy_path))
 
 
 def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:
@@ -139,6 +197,14 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
     dtype = args.master_dtype if mode == "none" else config.reference_master_dtype
     # an adapter that starts with a part of the weights belongs to other frozen weights
     return frozen_digest(weights, f"{dtype} {args.lora_init}" if args.starts_from_weights else dtype)
+
+
+def _scored_together(inputs: RunInputs, store: PairStore) -> Blocks:
+    """Score about as many tokens at a time as the policy does: matrix products in bf16 depend on the number of rows."""
+    size = inputs.config.reference.infer_batch_size
+    if size is None and not inputs.layout.needs_pair_attention:
+        size = DEFAULT_PAIRS_PER_PADDED_BLOCK
+    return scoring_batching(inputs, size).blocks(store.lengths)
 
 
 def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:

@@ -1,27 +1,49 @@
-"""The reference mode of a run, and the reference settings that it leaves without effect. Loads no model."""
+"""The reference as the config describes it: its mode, its files, and settings without effect. Loads no model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.reference.modes import ReferenceMode, resolve_mode
+from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.reference.fingerprint import weights_digest, with_adapter
+
+ReferenceMode = Literal["precompute", "concurrent", "adapter", "none"]
 
 
 def reference_mode(config: DPOConfig, objective: Objective) -> ReferenceMode:
-    """Resolve `auto`, and reject impossible modes."""
-    if config.reference.sync_steps is not None and config.actor_train.model_args.freeze_module_prefix:
+    """Choose how the reference is scored: resolve `auto`, and reject modes that cannot work."""
+    requested, is_synced = config.reference.mode, config.reference.sync_steps is not None
+    if is_synced and config.actor_train.model_args.freeze_module_prefix:
         raise UserError("reference.sync_steps does not work with freeze_module_prefix; remove one of them")
-    return resolve_mode(
-        config.reference.mode,
-        loss_needs_reference=objective.needs_reference,
-        policy_has_adapter=config.uses_lora,
-        why_not_base=_why_not_base(config),
-        same_weights=same_initial_weights(config),
-        is_synced=config.reference.sync_steps is not None,
-    )
+    if not objective.needs_reference:
+        if requested not in ("auto", "none") or is_synced:
+            raise UserError(
+                "this loss needs no reference, so the reference settings would do nothing; remove reference.mode and "
+                "reference.sync_steps, or choose a loss that needs one"
+            )
+        return "none"
+    if is_synced and config.uses_lora:
+        raise UserError("reference.sync_steps does not work with a LoRA policy; remove it or train all weights")
+    has_base, why_not_base = config.uses_lora and same_initial_weights(config), _why_not_base(config)
+    if requested == "adapter" and not has_base:
+        raise UserError(
+            "reference.mode=adapter uses the policy's base model as the reference, so it needs "
+            "actor_train.model_args.lora_rank and no other reference model; use auto"
+        )
+    if requested == "adapter" and why_not_base is not None:
+        raise UserError(
+            f"reference.mode=adapter compares with the model without its adapter, but {why_not_base}, so margins would "
+            "not start at 0; use auto, precompute or concurrent"
+        )
+    if requested != "auto":
+        return requested
+    if has_base and why_not_base is None:
+        return "adapter"
+    return "concurrent" if is_synced else "precompute"
 
 
 def _why_not_base(config: DPOConfig) -> str | None:
@@ -42,6 +64,15 @@ def same_initial_weights(config: DPOConfig) -> bool:
     """Whether policy and reference start from the same model."""
     one, other = config.reference_path, config.policy_path
     return one == other or (one is not None and other is not None and Path(one).resolve() == Path(other).resolve())
+
+
+def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
+    """Digest the files of the weights that are not trained; None if all weights are trained."""
+    if mode != "none":
+        weights, adapter = weights_digest(str(config.reference_path)), initial_adapter(config)
+        return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
+    # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
+    return weights_digest(str(config.policy_path)) if config.freezes_weights else None
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:

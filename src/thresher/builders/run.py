@@ -1,32 +1,43 @@
-"""Builders around the training loop: its settings, the supervisor, the trackers and the summary of the run."""
+"""Builders around the training loop: its settings, the supervisor, the trackers, run.json, and the run's health."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thresher.builders.checkpoints import build_checkpoint_manager
+from thresher import durable
+from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs
+from thresher.builders.reference_mode import same_initial_weights
 from thresher.checkpoint.manifest import read_manifest
 from thresher.checkpoint.retention import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
-from thresher.errors import RescaleRequested, RunStopped, UserError
+from thresher.data.prepare.report import report_of
+from thresher.data.store.reader import PairStore
+from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
+from thresher.models.loading.load import DTYPES
+from thresher.observability.environment import environment
+from thresher.observability.health.events import HealthLog, rules_that_stopped
 from thresher.observability.health.history import pairs_before_comparison
-from thresher.observability.log_files import METRICS, RECOVERIES
+from thresher.observability.health.monitor import HealthMonitor
+from thresher.observability.health.rules import RunFacts
+from thresher.observability.log_files import DESCRIPTION, METRICS, RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.jsonl import find_holes
-from thresher.observability.trackers.tracker import RunInfo, Trackers, translate_os_errors
+from thresher.observability.trackers.tracker import START_OVER, RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
+from thresher.reference.step_zero_check import tolerance
 from thresher.strategies.engine import ParameterCounts
 from thresher.training import preemption
-from thresher.training.loop import LoopSettings
-from thresher.training.skipped_steps import SkippedStepLog
+from thresher.training.loop import LoopSettings, MetricLogger
+from thresher.training.records import SkippedStepLog
 from thresher.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -59,6 +70,7 @@ def loop_settings(config: DPOConfig, plan: Plan) -> LoopSettings:
     """When to evaluate and save. All epochs have the same number of steps, so an epoch is an interval like others."""
     per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}
     return LoopSettings(
+        plan.num_steps,
         eval_steps=per_epoch.get(config.eval_strategy, config.eval_steps),
         save_steps=per_epoch.get(config.save_strategy, config.save_steps),
         eval_on_start=config.eval_on_start,
@@ -102,16 +114,11 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
 
 
 @contextlib.contextmanager
-def track(
-    trackers: Trackers, config: DPOConfig, plan: Plan, *, resume_step: int | None, max_tokens: int | None = None
-) -> Iterator[SkippedStepLog]:
-    """Open the trackers for the duration of a run and close them with its outcome; yield the log of skipped steps.
-
-    max_tokens: token budget that was chosen for the run, which trackers show as that of the config.
-    """
-    values = config.model_dump(mode="json")
-    if max_tokens is not None:
-        values["actor_train"]["training_args"]["max_tokens_per_micro_batch"] = max_tokens
+def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> Iterator[SkippedStepLog]:
+    """Open the trackers for the duration of a run and close them with its outcome; yield the log of skipped steps."""
+    config, plan, values = inputs.config, inputs.plan, inputs.config.model_dump(mode="json")
+    if inputs.max_tokens is not None:  # trackers show the chosen budget as the config's
+        values["actor_train"]["training_args"]["max_tokens_per_micro_batch"] = inputs.max_tokens
     run = RunInfo(
         exp_name=config.exp_name,
         run_dir=logging_dir(config),
@@ -140,11 +147,9 @@ def track(
     trackers.close("finished")
 
 
-def run_facts(
-    config: DPOConfig, inputs: RunInputs, mode: str, layout: str, devices: str, parameters: ParameterCounts
-) -> dict[str, str]:
+def run_facts(inputs: RunInputs, devices: str, parameters: ParameterCounts) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
-    plan, validation = inputs.plan, inputs.validation
+    config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
     epochs = f"{plan.num_epochs:.3g}"
     held_out = "held out " if config.validation and config.validation.split else ""
     return {
@@ -156,7 +161,7 @@ def run_facts(
             f"{plan.num_steps:,} steps of {plan.pairs_per_step} pairs ({epochs} epoch{'' if epochs == '1' else 's'})"
         ),
         "reference": mode if config.reference_path == config.policy_path else f"{mode}, {config.reference_path}",
-        "layout": layout,
+        "layout": inputs.layout.name,
         "device": devices,
     }
 
@@ -178,3 +183,103 @@ def _describe_parameters(counts: ParameterCounts, args: ModelArgs) -> str:
     if args.adapter_name_or_path is not None:
         lora = f": LoRA from {args.adapter_name_or_path}"
     return f"{counts.total:,}, of which {counts.trained:,} ({counts.trained / counts.total:.3%}) are trained{lora}"
+
+
+def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:
+    """Write `run.json` for `thresher report`: facts, config, data reports and environment, with secrets masked."""
+    config, plan = inputs.config, inputs.plan
+    is_held_out = config.validation is not None and config.validation.split is not None
+    description = {
+        "exp_name": config.exp_name,
+        "num_steps": plan.num_steps,
+        "pairs_per_step": plan.pairs_per_step,
+        "facts": facts,
+        "config": config.model_dump(mode="json"),
+        # validation pairs that were held out are counted in the report of the training file
+        "data": {
+            "train": _describe_store(inputs.train, has_report=True),
+            "validation": _describe_store(inputs.validation, has_report=not is_held_out),
+        },
+        "environment": environment(),
+    }
+    text = json.dumps(redact(description), ensure_ascii=False, indent=1)
+    with translate_os_errors():
+        durable.replace(logging_dir(config) / DESCRIPTION, text.encode("utf-8", errors="replace"))
+
+
+def _describe_store(store: PairStore | None, *, has_report: bool) -> dict[str, Any] | None:
+    if store is None:
+        return None
+    try:
+        report = report_of(store).to_json() if has_report else None
+    except UserError:  # the run has warned about it
+        report = None
+    return {"pairs": len(store), "report": report}
+
+
+def health_facts(inputs: RunInputs) -> RunFacts:
+    """What the health rules know about a run."""
+    config, objective, columns = inputs.config, inputs.objective, inputs.train.columns_in_use
+    starts_at_reference = objective.needs_reference and same_initial_weights(config)
+    has_constant_loss = starts_at_reference and not {"weight", "margin"} & set(columns)
+    duplicates, num_pairs = _duplicates(inputs.train)
+    return RunFacts(
+        total_steps=inputs.plan.num_steps,
+        num_pairs=num_pairs,
+        duplicates=duplicates,
+        initial_loss=objective.zero_margin_loss if has_constant_loss else None,
+        starts_at_reference=starts_at_reference,
+        logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other axes", num_tokens=1),
+        compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
+        num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
+    )
+
+
+def _duplicates(store: PairStore) -> tuple[int, int]:
+    """Duplicates and pairs in the report of the store; a store with a damaged report counts as having none."""
+    try:
+        report = report_of(store)
+    except UserError:  # reported when the store was opened
+        return 0, len(store)
+    return sum(each.count for each in report.findings if each.name == "duplicates"), report.pairs_kept
+
+
+def check_not_stopped(config: DPOConfig, checkpoint: Path | None) -> None:
+    """Raise if a health rule stopped the run at this checkpoint and nothing has changed since."""
+    if checkpoint is None or config.health != "stop":
+        return
+    step = read_manifest(checkpoint).step
+    rules = rules_that_stopped(logging_dir(config), step)
+    if rules and not config_changes(checkpoint, config):
+        raise HealthStopped(step, rules)
+
+
+@contextlib.contextmanager
+def watch_health(
+    inputs: RunInputs, log: MetricLogger, checkpoint: Path | None, *, resume_step: int | None
+) -> Iterator[MetricLogger]:
+    """Yield a log that applies the health rules; the log itself, which must be open, with `health: off`."""
+    config = inputs.config
+    if config.health == "off":
+        yield log
+        return
+    directory, stop = logging_dir(config), stop_file(config)
+    stopped_by = [] if checkpoint is None else rules_that_stopped(directory, read_manifest(checkpoint).step)
+    events = HealthLog(directory, resume_step)
+    if checkpoint is not None and stopped_by:
+        changes = config_changes(checkpoint, config) or [f"health is {config.health}"]
+        events.write_continued(read_manifest(checkpoint).step, changes)
+    monitor = HealthMonitor(log.log, health_facts(inputs), events, stop.touch if config.health == "stop" else None)
+    monitor.start(directory / METRICS, is_new=resume_step in (None, START_OVER))
+    try:
+        yield monitor
+    except RunStopped as stopped:
+        if not monitor.fired or stopped.step is None:
+            raise
+        raise HealthStopped(stopped.step, monitor.fired) from stopped
+    except Exception:
+        if monitor.fired:  # a restart repeats the steps of the event, or stops at once
+            stop.unlink(missing_ok=True)
+        raise
+    if monitor.fired:  # in one of the last steps: there was nothing left to stop
+        events.write_continued(inputs.plan.num_steps, ["all steps were done"])

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import ReferenceBundle, reference_digest
+from thresher.builders.reference import reference_digest
 from thresher.builders.reference_mode import initial_adapter
 from thresher.checkpoint.weights import load_weights
 from thresher.config import DPOConfig
@@ -23,7 +23,8 @@ from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
 from thresher.models.loading.location import named_model
 from thresher.models.loading.lora import merge_adapter
 from thresher.models.loading.trained import TrainedParts
-from thresher.reference.synced import STEM as SYNCED
+from thresher.reference.scorers import STEM as SYNCED
+from thresher.reference.scorers import SyncedReference
 from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
@@ -32,15 +33,13 @@ from thresher.sampling.sampler import AnswerSampler, SampledModels
 from thresher.strategies.engine import TrainEngine
 
 
-def build_sampler(
-    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, reference: ReferenceBundle
-) -> AnswerSampler | None:
+def build_sampler(inputs: RunInputs, policy: TrainEngine, synced: SyncedReference | None) -> AnswerSampler | None:
     """The sampler of a rank; None without `samples`."""
+    config = inputs.config
     if (samples := config.samples) is None:
         return None
-    synced = reference.synced
     # a loss without a reference is compared with the model that the config names as one, the initial policy if none
-    digest = reference_digest(config, reference.mode, reference.weights)
+    digest = reference_digest(config, inputs.mode, inputs.frozen_weights)
     key = f"{digest} {config.reference_path} {initial_adapter(config)} {config.reference_dtype}"
     return AnswerSampler(
         policy,
@@ -52,14 +51,14 @@ def build_sampler(
         inputs.layout,
         GenerationSettings(samples.max_new_tokens, samples.temperature, config.seed),
         Path(config.output_dir) / "samples",
-        partial(load_prompts, config, inputs),
+        partial(load_prompts, inputs),
         dict if synced is None else synced.tensors,
     )
 
 
-def load_prompts(config: DPOConfig, inputs: RunInputs) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+def load_prompts(inputs: RunInputs) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
     """Load the tokenizer, and read the prompts."""
-    samples = config.samples
+    config, samples = inputs.config, inputs.config.samples
     trusts = config.actor_train.model_args.trust_remote_code
     tokenizer = load_tokenizer(named_model(config.tokenizer_path), trust_remote_code=trusts)
     if samples is None or (samples.prompts_file is None and inputs.validation is None):

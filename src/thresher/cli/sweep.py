@@ -121,7 +121,7 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
 
 
 def _prepare_inputs(config: DPOConfig) -> None:
-    from thresher.builders.inputs import open_inputs
+    from thresher.builders.inputs import RunInputs
     from thresher.builders.objective import build_objective
     from thresher.builders.reference import precompute_reference
     from thresher.builders.reference_mode import reference_mode
@@ -133,7 +133,7 @@ def _prepare_inputs(config: DPOConfig) -> None:
     objective = build_objective(config)
     # with workers, the first trial scores the reference, on the devices that the config gives it
     if reference_mode(config, objective) != "precompute" or config.uses_ray:
-        open_inputs(config, objective, build_and_report)
+        RunInputs(config, build_and_report).open()
         return
     precompute_reference(
         config,

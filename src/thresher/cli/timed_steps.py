@@ -38,7 +38,7 @@ def _time(values: dict[str, Any], num_steps: int) -> list[float]:
     from thresher.pipeline import DPOPipeline
 
     with DPOPipeline(DPOConfig(**values)).open() as run:
-        return [record["time/step"] for _, record in run.trainable.run(num_steps) if isinstance(record, dict)]
+        return [record["time/step"] for _, record in run.run(num_steps) if isinstance(record, dict)]
 
 
 def main() -> None:

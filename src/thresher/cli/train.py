@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,39 +20,27 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
-    from thresher.runtime import launch_session
-
-    with launch_session() as session:
-        if session is not None and session.launch.rank:
-            from thresher.cli.terminal import quiet_libraries, show_errors_only
-
-            quiet_libraries()
-            show_errors_only()
-            session.follow(lambda: _load(path, overrides).model_dump(mode="json", exclude_unset=True))
-        else:
-            _train(_load(path, overrides))
-
-
-def _load(path: Path, overrides: list[str] | None) -> DPOConfig:
-    from thresher.config import load_config
-
-    return load_config(path, overrides or [])
-
-
-def _train(config: DPOConfig) -> None:
     from thresher.cli.terminal import print_line
+    from thresher.config import load_config
+    from thresher.runtime.open import lead
 
-    for checkpoint in run(config)[-1:]:  # the result; there is none if a checkpoint of another run completed all steps
+    checkpoints = lead(lambda: load_config(path, overrides or []), run, _hide_all_but_errors) or []
+    for checkpoint in checkpoints[-1:]:  # there is none if a checkpoint of another run completed all steps
         print_line(str(checkpoint))
+
+
+def _hide_all_but_errors() -> None:
+    from thresher.cli.terminal import quiet_libraries, show_errors_only
+
+    quiet_libraries()
+    show_errors_only()
 
 
 def run(config: DPOConfig) -> list[Path]:
     """Run a config in the display of a run; return its checkpoints."""
     from thresher.builders.preflight import check_files
-    from thresher.runtime.launch import find_launch, fit_to_launch
 
-    config = fit_to_launch(config, find_launch(os.environ))
-    check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
+    warnings = check_files(config)  # before torch is imported
 
     from thresher.cli.run_display import run_display
 
@@ -69,7 +56,7 @@ def run(config: DPOConfig) -> list[Path]:
         silence_loud_loggers()
         DPOPipeline(
             config, console=display.console, progress=display.show_progress, build_store=display.build_store
-        ).run()
+        ).train(warnings)
     if not config.export_model:
         logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
     return list_checkpoints(build_checkpoint_manager(config).root)

@@ -250,9 +250,6 @@ class DPOConfig(LossConfig):
     """What to do when a rule on the metrics finds that the run goes wrong: `warn`, or `stop` after a checkpoint."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: maximum consecutive restarts without a new checkpoint."""
-    spare_workers: Annotated[int, Field(ge=0)] = 0
-    """On Ray: idle processes per worker that replace it after a failure, so that a restart need not start processes.
-    Each takes about 350 MB of host memory, and none of a GPU; they start 20 s after the workers."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
     """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. With
     torchrun: seconds without progress of a rank in a step after warm-up, after which the run ends. Also the timeout of
@@ -389,7 +386,7 @@ class DPOConfig(LossConfig):
         if not self.uses_ray:
             is_launched = self.runtime == "torchrun"
             where = "with runtime: torchrun" if is_launched else "in one process"
-            on_ray = self.non_default("max_restarts", "spare_workers", "elastic")
+            on_ray = self.non_default("max_restarts", "elastic")
             yield on_ray, f"{where}; set runtime: ray or remove {{it}}"
             if not is_launched:
                 hangs = self.non_default("heartbeat_timeout")

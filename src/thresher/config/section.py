@@ -94,10 +94,15 @@ def _shown(path: tuple[int | str, ...], value: Any) -> str:
     return f" (got {text if len(text) <= 100 else text[:97] + '...'})"
 
 
+_REMOVED = {"spare_workers": "spare workers no longer exist: remove it, a restart starts new processes"}
+
+
 def _suggest(path: str, spellings: dict[str, str]) -> str:
     """Return a hint for an unknown key: by its meaning here or in other trainers, then by its spelling."""
     from thresher.config.dialects.hints import hint, names_of_other_trainers  # large tables, for a hint only
 
+    if path in _REMOVED:
+        return _REMOVED[path]
     parent, _, key = path.rpartition(".")
     siblings = {_leaf(name): _leaf(meant) for name, meant in spellings.items() if name.rpartition(".")[0] == parent}
     elsewhere = [meant for name, meant in spellings.items() if _leaf(name) == key]

@@ -56,7 +56,7 @@ def with_token_budget(
     tokens, extra = budget.tokens or packed, DETAIL if budget.tokens in (None, packed) else {}
     shown = "no limit" if tokens is None else f"{tokens:,}"
     logger.info("max_tokens_per_micro_batch: auto -> %s, %s", shown, budget.reason, extra=extra)
-    return replace(inputs, max_tokens=budget.tokens)
+    return inputs.replace(max_tokens=budget.tokens)
 
 
 def _recorded(checkpoint: Path) -> TokenBudget:

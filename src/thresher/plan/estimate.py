@@ -10,8 +10,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from thresher.builders.engines import compilation
-from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
-from thresher.builders.preflight.parts import RunParts
+from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.reference_mode import reference_has_workers
 from thresher.config import DPOConfig
 from thresher.config.roles import ModelArgs
@@ -83,7 +82,7 @@ class Estimate:
         self.config, self.cluster, self.budget_reason = config, cluster, budget_reason
         same_model = like is not None and like.config.actor_train.model_args == config.actor_train.model_args
         self._same_model = like if same_model else None
-        self.parts: RunParts = RunParts(config) if self._same_model is None else self._same_model.parts
+        self.parts: RunInputs = RunInputs(config) if self._same_model is None else self._same_model.parts
         self.is_condensed, self.note = is_condensed, note
         if like is None or self.settings is not like.settings or cluster != like.cluster:
             self._check()

@@ -12,7 +12,7 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.staging import delete
 from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
 from thresher.errors import CheckpointError
-from thresher.reference.shards import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard
+from thresher.reference.cache import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard
 
 # a shard takes seconds to write: an older partial file was left by a process that died
 _MAX_WRITE_SECONDS = 24 * 3600.0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from thresher.checkpoint.weights import load_weights
 from thresher.data.batching.blocks import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
@@ -20,8 +23,8 @@ from thresher.data.store.reader import HASH_DTYPE, Hashes
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.host_copies import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
-from thresher.reference.cache import FoundLogps, ReferenceCache
-from thresher.reference.shards import Logps, ShardLimits, ShardWriter
+from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
+from thresher.strategies.engine import Engine, TrainEngine
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class PrecomputedReference:
     @property
     def num_missing(self) -> int:
         return int((self._is_wanted & self._found.is_missing()).sum())
+
+    @property
+    def num_found(self) -> int:
+        return self.num_pairs - self.num_missing
 
     def score_missing(
         self,
@@ -192,3 +199,29 @@ def _concatenate(responses: list[Logps], device: torch.device) -> ResponseLogps:
     values = torch.from_numpy(np.concatenate(responses))
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
     return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))
+
+
+STEM = "reference"
+
+
+@dataclass(frozen=True)
+class SyncedReference:
+    """Move the reference towards the policy by `alpha` every `every_steps` steps."""
+
+    reference: Engine
+    policy: TrainEngine
+    every_steps: int
+    alpha: float
+
+    def after_step(self, step: int) -> None:
+        if step % self.every_steps == 0:
+            self.reference.ema_update(self.policy.weights(), self.alpha)
+
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {STEM: self.reference.weights()}
+
+    def load(self, directory: Path) -> None:
+        weights = self.reference.weights()
+        other_rank_names = self.policy.dp_group.world.names_on_other_ranks(weights)
+        hint = "resume with the same reference settings"
+        load_weights(directory, weights, stem=STEM, hint=hint, other_rank_names=other_rank_names)

@@ -1,168 +1,206 @@
-"""The ranks of the policy as one group: the trainer that calls all of them, and how a run on them begins."""
+"""All ranks of a policy as one group: a run starts, begins and trains by calls that go to each of them."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-import torch
-
+from thresher.builders.engines import device_of
 from thresher.builders.inputs import RunInputs
-from thresher.builders.precompute import ProgressCallback
-from thresher.builders.reference_mode import reference_has_workers
+from thresher.builders.reference import ProgressCallback, log_scored
+from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
+from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
+from thresher.plan.budget import with_token_budget
+from thresher.plan.hardware import Gpu
 from thresher.reference.cache_admin import cache_root
-from thresher.reference.modes import ReferenceMode
-from thresher.runtime import RunHandle
-from thresher.runtime.rank import LoadedPolicy, RankReport, ReferenceHandle, cached_splits
+from thresher.runtime.rank import PolicyRank, RankReport
+from thresher.training.records import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class RankGroup(Protocol):
-    """Processes of a role whose methods are called collectively. The first failure ends all of them."""
+    """Processes of a role whose methods are called collectively. The first failure ends all of them.
+
+    A method is given as the function of its class; only a group of several processes sends its name.
+    """
 
     @property
     def num_nodes(self) -> int: ...
 
     def __len__(self) -> int: ...
 
-    def call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every rank; return the results by rank, of rank 0 alone if the others return none."""
+    def on_all(self, method: Callable[..., T], *arguments: object) -> T:
+        """Call a method of every rank; return the result of rank 0."""
         ...
 
-    def stream(self, method: str, others_method: str, *arguments: object) -> Iterator[Any]:
-        """Yield the items of a generator method of rank 0, while the other ranks run `others_method`."""
+    def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
+        """Yield the items of a generator method of rank 0, while the other ranks run it to its end."""
         ...
 
 
-class TrainerGroup:
-    """All ranks of the policy as one `Trainable`: every call goes to all ranks and returns the result of rank 0.
+class LocalRanks:
+    """A group of one: the rank is in this process, and its methods are called in place."""
 
-    can_scale_up: called between a checkpoint and the next step; a message from it requests a restart with more workers.
+    num_nodes = 1
+
+    def __init__(self, config: DPOConfig):
+        self.rank = PolicyRank(0, 1, device_of(config.actor_train))
+        self.rank.open(config, logging_dir(config).resolve())
+
+    def __len__(self) -> int:
+        return 1
+
+    def on_all(self, method: Callable[..., T], *arguments: object) -> T:
+        return method(self.rank, *arguments)
+
+    def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
+        return method(self.rank, *arguments)
+
+
+class Runtime:
+    """Starts a run on the ranks of its policy, which score the reference too. `RayRuntime` adds workers for it."""
+
+    # the workers that fill the reference cache; None if the policy's ranks do
+    scorers: RankGroup | None = None
+
+    def __init__(self, config: DPOConfig, ranks: RankGroup):
+        self.config = config
+        self._ranks = ranks
+
+    @property
+    def ranks(self) -> RankGroup:
+        return self._ranks
+
+    def find_damage(self, checkpoint: Path) -> list[str]:
+        """Compare the files of a checkpoint with their digests, on the ranks; return what is wrong."""
+        return self.ranks.on_all(PolicyRank.find_damage, checkpoint)
+
+    def start(self, inputs: RunInputs, checkpoint: Path | None, show_progress: ProgressCallback) -> StartedRun:
+        """Load the models on all ranks, and restore a checkpoint if there is one.
+
+        show_progress: called with (description, done, total).
+        """
+        # the ranks' config may name fewer workers than the run's, whose plan it must not change
+        of_ranks = inputs.replace(config=self.config, plan=inputs.plan)
+        of_ranks = with_token_budget(self.config, of_ranks, checkpoint, self.smallest_gpu)
+        report = self.load(of_ranks, checkpoint)
+        inputs = inputs.replace(layout=report.layout, max_tokens=of_ranks.max_tokens)
+        return StartedRun(self, inputs, checkpoint, report, show_progress)
+
+    def smallest_gpu(self) -> Gpu | None:
+        return self.ranks.on_all(PolicyRank.smallest_gpu)
+
+    def load(self, inputs: RunInputs, checkpoint: Path | None) -> RankReport:
+        """Load the models, and build the trainers."""
+        self.ranks.on_all(PolicyRank.load, inputs)
+        return self.ranks.on_all(PolicyRank.build, checkpoint)
+
+    def release_scorers(self) -> None:
+        """Called when the reference cache is filled."""
+
+    def can_scale_up(self) -> str | None:
+        """Called between a checkpoint and the next step; a message requests a restart with more workers."""
+        return None
+
+
+class StartedRun:
+    """A run whose ranks are ready to begin, as one `Trainable`: every call goes to all ranks.
+
+    inputs: as the ranks use them, with the layout that the policy supports and the token budget of a micro-batch.
+    checkpoint: what the run resumes from.
     """
 
-    def __init__(self, ranks: RankGroup, can_scale_up: Callable[[], str | None] = lambda: None):
-        self._ranks = ranks
-        self._can_scale_up = can_scale_up
+    def __init__(
+        self,
+        runtime: Runtime,
+        inputs: RunInputs,
+        checkpoint: Path | None,
+        report: RankReport,
+        show_progress: ProgressCallback,
+    ):
+        self.inputs, self.checkpoint, self.report = inputs, checkpoint, report
+        self.ranks = runtime.ranks
+        self._runtime = runtime
+        self._show_progress = show_progress
         self._is_saved = False
 
+    @property
+    def progress(self) -> TrainingProgress:
+        return self.report.progress
+
+    @property
+    def devices(self) -> str:
+        """The hardware of the run, for people."""
+        size, nodes, device = len(self.ranks), self.ranks.num_nodes, self.report.device
+        is_local = isinstance(self.ranks, LocalRanks)
+        return device if is_local else f"{size} x {device} on {nodes} node{'s' if nodes > 1 else ''}"
+
+    @property
+    def actor_train(self) -> object:
+        """What trains: the trainer of the rank in this process, or the workers."""
+        return self.ranks.rank.trainer if isinstance(self.ranks, LocalRanks) else self.ranks
+
+    @property
+    def reference(self) -> object:
+        """What scores the reference: an object in this process, or its workers; None if the policy's workers do."""
+        return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self._runtime.scorers
+
+    def begin(self, *, to_evaluate: bool = False) -> None:
+        """Precompute the reference and check step 0, before the first step.
+
+        A run that has made all steps needs no reference, unless it begins `to_evaluate`.
+        """
+        inputs, report = self.inputs, self.report
+        seconds_per_pair = None
+        if inputs.mode == "precompute":
+            if to_evaluate or report.progress.step < inputs.plan.num_steps:
+                seconds_per_pair = self._score_missing() / inputs.plan.num_visits
+            self._runtime.release_scorers()
+        self.ranks.on_all(PolicyRank.begin, seconds_per_pair)
+
+    def _score_missing(self) -> float:
+        """Fill the cache; return the elapsed seconds."""
+        started, num_missing = time.perf_counter(), self.report.num_missing
+        share = scored_by = ""
+        if not isinstance(self.ranks, LocalRanks):
+            has_workers = reference_has_workers(self.inputs.config, self.inputs.mode)
+            share, scored_by = ", blocks of worker 0", " by its workers" if has_workers else " by the policy's workers"
+        if num_missing:
+            scorers = self._runtime.scorers or self.ranks
+            for what, done, total in scorers.stream(PolicyRank.score_missing):
+                self._show_progress(f"scoring the reference: {what} pairs{share}", done, total)
+        log_scored(self.inputs, self.report.num_cached, num_missing, scored_by)
+        return time.perf_counter() - started if num_missing else 0.0
+
     def run(self, until: int) -> Iterator[Record]:
-        if self._is_saved and (reason := self._can_scale_up()):
+        if self._is_saved and (reason := self._runtime.can_scale_up()):
             self.wait_for_saves()
             raise RescaleRequested(reason)
         self._is_saved = False
-        return self._ranks.stream("run", "run_quietly", until)
+        return self.ranks.stream(PolicyRank.run, until)
 
     @property
     def stopped_at(self) -> int | None:
-        stopped_at: int | None = self._ranks.call("stopped_at")[0]
-        return stopped_at
+        return self.ranks.on_all(PolicyRank.stopped_at)
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
-        return self._ranks.stream("evaluate_and_record", "evaluate_quietly")
+        return self.ranks.stream(PolicyRank.evaluate_and_record)
 
     def save(self) -> None:
-        self._ranks.call("save")
+        self.ranks.on_all(PolicyRank.save)
         self._is_saved = True
 
     def wait_for_saves(self) -> None:
-        self._ranks.call("wait_for_saves")
-
-
-@dataclass(frozen=True)
-class CachedReference:
-    """The pairs of a run whose reference logps the cache has and lacks; none outside of mode precompute."""
-
-    num_found: int = 0
-    num_missing: int = 0
-
-    @classmethod
-    def look_up(cls, config: DPOConfig, inputs: RunInputs, mode: ReferenceMode, weights: str | None) -> CachedReference:
-        """Count the pairs; if the cache lacks none, the reference is not loaded."""
-        if mode != "precompute":
-            return cls()
-        both = cached_splits(config, inputs, str(weights), torch.device("cpu"))
-        splits = [split for split in both if split is not None]
-        num_missing = sum(split.num_missing for split in splits)
-        return cls(sum(split.num_pairs for split in splits) - num_missing, num_missing)
-
-
-@dataclass(frozen=True)
-class GroupStarter:
-    """Builds the trainers of ranks that have loaded the policy.
-
-    scorers: the group that fills the reference cache, the policy's ranks if None. release_reference: called when the
-    cache is filled.
-    """
-
-    config: DPOConfig
-    inputs: RunInputs
-    ranks: RankGroup
-    loaded: LoadedPolicy
-    cached: CachedReference
-    progress: ProgressCallback
-    scorers: RankGroup | None = None
-    release_reference: Callable[[], None] = lambda: None
-    can_scale_up: Callable[[], str | None] = lambda: None
-
-    def build(
-        self,
-        checkpoint: Path | None,
-        mode: ReferenceMode,
-        weights: str | None,
-        *,
-        reference_workers: tuple[Any, ...] = (),
-        notes: tuple[str, ...] = (),
-    ) -> RunHandle:
-        """Build the trainer of every rank, and restore a checkpoint if there is one."""
-        on_policy_axes = not reference_has_workers(self.config, mode) and not self.cached.num_found
-        handle = ReferenceHandle(mode, weights, reference_workers, on_policy_axes)
-        report: RankReport = self.ranks.call("build", checkpoint, handle)[0]
-        size, num_nodes = len(self.ranks), self.ranks.num_nodes
-        return RunHandle(
-            TrainerGroup(self.ranks, self.can_scale_up),
-            report.progress,
-            report.reference_mode,
-            self.loaded.layout.name,
-            f"{size} x {report.device} on {num_nodes} node{'s' if num_nodes > 1 else ''}",
-            report.parameter_counts,
-            (*self.loaded.notes, *report.notes, *notes),
-            partial(self._begin, mode, weights, report),
-            self.ranks,
-            self.scorers,
-            self.inputs.max_tokens,
-        )
-
-    def _begin(
-        self, mode: ReferenceMode, weights: str | None, report: RankReport, *, to_evaluate: bool = False
-    ) -> None:
-        seconds_per_pair = None
-        if mode == "precompute" and (to_evaluate or report.progress.step < self.inputs.plan.num_steps):
-            seconds_per_pair = 0.0
-            if self.cached.num_missing:
-                seconds_per_pair = self._score_missing(str(weights)) / self.inputs.plan.num_visits
-            owner = "its" if reference_has_workers(self.config, mode) else "the policy's"
-            found, scored = f"{self.cached.num_found:,}", f"{self.cached.num_missing:,}"
-            logger.info("reference: %s pairs from the cache, %s scored by %s workers", found, scored, owner)
-        if mode == "precompute":
-            self.release_reference()
-        self.ranks.call("begin", seconds_per_pair)
-
-    def _score_missing(self, weights: str) -> float:
-        """Fill the cache; return the elapsed seconds."""
-        started = time.perf_counter()
-        scorers = self.scorers or self.ranks
-        for what, done, total in scorers.stream("score_missing", "score_missing_quietly", weights):
-            self.progress(f"scoring the reference: {what} pairs, blocks of worker 0", done, total)
-        return time.perf_counter() - started
+        self.ranks.on_all(PolicyRank.wait_for_saves)
 
 
 def with_absolute_cache_dir(config: DPOConfig, mode: ReferenceMode) -> DPOConfig:

@@ -11,8 +11,7 @@ from typing import Protocol
 from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
 from thresher.sampling.answers import SampledAnswers
-from thresher.training.evaluated_pairs import EvaluatedPairs
-from thresher.training.skipped_steps import SkippedStep, SkippedStepLog
+from thresher.training.records import EvaluatedPairs, SkippedStep, SkippedStepLog, TrainingProgress
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,12 @@ KeepAnswers = Callable[[int, SampledAnswers], Mapping[str, float]]
 
 
 class Trainable(Protocol):
-    """Makes the steps: a trainer in this process, or a group of remote ones."""
+    """Makes the steps: a group of ranks, or one trainer."""
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """Completed steps and the latest evaluation when the run began."""
+        ...
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step, or until a stop is requested; yield the records to log, in order."""
@@ -56,57 +60,52 @@ class MetricLogger(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """When to evaluate and save; 0 means only at the end."""
+    """The steps to make, and when to evaluate and save; 0 means only at the end."""
 
+    num_steps: int
     eval_steps: int = 0
     save_steps: int = 0
     eval_on_start: bool = False
 
 
 @dataclass(frozen=True)
-class TrainingProgress:
-    """Progress of a run: completed steps and the latest evaluation."""
+class RunLogs:
+    """Where the records of a run go."""
 
-    step: int
-    last_evaluation: Mapping[str, float]
+    metrics: MetricLogger
+    skipped: SkippedStepLog
+    # called during long evaluations
+    show_progress: ShowProgress = lambda what, done, total: None
+    # called with values of single pairs at each evaluation
+    keep_pairs: KeepPairs = lambda step, pairs: None
+    # called with sampled answers; returns metrics of them
+    keep_answers: KeepAnswers = lambda step, answers: {}
 
 
-def fit(
-    trainable: Trainable,
-    progress: TrainingProgress,
-    num_steps: int,
-    settings: LoopSettings,
-    log: MetricLogger,
-    skipped: SkippedStepLog,
-    show_progress: ShowProgress = lambda what, done, total: None,
-    keep_pairs: KeepPairs = lambda step, pairs: None,
-    keep_answers: KeepAnswers = lambda step, answers: {},
-) -> dict[str, float]:
-    """Train to the end of the plan; return the last evaluation. show_progress: called during long evaluations.
-
-    keep_pairs: called with values of single pairs at each evaluation; keep_answers: with sampled answers, and returns
-    metrics of them.
+def fit(trainable: Trainable, settings: LoopSettings, logs: RunLogs) -> dict[str, float]:
+    """Train to the end of the plan; return the last evaluation.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
     All checkpoints are published when this returns.
     """
-    step, last = progress.step, dict(progress.last_evaluation)
+    num_steps = settings.num_steps
+    step, last = trainable.progress.step, dict(trainable.progress.last_evaluation)
     saved = step  # a run that continues has a checkpoint of its first step, and a new one has nothing to save yet
     if step == 0 and settings.eval_on_start:
-        last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
+        last = _evaluate(trainable, step, logs)
     while step < num_steps:
         next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
         next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
         step = min(next_evaluation, next_checkpoint)
         for at, record in trainable.run(step):
             if isinstance(record, SkippedStep):
-                _record_skipped(at, record, skipped)
+                _record_skipped(at, record, logs.skipped)
             else:
-                log.log(at, record)
+                logs.metrics.log(at, record)
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _evaluate(trainable, step, log, show_progress, keep_pairs, keep_answers)
+            last = _evaluate(trainable, step, logs)
         if step != saved and (step == next_checkpoint or stopped_at is not None):
             trainable.save()
             saved = step
@@ -167,18 +166,11 @@ def evaluate(
     return metrics
 
 
-def _evaluate(
-    trainable: Trainable,
-    step: int,
-    log: MetricLogger,
-    show_progress: ShowProgress,
-    keep_pairs: KeepPairs,
-    keep_answers: KeepAnswers,
-) -> dict[str, float]:
+def _evaluate(trainable: Trainable, step: int, logs: RunLogs) -> dict[str, float]:
     started = time.perf_counter()
-    metrics = evaluate(trainable, step, show_progress, keep_pairs, keep_answers)
+    metrics = evaluate(trainable, step, logs.show_progress, logs.keep_pairs, logs.keep_answers)
     if metrics:
-        log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
+        logs.metrics.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
         line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         logger.info("evaluation after step %d: %s", step, line, extra=DETAIL)
     return metrics

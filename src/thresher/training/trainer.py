@@ -38,10 +38,15 @@ from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceS
 from thresher.sampling.answers import SampledAnswers
 from thresher.strategies.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.strategies.engine import TrainEngine
-from thresher.training.evaluated_pairs import EvaluatedPairs, PairSampler
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.skipped_steps import SkippedStep, describe_skipped
-from thresher.training.state import TrainerState
+from thresher.training.records import (
+    EvaluatedPairs,
+    PairSampler,
+    SkippedStep,
+    TrainerState,
+    TrainingProgress,
+    describe_skipped,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +73,37 @@ class ScoredDataset:
 
 
 @dataclass(frozen=True)
+class TrainingData:
+    """The pairs of a run, and how they are divided: by the plan into steps, a step into micro-batches."""
+
+    plan: Plan
+    train: ScoredDataset
+    validation: ScoredDataset | None
+    micro_batching: MicroBatching
+    eval_batching: ScoringBatching
+
+
+@dataclass(frozen=True)
 class TrainerSettings:
-    """Evaluation batches, logging interval, limit of skipped steps, seed, stop file and asynchronous saving.
+    """Settings of the steps of a rank."""
 
-    collective_timeout: limit of NCCL's collectives inside a step after warm-up.
-    """
-
-    evaluation: ScoringBatching
+    schedule: LRSchedule
     logging_steps: int = 1
     max_consecutive_skipped_steps: int = 5
     seed: int = 0
     stop_file: Path | None = None
     async_save: bool = False
+    # limit of NCCL's collectives inside a step after warm-up
     collective_timeout: timedelta = PEER_TIMEOUT
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Where checkpoints go, and what they say about their run: what it must be resumed with, and its config."""
+
+    checkpoints: CheckpointManager
+    identity: Mapping[str, str | int]
+    config: Mapping[str, Any]
 
 
 Record = tuple[int, dict[str, float] | SkippedStep]
@@ -122,34 +145,23 @@ class RankTrainer:
 
     def __init__(
         self,
-        *,
         strategy: TrainEngine,
         objective: Objective,
-        plan: Plan,
-        micro_batching: MicroBatching,
-        schedule: LRSchedule,
-        train: ScoredDataset,
-        validation: ScoredDataset | None,
+        data: TrainingData,
         settings: TrainerSettings,
-        checkpoints: CheckpointManager,
-        identity: Mapping[str, str | int],
-        config: Mapping[str, Any],
+        saved: SavedRun,
+        *,
         extra: AuxiliaryState | None = None,
         sampler: Sampler | None = None,
     ):
         self.strategy = strategy
         self.objective = objective
-        self.plan = plan
+        self.plan = data.plan
         self.state = TrainerState()
-        self._micro_batching = micro_batching
-        self._schedule = schedule
-        self._train = train
-        self._validation = validation
+        self._data = data
         self._settings = settings
-        self._checkpoints = checkpoints
-        self._background = AsyncSaver(checkpoints, strategy.dp_group.world.clone_for_thread)
-        self._identity = dict(identity)
-        self._config = dict(config)
+        self._saved = saved
+        self._background = AsyncSaver(saved.checkpoints, strategy.dp_group.world.clone_for_thread)
         self._extra = extra
         self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}
@@ -160,6 +172,10 @@ class RankTrainer:
         self.stopped_at: int | None = None
         self.skipped: SkippedStep | None = None
         self._stops = False
+
+    @property
+    def progress(self) -> TrainingProgress:
+        return TrainingProgress(self.state.step, self.last_evaluation)
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step of the plan, or until a stop is requested; yield records when they are due.
@@ -217,7 +233,7 @@ class RankTrainer:
                 micro_batches,
                 self.objective,
                 num_pairs_in_step=len(pair_ids),
-                learning_rate=self._schedule(self.state.step),
+                learning_rate=self._settings.schedule(self.state.step),
                 stop_requested=self._sees_stop_file,
             )
         except StepDiscarded:
@@ -232,7 +248,7 @@ class RankTrainer:
             self.objective = self.objective.after_step(outcome.metrics)
         else:
             limit = self._settings.max_consecutive_skipped_steps
-            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train.store, pair_ids, limit)
+            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._data.train.store, pair_ids, limit)
         if self._extra is not None:
             self._background.copies.hold_changes()  # a skipped step has not
             self._extra.after_step(self.state.step)
@@ -268,18 +284,18 @@ class RankTrainer:
 
     def _evaluate(self) -> Iterator[EvaluationRecord]:
         """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
-        if self._validation is None:
+        if self._data.validation is None:
             yield {}
             return
-        dp_group, lengths = self.strategy.dp_group, self._validation.store.lengths
-        own = evaluation_batches(lengths, self._settings.evaluation, dp_group.rank, dp_group.size)
+        dp_group, lengths = self.strategy.dp_group, self._data.validation.store.lengths
+        own = evaluation_batches(lengths, self._data.eval_batching, dp_group.rank, dp_group.size)
         batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
         evaluation = Evaluation(self._score, self.objective, dp_group)
-        sampler = PairSampler(self.objective, self._validation.store)
+        sampler = PairSampler(self.objective, self._data.validation.store)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.seed)
-            for index, micro in enumerate(self._read(self._validation, batches)):
+            for index, micro in enumerate(self._read(self._data.validation, batches)):
                 if time.monotonic() >= due:
                     due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
                     yield EvaluationProgress(index, len(batches))
@@ -303,8 +319,8 @@ class RankTrainer:
             if self._settings.async_save and step < self.plan.num_steps:
                 self._background.submit(step, self._capture(self._background.copies), evaluation)
             else:
-                self._checkpoints.save(step, self._capture(None), evaluation, self.strategy.dp_group.world)
-            return self._checkpoints.path_for(step)
+                self._saved.checkpoints.save(step, self._capture(None), evaluation, self.strategy.dp_group.world)
+            return self._saved.checkpoints.path_for(step)
 
     def wait_for_saves(self) -> None:
         """Wait until every checkpoint is published."""
@@ -315,9 +331,9 @@ class RankTrainer:
         values = load_json(checkpoint / "trainer.json")
         identity = values["identity"]
         # checkpoints up to 0.2 have no settings of the models, and their frozen weights only as the reference
-        absent = self._identity.keys() - identity.keys()
+        absent = self._saved.identity.keys() - identity.keys()
         unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & absent
-        for name, current in self._identity.items():
+        for name, current in self._saved.identity.items():
             if name not in unknown | ({POLICY_WEIGHTS} & absent) and (saved := identity.get(name)) != current:
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
@@ -348,9 +364,9 @@ class RankTrainer:
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         rank, size = self.strategy.dp_group.rank, self.strategy.dp_group.size
         if not self.strategy.dp_group.needs_lockstep:
-            return self._read(self._train, self._micro_batching.split(pair_ids, rank, size))
-        by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
-        return self._read(self._train, _with_empty(by_rank[rank], max(map(len, by_rank))))
+            return self._read(self._data.train, self._data.micro_batching.split(pair_ids, rank, size))
+        by_rank = self._data.micro_batching.split_ranks(pair_ids, range(size), size)
+        return self._read(self._data.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
 
     def _read(self, dataset: ScoredDataset, batches: Sequence[PairIds]) -> Iterator[MicroBatch]:
         for ids in batches:
@@ -369,7 +385,7 @@ class RankTrainer:
         return (
             self.state.pop_means()
             | {
-                "lr": self._schedule(self.state.step - 1),
+                "lr": self._settings.schedule(self.state.step - 1),
                 "grad_norm": self.state.grad_norm,
                 "epoch": self.plan.epoch_of(self.state.step),
                 "skipped_steps": self.state.skipped_steps,
@@ -377,7 +393,7 @@ class RankTrainer:
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
-            | self._clock.pop_rates(self._train.reference.seconds_per_pair if self._train.reference else None)
+            | self._clock.pop_rates(self._data.train.reference.seconds_per_pair if self._data.train.reference else None)
             | memory_metrics()
         )
 
@@ -388,9 +404,9 @@ class RankTrainer:
         progress = {
             "state": self.state.to_json(),
             "objective": self.objective.state(),
-            "identity": self._identity,
+            "identity": dict(self._saved.identity),
             "last_eval": self.last_evaluation,
-            "max_tokens_per_micro_batch": self._micro_batching.max_tokens,
+            "max_tokens_per_micro_batch": self._data.micro_batching.max_tokens,
         }
 
         def write(directory: Path) -> list[str]:
@@ -399,7 +415,7 @@ class RankTrainer:
                 return names
             names += save_state(directory, "rng", merge_rng(rng_states))
             save_json(directory / "trainer.json", progress)
-            save_json(directory / "config.json", self._config)
+            save_json(directory / "config.json", dict(self._saved.config))
             return [*names, "trainer.json", "config.json"]
 
         return write

@@ -41,10 +41,9 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
-from thresher.reference.cache import ReferenceCache
+from thresher.reference.cache import ReferenceCache, ShardLimits, write_shard
 from thresher.reference.cache_admin import list_references, verify_cache
 from thresher.reference.fingerprint import ReferenceFingerprint
-from thresher.reference.shards import ShardLimits, write_shard
 
 
 def check_row(content: Any) -> bool:

@@ -47,8 +47,8 @@ from thresher.strategies.native.build import infer_engine, train_engine
 from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.skipped_steps import SkippedStep
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.records import SkippedStep
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -385,18 +385,14 @@ def make_trainer(
             sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
         )
 
+    train = ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU))
+    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=4)
     return RankTrainer(
-        strategy=policy,
-        objective=objective_of(case.loss),
-        plan=case.plan,
-        micro_batching=micro_batching_of(case),
-        schedule=LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS),
-        train=ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU)),
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=4)),
-        checkpoints=CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False),
-        identity={},
-        config={},
+        policy,
+        objective_of(case.loss),
+        TrainingData(case.plan, train, None, micro_batching_of(case), eval_batching),
+        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS)),
+        SavedRun(CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False), {}, {}),
     )
 
 

@@ -32,7 +32,7 @@ from thresher.strategies.native.build import train_engine
 from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import ParallelContext, parallelize
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, ScoredDataset, TrainerSettings
+from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 
 NUM_STEPS, SAVED_STEP = 5, 2
 PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)
@@ -153,18 +153,13 @@ def freeze(model: torch.nn.Module) -> None:
 def build_trainer(policy: TrainEngine, run: Run) -> RankTrainer:
     store = parity.PairsInMemory(parity.PAIRS)
     costs = CostModel(attention_per_key=0.01, shares_prompt=True)
+    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=4)
     return RankTrainer(
-        strategy=policy,
-        objective=parity.objective_of("simpo"),
-        plan=PLAN,
-        micro_batching=MicroBatching(store.lengths, costs, 60),
-        schedule=LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
-        train=ScoredDataset(store, None),
-        validation=None,
-        settings=TrainerSettings(evaluation=ScoringBatching(max_tokens=4096, max_pairs=4), **run.settings),
-        checkpoints=CheckpointManager(run.root, 5, "eval/loss", False),
-        identity={"data": "made up"},
-        config=run.config,
+        policy,
+        parity.objective_of("simpo"),
+        TrainingData(PLAN, ScoredDataset(store, None), None, MicroBatching(store.lengths, costs, 60), eval_batching),
+        TrainerSettings(LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS), **run.settings),
+        SavedRun(CheckpointManager(run.root, 5, "eval/loss", False), {"data": "made up"}, run.config),
     )
 
 

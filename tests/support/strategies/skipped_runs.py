@@ -15,7 +15,7 @@ from tests.support.strategies.parity import LOSSES_WITH_REFERENCE, NUM_STEPS, Ca
 from thresher.losses.objective import Objective
 from thresher.strategies.accumulate import StepDiscarded
 from thresher.strategies.engine import TrainEngine
-from thresher.training.skipped_steps import SkippedStep
+from thresher.training.records import SkippedStep
 from thresher.training.trainer import RankTrainer
 
 

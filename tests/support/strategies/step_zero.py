@@ -16,7 +16,7 @@ from tests.support.strategies.config_runs import config_of, world_of_pool
 from tests.support.strategies.parity import LAYOUTS
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy, build_reference
-from thresher.builders.precompute import open_cache
+from thresher.builders.reference import open_cache
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import Blocks
 from thresher.data.pair import Pair, PairBatch

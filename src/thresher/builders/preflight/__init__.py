@@ -1,18 +1,21 @@
 """Checks before any work: everything that can be known without a device, with all problems in one message.
 
-`files` imports neither torch nor transformers, so that a wrong path is reported within a second. If the files are
-there, `settings`, `models` and `resources` check the rest: they load configs and tokenizers, and build the policy
-without its weights.
+`files` imports neither torch nor transformers, so a wrong path is reported within a second. If the files are there,
+`checks` does the rest: it loads configs and tokenizers, and builds the policy without its weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from thresher.builders.preflight import files
-from thresher.builders.preflight.findings import report
 from thresher.config import DPOConfig
+
+if TYPE_CHECKING:
+    from thresher.builders.inputs import RunInputs
 
 
 @dataclass(frozen=True)
@@ -25,35 +28,44 @@ class RunCheck:
 
 def check_files(config: DPOConfig) -> list[str]:
     """Raise the problems that need no torch: wrong paths and unknown trackers. Return warnings."""
-    return report(partial(check, config) for check in (*files.SETTINGS, *files.PATHS))
+    return files.report(partial(check, config) for check in (*files.SETTINGS, *files.PATHS))
 
 
 def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
     """Raise all problems of a run on this machine. trains: false if it only fills the reference cache."""
     warnings = check_files(config)
 
+    from thresher.builders.inputs import RunInputs
+
+    return check_inputs(RunInputs(config), warnings, trains=trains)
+
+
+def check_inputs(inputs: RunInputs, file_warnings: Sequence[str], *, trains: bool = True) -> RunCheck:
+    """Raise all other problems of a run whose files were checked, with these warnings."""
     from rich import filesize
 
-    from thresher.builders.preflight import models, resources, settings
-    from thresher.builders.preflight.parts import RunParts
+    from thresher.builders.preflight import checks
 
-    parts = RunParts(config)
-    of_parts = (*models.MODELS, *resources.DEVICES, *(resources.TRAINING if trains else ()))
-    checks = [partial(check, config) for check in settings.SETTINGS] + [partial(check, parts) for check in of_parts]
-    warnings += report(checks)
-    if trains:  # by itself: a typo above it is a changed setting too
-        report([partial(resources.check_run_directory, parts)])
-    counts = parts.parameters
-    summary = (
-        f"policy: {parts.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
-        f"loss: {parts.objective.describe()}; reference: {parts.mode}; layout: {parts.layout.name}",
-        f"checkpoints: about {filesize.decimal(resources.checkpoint_size(parts))} each, in {config.output_dir}",
+    of_inputs = (*checks.MODELS, *checks.DEVICES, *(checks.TRAINING if trains else ()))
+    warnings = files.report(
+        [
+            *(partial(check, inputs.config) for check in checks.SETTINGS),
+            *(partial(check, inputs) for check in of_inputs),
+        ]
     )
-    return RunCheck(tuple(warnings), summary)
+    if trains:  # by itself: a typo above it is a changed setting too
+        files.report([partial(checks.check_run_directory, inputs)])
+    counts = inputs.parameters
+    summary = (
+        f"policy: {inputs.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
+        f"loss: {inputs.objective.describe()}; reference: {inputs.mode}; layout: {inputs.layout.name}",
+        f"checkpoints: about {filesize.decimal(checks.checkpoint_size(inputs))} each, in {inputs.config.output_dir}",
+    )
+    return RunCheck((*file_warnings, *warnings), summary)
 
 
 def check_submission(config: DPOConfig) -> list[str]:
     """Raise the problems of a job that are known without its files, models and devices. Return warnings."""
-    from thresher.builders.preflight import settings
+    from thresher.builders.preflight import checks
 
-    return report(partial(check, config) for check in (*files.SETTINGS, *settings.SETTINGS))
+    return files.report(partial(check, config) for check in (*files.SETTINGS, *checks.SETTINGS))

@@ -1,33 +1,102 @@
-"""Cluster: the workers of one role as Ray actors, called collectively. The first failure ends all of them."""
+"""The workers of one role as Ray actors, called collectively, and the resources that are reserved for them."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thresher.distributed.timeouts import is_lost_connection
-from thresher.errors import UserError, WorkerError, WorkerLostError
+from thresher.errors import ResourceError, UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
-from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
-from thresher.runtime.ray.resources import ResourceManager
-from thresher.runtime.ray.spares import SparePool, WorkerProcess
-from thresher.runtime.ray.starter import WorkerConfig, WorkerStarter
+from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
+from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_roles
 
 logger = logging.getLogger(__name__)
+
+# free resources are reserved within a second; longer means that other work uses them
+_SECONDS_TO_RESERVE = 60.0
+_SECONDS_BETWEEN_CHECKS = 2.0
+
+
+class ResourceManager:
+    """Reserve the resources of every role, each bundle on the node of its device ids.
+
+    placements: the workers of each role. groups: Ray's placement group of each role that owns bundles.
+    Requests that the cluster cannot satisfy raise here, before any worker is started.
+    """
+
+    def __init__(self, roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool):
+        self.placements = place_roles(alive_nodes(), roles, devices_per_node, concurrent=concurrent)
+        self.groups: dict[str, Any] = {}
+        try:
+            for role in roles:
+                self.reserve(role.name)
+        except BaseException:
+            self.close()
+            raise
+
+    def release(self, role: str) -> None:
+        """Release the bundles that this role owns; bundles owned by other roles stay reserved."""
+        if role in self.groups:
+            remove_placement_group(self.groups.pop(role))
+
+    def close(self) -> None:
+        for role in list(self.groups):
+            self.release(role)
+
+    def reserve(self, owner: str) -> None:
+        """Reserve the bundles that a role owns, unless they are."""
+        bundles = bundles_of(owner, self.placements)
+        if not bundles or owner in self.groups:
+            return
+        # a device id belongs to a node, so each bundle is pinned to its node
+        selectors = [{"ray.io/node-id": node.node_id} for node, _ in bundles]
+        group = placement_group([amounts for _, amounts in bundles], strategy="PACK", bundle_label_selector=selectors)
+        self.groups[owner] = group
+        deadline = time.monotonic() + _SECONDS_TO_RESERVE
+        while not group.wait(min(_SECONDS_TO_RESERVE, _SECONDS_BETWEEN_CHECKS)):
+            alive = {node.node_id for node in alive_nodes()}
+            if gone := {node.address for node, _ in bundles if node.node_id not in alive}:
+                raise ResourceError(f"the node at {', '.join(sorted(gone))} left the cluster; start the run again")
+            if time.monotonic() < deadline:
+                continue
+            free = {name: ray.available_resources().get(name, 0.0) for name in ("GPU", "CPU")}
+            requested = {name: sum(amounts.get(name, 0.0) for _, amounts in bundles) for name in free}
+            raise ResourceError(
+                f"{owner} requests {requested['GPU']:g} GPUs and {requested['CPU']:g} CPUs, but other work uses them "
+                f"({free['GPU']:g} GPUs and {free['CPU']:g} CPUs are free); wait for it to end, or use other devices"
+            )
+
+
+def alive_nodes() -> list[Node]:
+    """List the nodes in the order of their device ids: the head first, then by address."""
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            resources, address = node["Resources"], node["NodeManagerAddress"]
+            is_worker = "node:__internal_head__" not in resources
+            found.append((is_worker, address, node["NodeID"], resources.get("CPU", 0.0), int(resources.get("GPU", 0))))
+    return [Node(node_id, address, cpus, gpus) for _, address, node_id, cpus, gpus in sorted(found)]
+
+
+T = TypeVar("T")
 
 _SECONDS_FOR_CAUSE = 5.0
 
 
 class Cluster:
-    """Starts one worker per placement of a role, or uses the spare of its rank.
+    """Starts one worker per placement of a role, each in the bundle that is reserved for it.
 
     Surviving workers would wait for a dead peer until a collective times out, so the first failure kills all workers
     and is raised in the caller.
@@ -35,27 +104,35 @@ class Cluster:
 
     def __init__(
         self,
-        name: str,
+        role: str,
         worker_cls: type,
-        resource_manager: ResourceManager,
-        worker_config: WorkerConfig,
+        resources: ResourceManager,
+        environment: Mapping[str, str] | None = None,
         monitor: HeartbeatMonitor | None = None,
         log_dir: Path | None = None,
-        spares: SparePool | None = None,
     ):
-        """log_dir: the directory of the run's logs, for error messages."""
-        self.name = name
+        """log_dir: the run's log directory, for error messages."""
+        self.name = role
         self.log_dir = log_dir
         self.monitor = monitor or HeartbeatMonitor()
-        placements = resource_manager.placements[worker_config.role]
+        placements = resources.placements[role]
         self.num_nodes = len({placement.node.node_id for placement in placements})
-        self.starter = WorkerStarter(worker_cls, worker_config, placements, resource_manager.groups)
-        taken = [None if spares is None else spares.take(name, rank) for rank in range(len(placements))]
-        self.workers = [spare or self.starter.start(rank) for rank, spare in enumerate(taken)]
-        self.processes: list[WorkerProcess] = []  # of the workers, once they have claimed their devices
-        self.from_spares = [rank for rank, spare in enumerate(taken) if spare is not None]
+        remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
+        self.workers = [
+            remote.options(
+                num_cpus=placement.num_cpus,
+                num_gpus=placement.num_gpus,
+                max_restarts=0,
+                runtime_env={"env_vars": dict(environment)} if environment else None,
+                # Ray waits until a previous process in the bundle has ended
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=resources.groups[placement.owner], placement_group_bundle_index=placement.bundle
+                ),
+            ).remote(rank, len(placements), placement.threads, str(Path.cwd()))
+            for rank, placement in enumerate(placements)
+        ]
         if monitor is not None:
-            monitor.add(name, self.workers)
+            monitor.add(role, self.workers)
 
     def join_process_group(self) -> None:
         """Connect the workers: the first hosts their rendezvous."""
@@ -69,18 +146,20 @@ class Cluster:
         """Call a method of every worker; return the results by rank."""
         return wait_for(self.submit(method, *arguments))
 
+    def on_all(self, method: Callable[..., T], *arguments: object) -> T:
+        """Call a method of every worker, given as the function of its class; return the result of rank 0."""
+        result: T = self.call(method.__name__, *arguments)[0]
+        return result
+
     def submit(self, method: str, *arguments: object) -> list[Call]:
         """Start a call of every worker, to be awaited with `wait_for`."""
         return [Call(self, rank, getattr(each, method).remote(*arguments)) for rank, each in enumerate(self.workers)]
 
-    def stream(self, method: str, others_method: str, *arguments: object) -> Iterator[Any]:
-        """Yield the items of a generator method of rank 0, while the other ranks run `others_method`."""
-        first, *others = self.workers
-        stream = getattr(first, method).options(num_returns="streaming").remote(*arguments)
-        calls = [
-            Call(self, rank, getattr(worker, others_method).remote(*arguments))
-            for rank, worker in enumerate(others, start=1)
-        ]
+    def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
+        """Yield the items of a generator method of rank 0, while the other ranks run it to its end."""
+        name, (first, *others) = method.__name__, self.workers
+        stream = getattr(first, name).options(num_returns="streaming").remote(*arguments)
+        calls = [Call(self, rank, each.drain.remote(name, *arguments)) for rank, each in enumerate(others, start=1)]
         running = {call.ref: call for call in calls}
         pending = [stream, *running]
         while pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,9 @@ class HeartbeatMonitor:
     """Waits for results of workers, and polls the heartbeats of all workers meanwhile.
 
     It counts missed polls, not time: after the driver was suspended, the workers still have time to reply.
-    on_poll: called with every poll.
     """
 
-    def __init__(self, heartbeat_timeout: float = math.inf, on_poll: Callable[[], None] = lambda: None):
-        self._on_poll = on_poll
+    def __init__(self, heartbeat_timeout: float = math.inf):
         self._reply_timeout = _REPLY_FRACTION * heartbeat_timeout
         self._interval = poll_interval(heartbeat_timeout)
         self._next_poll = time.monotonic()
@@ -71,7 +69,6 @@ class HeartbeatMonitor:
         while True:
             if time.monotonic() >= self._next_poll:
                 self._poll()
-                self._on_poll()
                 self._next_poll = time.monotonic() + self._interval
             timeout = max(0.0, self._next_poll - time.monotonic()) if self._monitored else None
             ready, others = ray.wait(refs, num_returns=1, timeout=timeout)

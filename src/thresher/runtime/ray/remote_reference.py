@@ -1,27 +1,74 @@
-"""The reference of a policy worker whose logps are prefetched from reference workers."""
+"""The reference of a policy worker whose logps reference workers compute ahead, and their transfer as NumPy arrays.
+
+Ray's object store shares the arrays without copying.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 from ray.exceptions import RayActorError
 
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
-from thresher.builders.reference import ReferenceBundle
-from thresher.config import DPOConfig
+from thresher.builders.reference import Reference
+from thresher.builders.reference_mode import same_initial_weights
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
+from thresher.distributed.host_copies import copy_to_device
 from thresher.errors import WorkerLostError
-from thresher.losses.pairs import ChosenRejectedLogps, empty_logps
-from thresher.runtime.rank import ReferenceHandle, bundle_of
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.runtime.ray.cluster import death_cause
-from thresher.runtime.ray.logps_transport import unpack_logps
 from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import evaluation_batches
+
+
+class FlatLogps(NamedTuple):
+    """Both sides of some pairs, concatenated pair by pair."""
+
+    chosen: npt.NDArray[np.float32]
+    chosen_lengths: npt.NDArray[np.int64]
+    rejected: npt.NDArray[np.float32]
+    rejected_lengths: npt.NDArray[np.int64]
+
+
+def pack_logps(batches: Sequence[ChosenRejectedLogps]) -> FlatLogps:
+    """Concatenate the logps of several batches."""
+    arrays = []
+    for side in ([batch.chosen for batch in batches], [batch.rejected for batch in batches]):
+        arrays.append(np.concatenate([batch.values.float().cpu().numpy() for batch in side]))
+        arrays.append(np.concatenate([batch.lengths.cpu().numpy() for batch in side]))
+    return FlatLogps(*arrays)
+
+
+def unpack_logps(flat: FlatLogps, pairs_per_batch: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
+    """Split concatenated logps into batches. On the CPU the results are views of the object store's memory."""
+    chosen = _unpack_side(flat.chosen, flat.chosen_lengths, pairs_per_batch, device)
+    rejected = _unpack_side(flat.rejected, flat.rejected_lengths, pairs_per_batch, device)
+    return [ChosenRejectedLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
+
+
+def _unpack_side(
+    values: npt.NDArray[np.float32],
+    lengths: npt.NDArray[np.int64],
+    pairs_per_batch: Sequence[int],
+    device: torch.device,
+) -> list[ResponseLogps]:
+    bounds = np.cumsum([0, *pairs_per_batch])
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[bounds]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # logps are read-only
+        all_values, all_lengths = (copy_to_device(torch.from_numpy(each), device) for each in (values, lengths))
+    return [
+        ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[bounds[at] : bounds[at + 1]])
+        for at in range(len(pairs_per_batch))
+    ]
 
 
 class PrefetchingReference:
@@ -91,18 +138,10 @@ class PrefetchingReference:
             self._next += 1
 
 
-def prefetch_reference(
-    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, handle: ReferenceHandle, first_step: int
-) -> ReferenceBundle:
+def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence[Any], first_step: int) -> Reference:
     """Build the reference of a policy worker whose logps the reference workers compute."""
-    return bundle_of(config, handle, *_prefetching(config, inputs, policy, handle, first_step))
-
-
-def _prefetching(
-    config: DPOConfig, inputs: RunInputs, policy: TrainEngine, handle: ReferenceHandle, first_step: int
-) -> tuple[PrefetchingReference, PrefetchingReference | None]:
-    dp_group, workers, plan = policy.dp_group, handle.workers, inputs.plan
-    micro_batching = build_micro_batching(config, inputs, policy.hidden_size)
+    config, dp_group, plan = inputs.config, policy.dp_group, inputs.plan
+    micro_batching = build_micro_batching(inputs, policy.hidden_size)
 
     def worker_for(item: int) -> Any:
         return workers[(item * dp_group.size + dp_group.rank) % len(workers)]  # round-robin over items and ranks
@@ -115,9 +154,10 @@ def _prefetching(
         prefetch_depth=config.reference.prefetch_steps,
         device=policy.device,
     )
+    equals_policy = same_initial_weights(config)
     if inputs.validation is None:
-        return train, None
-    batching = build_eval_batching(config, inputs)
+        return Reference(inputs.mode, train, None, equals_policy, "other axes")
+    batching = build_eval_batching(inputs)
     batches = evaluation_batches(inputs.validation.lengths, batching, dp_group.rank, dp_group.size)
     validation = PrefetchingReference(
         lambda index: [batches[index]],
@@ -127,4 +167,4 @@ def _prefetching(
         prefetch_depth=config.reference.prefetch_steps,
         device=policy.device,
     )
-    return train, validation
+    return Reference(inputs.mode, train, validation, equals_policy, "other axes")

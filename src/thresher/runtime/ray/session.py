@@ -14,7 +14,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,14 @@ SECONDS_TO_CONNECT = 10
 _TIMED_OUT = "timed out during startup"
 
 
-@dataclass
-class SessionFiles:
-    """The files of a session. are_kept: also if it ends without an error, because something in it has failed."""
-
-    are_kept: bool = False
-
-
 @contextlib.contextmanager
-def ray_session(address: str | None) -> Iterator[SessionFiles]:
-    """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused."""
-    files = SessionFiles()
+def ray_session(address: str | None) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused.
+
+    The files of a local cluster are kept after an error.
+    """
     if ray.is_initialized():
-        yield files
+        yield
         return
     directory: Path | None = None  # of a cluster that is started here
     try:
@@ -63,8 +57,8 @@ def ray_session(address: str | None) -> Iterator[SessionFiles]:
         ) from None
     succeeded = False
     try:
-        yield files
-        succeeded = not files.are_kept
+        yield
+        succeeded = True
     except (RunStopped, RescaleRequested):
         succeeded = True
         raise
