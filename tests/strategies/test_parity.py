@@ -27,11 +27,14 @@ from tests.support.strategies.parity_cases import (
     ALL_CASES,
     IN_BF16,
     IN_FP16,
+    INTERLEAVED,
     MATRIX,
     MESHES,
+    TWO_STAGES,
     render_table,
     table_in_docs,
 )
+from tests.support.strategies.pipeline_runs import score
 from thresher.distributed.mesh import ParallelDims
 from thresher.strategies.accumulate import TokenCounts
 
@@ -141,3 +144,27 @@ def test_the_table_in_the_docs_lists_what_is_tested():
     assert table_in_docs() == render_table(ALL_CASES), (
         "write it anew: scripts/test all tests/strategies --parity-table docs/concepts/parallelism.md"
     )
+
+
+@distributed
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ParallelDims(tp=2)),
+        Case(ParallelDims(tp=2), "padded"),
+        Case(ParallelDims(cp=2)),
+        Case(TWO_STAGES),
+        Case(TWO_STAGES, "padded", virtual_pp_size=INTERLEAVED),
+    ],
+    ids=str,
+)
+def test_every_rank_receives_the_logps_and_their_statistics(two_ranks, model_dirs, case):
+    """The statistics are WPO's sum of squared probabilities and the entropy, over the whole vocabulary."""
+    path, batches = model_dirs(case.family)[0], [[4, 1, 7, 2, 9], [3], []]
+    expected = score(Case(ParallelDims(), case.layout), path, batches)
+    for scored in two_ranks.run(score, case, path, batches):
+        for ours, theirs in zip(scored, expected, strict=True):
+            for found, right in ((ours.chosen, theirs.chosen), (ours.rejected, theirs.rejected)):
+                assert torch.equal(found.lengths, right.lengths)
+                for name in ("values", "log_sum_squared_probs", "entropy"):
+                    torch.testing.assert_close(getattr(found, name), getattr(right, name), atol=1e-5, rtol=1e-5)
