@@ -30,11 +30,11 @@ def precompute_reference(
     for text in check_run(config, trains=False).warnings:
         logger.warning("%s", text)
 
+    from thresher.builders.hardware import gpu_of
     from thresher.builders.reference import precompute_reference
+    from thresher.builders.token_budget import with_token_budget
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
-    from thresher.plan.budget import with_token_budget
-    from thresher.plan.hardware import gpu_of
 
     quiet_libraries()
     precompute_reference(

@@ -121,14 +121,14 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
 
 
 def _prepare_inputs(config: DPOConfig) -> None:
+    from thresher.builders.hardware import gpu_of
     from thresher.builders.inputs import open_inputs
     from thresher.builders.objective import build_objective
     from thresher.builders.reference import precompute_reference
     from thresher.builders.reference_mode import reference_mode
+    from thresher.builders.token_budget import with_token_budget
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines
-    from thresher.plan.budget import with_token_budget
-    from thresher.plan.hardware import gpu_of
 
     objective = build_objective(config)
     # with workers, the first trial scores the reference, on the devices that the config gives it

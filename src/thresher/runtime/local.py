@@ -11,18 +11,18 @@ import torch
 
 from thresher.builders.checked_engines import build_checked_policy
 from thresher.builders.engines import device_of
+from thresher.builders.hardware import Gpu, gpu_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
 from thresher.builders.run import logging_dir
+from thresher.builders.token_budget import with_token_budget
 from thresher.builders.trainer import build_trainer
 from thresher.checkpoint.collective_verify import find_damage
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import WORKERS
-from thresher.plan.budget import with_token_budget
-from thresher.plan.hardware import Gpu, gpu_of
 from thresher.runtime import RunHandle
 from thresher.runtime.cuda_environment import prepare_cuda
 

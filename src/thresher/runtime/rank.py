@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from thresher.builders.checked_engines import build_checked_policy, build_checked_reference
+from thresher.builders.hardware import Gpu, gpu_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.precompute import look_up_splits, open_cache
 from thresher.builders.reference import ReferenceBundle, build_reference_bundle
@@ -35,7 +36,6 @@ from thresher.observability.details import DETAIL
 from thresher.observability.heartbeat import heartbeat, set_activity
 from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.throughput import TraceSpan
-from thresher.plan.hardware import Gpu, gpu_of
 from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode

@@ -33,6 +33,7 @@ from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.builders.run import logging_dir, stop_file
+from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig, parse_config
 from thresher.distributed.timeouts import PEER_TIMEOUT, is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
@@ -40,7 +41,6 @@ from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL
 from thresher.observability.heartbeat import heartbeat
 from thresher.observability.run_log import worker_log
-from thresher.plan.budget import with_token_budget
 from thresher.redact import MASK, redact, restore_secrets
 from thresher.reference.modes import ReferenceMode
 from thresher.runtime import RunHandle

@@ -16,12 +16,12 @@ from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_has_workers, reference_mode
 from thresher.builders.run import logging_dir
+from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.errors import WorkerError, WorkerLostError
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL
 from thresher.observability.phase_clock import PhaseClock
-from thresher.plan.budget import with_token_budget
 from thresher.reference.modes import ReferenceMode
 from thresher.runtime import RunHandle
 from thresher.runtime.group import CachedReference, GroupStarter, with_absolute_cache_dir
