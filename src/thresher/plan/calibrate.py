@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from thresher.builders.data import find_store
-from thresher.config import DPOConfig
-from thresher.config.roles import DataArgs
+from thresher.config import DataArgs, DPOConfig
 from thresher.errors import UserError
 from thresher.plan.estimate import Estimate
 from thresher.plan.pairs import find_lengths
