@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from thresher.config.flat import nest_flat_names
 from thresher.config.section import Section
 from thresher.errors import UserError
+from thresher.importers.names import nest_flat_names
 from thresher.models.loading.load import load_model_config
 from thresher.models.loading.lora import default_lora_target
 

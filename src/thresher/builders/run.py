@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thresher.builders.checkpoints import build_checkpoint_manager
@@ -16,6 +17,7 @@ from thresher.checkpoint.staging import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError
+from thresher.foreign_names import foreign
 from thresher.observability.health.history import pairs_before_comparison
 from thresher.observability.log_files import METRICS, RECOVERIES
 from thresher.observability.phase_clock import PhaseClock
@@ -90,12 +92,10 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
     """Make a tracker of callbacks of transformers' Trainer, one for all attempts of a run; None without callbacks."""
     if not callbacks:
         return None
-    from thresher.config.flat import trl_arguments  # large tables of other trainers' names
-
     root = build_checkpoint_manager(config).root
     return CallbackTracker(
         callbacks,
-        trl_arguments(config),
+        SimpleNamespace(**foreign().trl_arguments(config)),
         stop_file(config),
         lambda: {step: path for path in list_checkpoints(root) if (step := step_of(path)) is not None},
     )

@@ -13,7 +13,6 @@ from thresher.builders.reference import ReferenceBundle, frozen_policy_digest, r
 from thresher.builders.run import stop_file
 from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
-from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
@@ -89,7 +88,7 @@ def build_trainer(
             "reference": reference_digest(config, reference.mode, reference.weights),
             **_model_digests(config, reference),
         },
-        config=redact(to_stored(config)),
+        config=redact(config.model_dump(mode="json")),
         extra=reference.synced,
         sampler=build_sampler(config, inputs, policy, reference),
     )

@@ -105,8 +105,10 @@ def set_up(
     ] = False,
 ) -> None:
     """Show the messages of a command at the requested level."""
+    from thresher import importers
     from thresher.cli.terminal import choose_level, log_to_terminal, use_plain_lines
 
+    importers.install()
     use_plain_lines(plain)
     context.with_resource(log_to_terminal(choose_level(quiet=quiet, verbose=verbose)))
 

@@ -112,7 +112,7 @@ def prepare(
                 sequence_length=sequence_length,
                 truncation=cast("Truncation", truncation),  # DataSettings rejects other values
                 on_bad_row=cast("OnBadRow", on_bad_row),
-                special_tokens_in_text=_as_special_tokens_in_text(special_tokens_in_text),
+                special_tokens_in_text=cast("SpecialTokensInText", special_tokens_in_text),
                 chosen_key=chosen_key,
                 rejected_key=rejected_key,
                 prompt_key=prompt_key,
@@ -170,14 +170,6 @@ def _from_config(
     # not config.uses_ray: the number of training workers does not decide where to tokenize
     ray = RayCluster(config.ray_address) if config.runtime == "ray" or config.ray_address else None
     return data_settings(config, args), config.tokenizer_path, config.actor_train.model_args.trust_remote_code, ray
-
-
-def _as_special_tokens_in_text(value: str) -> SpecialTokensInText:
-    """Accept the values of earlier versions too; DataSettings rejects others."""
-    from thresher.config.aliases import ALIASES
-
-    _, value = ALIASES["DataArgs"].current("special_tokens_in_text", value)
-    return cast("SpecialTokensInText", value)
 
 
 def _prepare_store(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.retention import latest
 from thresher.config import DPOConfig
-from thresher.config.stored import from_stored
 from thresher.errors import UserError
 from thresher.observability.log_files import (
     DESCRIPTION,
@@ -153,7 +153,7 @@ def _read_description(logs: Path, directory: Path) -> Mapping[str, Any]:
     checkpoint = latest(directory / "checkpoints", digests=False) if (directory / "checkpoints").is_dir() else None
     if checkpoint is None:
         return {}
-    return {"config": redact(from_stored(_mapping(load_json(checkpoint / "config.json"))))}
+    return {"config": redact(read_stored(_mapping(load_json(checkpoint / "config.json"))))}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from thresher.builders.objective import build_objective
 from thresher.builders.preflight import check_run
 from thresher.builders.reference_mode import reference_mode
 from thresher.config import DPOConfig
-from thresher.config.dpo import LossConfig
+from thresher.config.loss import LossConfig
 from thresher.errors import UserError
 
 # a setting that is missing here costs a look into the caches, never a wrong result

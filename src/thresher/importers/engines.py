@@ -9,11 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from thresher.config.dialects.rules import AXES, MODEL, Rule, by
-from thresher.config.dialects.translation import Translation
 from thresher.config.strategies import StrategyDeclaration, find_strategy
+from thresher.importers.rules import by
+from thresher.importers.translation import AXES, MODEL, STRATEGY, Rule, Translation
 
-_STRATEGY = "actor_train.strategy_args."
 _REFERENCE = "reference.strategy_args."
 # names of DeepSpeed files and presets: zero3, ds_z2_offload_config.json, zero3_bf16_cpuoffload_params.json
 _STAGE = re.compile(r"(?:zero|stage|(?<![a-z])z)[_-]?([0-3])(?!\d)")
@@ -58,7 +57,7 @@ def megatron(name: str, *neutral: Any) -> Rule:
 
 def use_megatron(run: Translation) -> None:
     """Choose Megatron-Core for the policy, and on several devices for the reference."""
-    run.set(f"{_STRATEGY}strategy_name", "megatron_train")
+    run.set(f"{STRATEGY}strategy_name", "megatron_train")
     if has_reference_model(run) and run.has_several_devices:
         run.set(f"{_REFERENCE}strategy_name", "megatron_infer")
 
@@ -82,12 +81,12 @@ def deepspeed() -> Rule:
         set_deepspeed(run, settings)
         run.note("ZeRO stage and offloading; numbers agree up to rounding")
 
-    return by(function, f"{_STRATEGY}strategy_name", AXES.removesuffix("."), note="ZeRO stage and offloading")
+    return by(function, f"{STRATEGY}strategy_name", AXES.removesuffix("."), note="ZeRO stage and offloading")
 
 
 def set_deepspeed(run: Translation, settings: Mapping[str, Any]) -> None:
     """Choose DeepSpeed with these settings; ZeRO-3 also shards the reference."""
-    run.set(f"{_STRATEGY}strategy_name", "deepspeed_train")
+    run.set(f"{STRATEGY}strategy_name", "deepspeed_train")
     for name, value in settings.items():
         run.set(f"{AXES}{name}", value)
     if settings.get("zero_stage") == 3 and run.has_several_devices and has_reference_model(run):

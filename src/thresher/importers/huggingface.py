@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Any
 
-from thresher.config.dialects.engines import deepspeed
-from thresher.config.dialects.rules import DATA, MODEL, TRAINING, Function, Rule, by, drop, lack, lacks, part_of, to
-from thresher.config.dialects.translation import Translation
+from thresher.importers import rules as r
+from thresher.importers.engines import deepspeed
+from thresher.importers.translation import DATA, MODEL, TRAINING, Rule, Translation
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
 _LOW_PRECISION_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"}
 _PAGED_ADAMW = {"paged_adamw", "paged_adamw_32bit"}
-_DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".zst"}
 _BEST = {
     "loss": "eval/loss",
     "rewards/accuracies": "eval/rewards/accuracies",
     "rewards/margins": "eval/rewards/margins",
 }
-
-
-def source_name(name: str, split: str | None = None, config: str | None = None) -> str:
-    """Name a data set: a path or URL as it is, otherwise a data set of the Hugging Face Hub."""
-    if "://" in name or name.startswith(("/", ".", "~")) or PurePath(name).suffix in _DATA_SUFFIXES:
-        return name
-    parts = [f"hf://{name}", *([split or "train"] if split or config else []), *([config] if config else [])]
-    return ":".join(parts)
-
-
-def ratio(value: Any, peak: Any) -> float:
-    """Divide two rates that a person wrote in decimals: 1e-6 / 1e-5 is 0.1."""
-    return float(f"{float(value) / float(peak):.12g}")
 
 
 def set_optimizer(value: Any, run: Translation) -> None:
@@ -45,7 +30,7 @@ def set_optimizer(value: Any, run: Translation) -> None:
     elif name in _LOW_PRECISION_ADAMW:
         run.differs("AdamW is used, with its state in fp32 instead of 8 bits")
     else:
-        run.lacks("AdamW is the only optimizer")
+        run.lacks(r.ONE_OPTIMIZER)
 
 
 def set_schedule(value: Any, run: Translation) -> None:
@@ -69,7 +54,7 @@ def set_schedule_arguments(value: Any, run: Translation) -> None:
     if "min_lr_rate" in arguments or "min_lr" in arguments:
         rate = arguments.pop("min_lr_rate", None)
         lowest = arguments.pop("min_lr", None)
-        run.set(f"{TRAINING}min_lr_ratio", rate if rate is not None else ratio(lowest or 0.0, peak))
+        run.set(f"{TRAINING}min_lr_ratio", rate if rate is not None else r.ratio(lowest or 0.0, peak))
     if "power" in arguments:
         run.set(f"{TRAINING}lr_power", arguments.pop("power"))
     if arguments:
@@ -100,7 +85,7 @@ def set_trackers(value: Any, run: Translation) -> None:
         run.note(f"no tracker {', '.join(others)}; metrics.jsonl is always written")
 
 
-def set_cadence(target: str, strategy_key: str, strategy: str) -> Function:
+def set_cadence(target: str, strategy_key: str, strategy: str) -> r.Function:
     """Make a function that sets a number of steps if its strategy is `steps`."""
 
     def function(value: Any, run: Translation) -> None:
@@ -115,7 +100,7 @@ def set_cadence(target: str, strategy_key: str, strategy: str) -> Function:
     return function
 
 
-def set_strategy(target: str) -> Function:
+def set_strategy(target: str) -> r.Function:
     """Make a function that reads `steps`, `epoch` or `no`."""
 
     def function(value: Any, run: Translation) -> None:
@@ -162,7 +147,7 @@ def set_fp16(value: Any, run: Translation) -> None:
         run.ignore("off")
 
 
-def set_weight_dtype(is_full: Any) -> Function:
+def set_weight_dtype(is_full: Any) -> r.Function:
     """Make a function that reads the dtype of the loaded weights; `is_full(run)` if all weights are trained."""
 
     def function(value: Any, run: Translation) -> None:
@@ -195,105 +180,64 @@ def set_resume(value: Any, run: Translation) -> None:
     elif value in (False, "false", "False"):
         run.set("resume_from_checkpoint", False)
     else:
-        run.lacks("checkpoints of another trainer cannot be resumed; give the model as `pretrain`")
+        run.lacks(r.OTHER_CHECKPOINT)
 
 
-TABLE: dict[str, Rule] = {
-    "learning_rate": to(f"{TRAINING}learning_rate"),
-    "per_device_train_batch_size": to(f"{TRAINING}per_device_train_batch_size"),
-    "gradient_accumulation_steps": to(f"{TRAINING}gradient_accumulation_steps"),
-    "num_train_epochs": to("num_train_epochs"),
-    "max_steps": by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
-    "lr_scheduler_type": by(set_schedule, f"{TRAINING}lr_scheduler_type"),
-    "lr_scheduler_kwargs": by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
-    "warmup_ratio": to(f"{TRAINING}warmup_ratio"),
-    "warmup_steps": by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
-    "weight_decay": to(f"{TRAINING}weight_decay"),
-    "adam_beta1": to(f"{TRAINING}adam_beta1"),
-    "adam_beta2": to(f"{TRAINING}adam_beta2"),
-    "adam_epsilon": to(f"{TRAINING}adam_epsilon"),
-    "max_grad_norm": to(f"{TRAINING}max_grad_norm"),
-    "gradient_checkpointing": to(f"{TRAINING}gradient_checkpointing"),
-    "torch_compile": to(f"{TRAINING}torch_compile"),
-    "optim": by(set_optimizer, note="AdamW is the only optimizer"),
-    "bf16": by(set_bf16, f"{MODEL}dtype"),
-    "fp16": by(set_fp16, f"{MODEL}dtype"),
-    "seed": to("seed"),
-    "output_dir": to("output_dir"),
-    "logging_dir": to("logging_dir"),
-    "run_name": to("exp_name"),
-    "report_to": by(set_trackers, "track_with"),
-    "logging_steps": by(
-        lambda v, run: run.set("logging_steps", int(v)) if float(v) >= 1 else run.drop("counted in steps here"),
-        "logging_steps",
+TABLE: r.Table = {
+    **r.kept(
+        TRAINING,
+        "learning_rate per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps weight_decay "
+        "adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_ratio gradient_checkpointing torch_compile",
     ),
-    "eval_strategy": by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
-    "evaluation_strategy": by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
-    "eval_steps": by(set_cadence("eval_steps", "eval_strategy", "no"), "eval_steps"),
-    "eval_on_start": to("eval_on_start"),
-    "per_device_eval_batch_size": to(f"{TRAINING}per_device_eval_batch_size"),
-    "save_strategy": by(set_strategy("save_strategy"), "save_strategy"),
-    "save_steps": by(set_cadence("save_steps", "save_strategy", "steps"), "save_steps"),
-    "save_total_limit": to("save_total_limit"),
-    "metric_for_best_model": by(set_best_metric, "metric_for_best_model"),
-    "greater_is_better": by(
-        lambda v, run: (
-            run.set("greater_is_better", v)
-            if run.value("metric_for_best_model")
-            else run.ignore("follows from the metric")
-        ),
-        "greater_is_better",
+    **r.kept("", "num_train_epochs seed output_dir logging_dir eval_on_start save_total_limit"),
+    "max_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
+    "lr_scheduler_type": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
+    "lr_scheduler_kwargs": r.by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
+    "warmup_steps": r.by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
+    "optim": r.by(set_optimizer, note=r.ONE_OPTIMIZER),
+    "bf16": r.by(set_bf16, f"{MODEL}dtype"),
+    "fp16": r.by(set_fp16, f"{MODEL}dtype"),
+    "run_name": r.to("exp_name"),
+    "report_to": r.by(set_trackers, "track_with"),
+    "logging_steps": r.steps("logging_steps"),
+    "eval_strategy": r.by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
+    "evaluation_strategy": r.by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
+    "eval_steps": r.by(set_cadence("eval_steps", "eval_strategy", "no"), "eval_steps"),
+    "save_strategy": r.by(set_strategy("save_strategy"), "save_strategy"),
+    "save_steps": r.by(set_cadence("save_steps", "save_strategy", "steps"), "save_steps"),
+    "metric_for_best_model": r.by(set_best_metric, "metric_for_best_model"),
+    "greater_is_better": r.only_if(
+        lambda run: run.value("metric_for_best_model"), "greater_is_better", "follows from the metric"
     ),
-    "resume_from_checkpoint": by(set_resume, "resume_from_checkpoint"),
-    "dataset_num_proc": to(f"{DATA}preprocessing_num_workers"),
+    "resume_from_checkpoint": r.by(set_resume, "resume_from_checkpoint"),
+    "dataset_num_proc": r.to(f"{DATA}preprocessing_num_workers"),
     "deepspeed": deepspeed(),
     "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
-    "fsdp_config": part_of("fsdp", "actor_train.device_mapping"),
-    "neftune_noise_alpha": lacks("noise on embeddings is not supported"),
-    "optim_target_modules": lacks("AdamW is the only optimizer"),
-    "train_sampling_strategy": lacks("pairs are shuffled every epoch", "random"),
-    "group_by_length": lacks("pairs are shuffled every epoch; micro-batches are balanced by length"),
-    **drop("the pair order follows from `seed` and differs from the trainer's in any case", "data_seed"),
-    **drop("runs are deterministic", "full_determinism"),
-    **drop("DPO trainers do not read it", "label_smoothing_factor"),
-    **drop("a schedule of activations; numbers do not change", "gradient_checkpointing_kwargs"),
-    **drop("kernels and memory; numbers change by rounding only", "tf32 use_liger_kernel liger_kernel_config"),
-    **drop("memory; numbers do not change", "auto_find_batch_size torch_empty_cache_steps eval_accumulation_steps"),
-    **drop("torch.compile is on or off", "torch_compile_backend torch_compile_mode"),
-    **drop(
-        "data loading; numbers do not change",
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order remove_unused_columns length_column_name",
-    ),
-    **drop("an incomplete last batch is trained on", "dataloader_drop_last"),
-    **drop(
-        "communication; numbers do not change",
-        "ddp_timeout ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
-        "ddp_static_graph accelerator_config parallelism_config average_tokens_across_devices local_rank",
-    ),
-    **drop(
-        "messages and logs; see docs/guides/logging.md",
-        "log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter "
-        "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug project "
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
-    ),
-    **drop(
+    "fsdp_config": r.part_of("fsdp", "actor_train.device_mapping"),
+    "neftune_noise_alpha": r.lacks("noise on embeddings is not supported"),
+    "train_sampling_strategy": r.lacks(r.SHUFFLED, "random"),
+    "group_by_length": r.lacks(f"{r.SHUFFLED}; micro-batches are balanced by length"),
+    **r.lack("AdamW is the only optimizer, with betas, epsilon and weight decay", "optim_target_modules optim_args"),
+    **r.drop("the pair order follows from `seed` and differs from the trainer's in any case", "data_seed"),
+    **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
+    **r.drop(
         "a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory",
-        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision "
-        "hub_model_revision",
+        "push_to_hub",
     ),
-    **drop(
-        "`thresher train` trains, and evaluates if there is validation data",
-        "do_train do_eval do_predict eval_delay prediction_loss_only eval_do_concat_batches "
-        "eval_use_gather_object batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval label_names",
-    ),
-    **drop(
-        "checkpoints hold the full state, in safetensors",
-        "save_only_model save_on_each_node save_safetensors enable_jit_checkpoint",
-    ),
-    **drop("a resumed run continues with the next pair", "ignore_data_skip restore_callback_states_from_checkpoint"),
-    **drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
-    **drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),
-    **drop("device and cache are chosen by the runtime", "use_cpu use_cache no_cuda"),
-    **lack("optimizer options beyond betas, epsilon and weight decay", "optim_args"),
+    **r.drop("checkpoints hold the full state, in safetensors", "save_only_model"),
+    **r.drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
+    **r.drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),
+    **r.drop("batches are packed by tokens; set max_tokens_per_micro_batch if memory runs out", "auto_find_batch_size"),
 }
+# memory, data loading, communication, logs and evaluation
+NEUTRAL = """
+accelerator_config average_tokens_across_devices batch_eval_metrics bf16_full_eval dataloader_num_workers dataloader_p*
+dataloader_multiprocessing_context dataloader_in_order ddp_* debug disable_tqdm do_train do_eval do_predict
+enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches eval_use_gather_object fp16_full_eval
+full_determinism gradient_checkpointing_kwargs hub_* ignore_data_skip include_for_metrics include_num_input_tokens_seen
+include_tokens_per_second label_names label_smoothing_factor length_column_name liger_kernel_config local_rank
+log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter no_cuda
+parallelism_config prediction_loss_only project remove_unused_columns restore_callback_states_from_checkpoint
+save_on_each_node save_safetensors skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
+torch_empty_cache_steps trackio_* use_cache use_cpu use_liger_kernel
+"""

@@ -1,56 +1,70 @@
-"""Apply the table of a dialect to a config: values under our keys, and an entry that says what became of each key."""
+"""Translate another trainer's config: a rule per key, values under our keys, and an entry for what each key became.
+
+A dialect's table maps each key that matters to a rule: the key here, a function that translates the value, or the
+reason why there is no equivalent. Keys that only steer memory, placement, logging or other methods are patterns in
+`neutral`: one rule says that they change nothing here. Any other key is unknown, and stops an import if it is set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
 
-from thresher.config.dialects.losses import LOSS_PARAMETERS
-from thresher.config.dialects.planned import PLANNED
-from thresher.config.dialects.rules import (
-    AXES,
-    DATA,
-    MODEL,
-    TRAINING,
-    VALIDATION_FILES,
-    VALIDATION_SPLIT,
-    Rule,
-    by,
-    find_rule,
-)
+MODEL = "actor_train.model_args."
+TRAINING = "actor_train.training_args."
+DATA = "actor_train.data_args."
+STRATEGY = "actor_train.strategy_args."
+AXES = f"{STRATEGY}strategy_config."
+FILES = f"{DATA}file_name"
+EVAL_FILES = "validation.data_args.file_name"
+EVAL_SPLIT = "validation.split"
 
-Outcome = Literal["kept", "renamed", "translated", "different meaning", "no equivalent", "no effect"]
-OUTCOMES: tuple[Outcome, ...] = (
-    "kept",
-    "renamed",
-    "translated",
-    "different meaning",
-    "no equivalent",
-    "no effect",
-)
+Outcome = Literal[
+    "kept", "renamed", "translated", "different meaning", "no equivalent", "no effect", "changes nothing here"
+]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """Another trainer's config language.
+class Rule:
+    """How one key is handled."""
 
-    marks: sets of keys, each of which identifies a config. programs: what a shell script runs, as words.
-    defaults: the trainer's defaults that differ from ours, given the keys of the config.
-    """
+    targets: tuple[str, ...] = ()  # keys here
+    note: str = ""
+    function: Callable[[Any, Translation], None] | None = None  # without one, the value is copied to the first target
+    differs: bool = False
+    changes_numbers: bool = False  # without a target: whether the setting changes the training
+    neutral: tuple[Any, ...] = ()  # values that change nothing
+
+
+NEUTRAL = Rule(note="changes nothing here")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Another trainer's config language."""
 
     name: str
     title: str
     table: Mapping[str, Rule]
-    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    marks: tuple[frozenset[str], ...] = ()
-    programs: tuple[str, ...] = ()
+    neutral: tuple[str, ...]  # patterns of keys that change nothing here
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # those that differ from ours, given the config's keys
+    marks: tuple[frozenset[str], ...] = ()  # sets of keys, each of which identifies a config
+    programs: tuple[str, ...] = ()  # what a shell script runs, as words
+
+    def find(self, key: str) -> Rule | None:
+        """Return the rule for a key; None for a key that is not known here."""
+        if key in self.table:
+            return self.table[key]
+        return NEUTRAL if any(fnmatchcase(key, pattern) for pattern in self.neutral) else None
 
 
 @dataclass
 class Entry:
-    """What became of one key."""
+    """How one key was handled."""
 
     key: str
     value: Any
@@ -130,14 +144,6 @@ class Translation:
         """Record that the current key has no equivalent and changes the training."""
         self.drop(note, changes_numbers=True)
 
-    def plan(self, name: str, value: Any, *, changes_numbers: bool = True) -> None:
-        """Set a planned key if it exists, otherwise report the reason."""
-        key = PLANNED[name]
-        if key.target is None:
-            self.drop(key.reason, changes_numbers=changes_numbers)
-        else:
-            self.set(key.target, value)
-
     def ignore(self, note: str) -> None:
         """Record that the current key has no effect with its value."""
         self.entries[-1].outcome = "no effect"
@@ -164,6 +170,8 @@ class Translation:
                 self.ignore("not set")
             else:
                 self.lacks(f"not a key of {self.dialect.title} that is known here")
+        elif rule is NEUTRAL:
+            entry.outcome = "changes nothing here"
         elif rule.function is not None:
             try:
                 rule.function(value, self)
@@ -204,7 +212,7 @@ class Translation:
 
     def add_empty(self, key: str) -> None:
         """Report an option without a value; a path must be set before the run can start, so it is not lost."""
-        rule = self.dialect.table.get(key)
+        rule = self.dialect.find(key)
         target = rule.targets[0] if rule is not None and rule.targets else None
         self.entries.append(Entry(key, ""))
         self.drop(
@@ -226,12 +234,18 @@ class Translation:
 
     @property
     def needs_reference(self) -> bool:
-        return not set(self.losses) <= {"simpo", "orpo", "cpo", "sft"}
+        """Whether a loss compares with a reference; this imports torch."""
+        from thresher.losses import loss_class, loss_names
+
+        return any(loss not in loss_names() or loss_class(loss).needs_reference for loss in self.losses)
 
     def tidy(self) -> None:
         """Remove settings that have no effect together with the others, which validation would reject."""
+        from thresher.losses import loss_names, parameter_defaults
+
+        known = [parameter_defaults(loss) for loss in self.losses if loss in loss_names()]
         for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau"):
-            if not any(parameter in LOSS_PARAMETERS.get(loss, ()) for loss in self.losses):
+            if not any(parameter in parameters for parameters in known):
                 self.unset(parameter, f"{' + '.join(self.losses)} has no {parameter}")
         has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
         if has_adapter:
@@ -250,11 +264,11 @@ class Translation:
         if not {"wandb", "mlflow"} & set(self.value("track_with") or ()):
             for name in ("name", "notes", "tags"):
                 self.unset(f"tracker_kwargs.{name}", "wandb and mlflow are off")
-        if self.value(VALIDATION_FILES):
+        if self.value(EVAL_FILES):
             for name in ("template", "template_arguments", "system_prompt", "truncation"):
                 if self.value(f"{DATA}{name}") is not None:
                     self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
-        elif not self.value(VALIDATION_SPLIT):
+        elif not self.value(EVAL_SPLIT):
             for name in ("eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
                 self.unset(name, "there is no validation data")
             self.unset(f"{TRAINING}per_device_eval_batch_size", "there is no validation data")
@@ -296,7 +310,7 @@ def translate(
     Without `with_defaults`, the config is a part of one: only the given keys are translated, the rest keeps our
     defaults, and settings without effect are left to validation.
     """
-    flat = flatten(config, dialect.table)
+    flat = flatten(config, {*dialect.table, *dialect.neutral})
     given = {key: value for key, value in flat.items() if value is not None}
     defaults = dialect.defaults({"processes": num_devices, **given}) if with_defaults else {}
     run = Translation(dialect, given, {key: value for key, value in defaults.items() if key not in given}, num_devices)
@@ -304,7 +318,7 @@ def translate(
     order = {key: position for position, key in enumerate(dialect.table)}
     source = {**given, **{key: value for key, value in defaults.items() if key not in given}}
     for key in sorted(source, key=lambda key: order.get(key, len(order))):
-        run.apply(key, source[key], find_rule(dialect.table, key))
+        run.apply(key, source[key], dialect.find(key))
     run.add_devices()
     for key in empty:
         run.add_empty(key)
@@ -315,13 +329,13 @@ def translate(
     return run
 
 
-def flatten(values: Mapping[str, Any], table: Mapping[str, Rule], prefix: str = "") -> dict[str, Any]:
-    """Join nested keys with dots, down to the keys of the table."""
+def flatten(values: Mapping[str, Any], whole: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with dots; a key in `whole` keeps its mapping."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in table:
-            flat |= flatten(value, table, f"{key}.")
+        if isinstance(value, Mapping) and value and key not in whole:
+            flat |= flatten(value, whole, f"{key}.")
         else:
             flat[key] = value
     return flat
@@ -340,32 +354,5 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def axis(name: str) -> Rule:
-    """Set a parallel axis, if the config says on how many devices it runs."""
-
-    def function(value: Any, run: Translation) -> None:
-        if value in (None, 1, -1):
-            run.ignore("one worker")
-        elif run.has_several_devices:
-            run.set(f"{AXES}{name}", int(value))
-        else:
-            run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")
-
-    return by(function, f"{AXES}{name}")
-
-
 def _leaf(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def iterate_groups(table: Mapping[str, Rule]) -> Iterator[tuple[Rule, list[str]]]:
-    """Yield each rule with its keys; keys that share a rule are one group."""
-    groups: list[tuple[Rule, list[str]]] = []
-    for key, rule in table.items():
-        for other, keys in groups:
-            if rule == other:
-                keys.append(key)
-                break
-        else:
-            groups.append((rule, [key]))
-    yield from groups

@@ -1,21 +1,67 @@
-"""Convert a config file of another trainer to ours: read, translate, validate, and write it for people to read."""
+"""Convert another trainer's config file to ours: read, translate, validate, and write it for people to read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from thresher.config.dialects.read import DIALECTS, NAMES, read_foreign
-from thresher.config.dialects.roll import ROLL
-from thresher.config.dialects.rules import to
-from thresher.config.dialects.translation import Dialect, Entry, Translation, translate
-from thresher.config.dpo import DPOConfig, LossConfig
-from thresher.config.load import parse_config
-from thresher.config.section import known_keys
+from thresher.config import DPOConfig, LossConfig, parse_config
 from thresher.errors import UserError
+from thresher.importers import axolotl, colossalchat, llama_factory, ms_swift, nemo_rl, open_instruct, roll, trl
+from thresher.importers.read import read_foreign
+from thresher.importers.translation import Dialect, Entry, Translation, translate
 from thresher.redact import escape_control_chars, redact, redact_text
+
+# trainer, its tables, keys that identify a config (a comma starts another set), and programs that a script runs;
+# in the order in which they are tried: the keys of TRL are a part of the others' keys
+_TRAINERS: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
+    ("ROLL", roll, "actor_train", ("start_dpo_pipeline.py",)),
+    ("NeMo-RL", nemo_rl, "policy dpo", ("run_dpo.py",)),
+    ("axolotl", axolotl, "base_model", ("axolotl train", "axolotl.cli.train")),
+    (
+        "LLaMA-Factory",
+        llama_factory,
+        "stage model_name_or_path, pref_beta, finetuning_type",
+        ("llamafactory-cli train", "src/train.py"),
+    ),
+    (
+        "ms-swift",
+        ms_swift,
+        "rlhf_type, model dataset tuner_type, split_dataset_ratio",
+        ("swift rlhf", "megatron rlhf", "swift/cli/rlhf.py", "swift/cli/_megatron/rlhf.py"),
+    ),
+    ("ColossalChat", colossalchat, "pretrain plugin, accumulation_steps lr", ("train_dpo.py",)),
+    (
+        "open-instruct",
+        open_instruct,
+        "model_name_or_path max_seq_length, model_name_or_path dataset_mixer_list, model_name_or_path mixer_list, "
+        "model_name_or_path num_epochs, model_name_or_path with_tracking",
+        ("open_instruct/dpo_tune_cache.py", "open_instruct/dpo.py", "dpo_tune_cache.py", "dpo_tune.py"),
+    ),
+    (
+        "TRL",
+        trl,
+        "dataset_mixture, dataset_mixer dataset_splits, model_name_or_path dataset_name, model_name_or_path loss_type, "
+        "model_name_or_path learning_rate, model_name_or_path datasets",
+        ("trl dpo", "scripts/dpo.py"),
+    ),
+)
+DIALECTS = tuple(
+    Dialect(
+        title.lower(),
+        title,
+        module.TABLE,
+        tuple(module.NEUTRAL.split()),
+        module.defaults,
+        tuple(frozenset(mark.split()) for mark in marks.split(",")),
+        programs,
+    )
+    for title, module, marks, programs in _TRAINERS
+)
+NAMES = {dialect.name: dialect for dialect in DIALECTS}
+NAMES |= dict.fromkeys(("handbook", "alignment-handbook"), NAMES["trl"])
 
 _MODEL = ("pretrain", "layout", "sequence_length", "prompt_key", "chosen_key", "rejected_key")
 _ROLES = ("actor_train", "reference", "validation")
@@ -23,44 +69,34 @@ _TRACKING = ("logging_dir", "logging_steps", "track_with", "tracker_kwargs")
 _IN_ROLE = ("model_args", "data_args", "training_args", "strategy_args", "device_mapping")
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A translated config: its text, and what became of each key."""
+class Conversion(NamedTuple):
+    """A translated config, and its text as a file."""
 
-    dialect: Dialect
     translation: Translation
     text: str
-
-    @property
-    def entries(self) -> list[Entry]:
-        return self.translation.entries
-
-    @property
-    def lost(self) -> list[Entry]:
-        return self.translation.lost
 
 
 def convert(path: Path, dialect_name: str | None = None) -> Conversion:
     """Translate a config file or a training script; the result is valid."""
     if dialect_name is not None and dialect_name not in NAMES:
         raise UserError(f"unknown dialect {dialect_name}; use one of {', '.join(NAMES)}")
-    config = read_foreign(path, NAMES.get(dialect_name or ""))
+    config = read_foreign(path, (NAMES[dialect_name],) if dialect_name else DIALECTS)
     dialect = config.dialect
     if dialect is None:
         names = ", ".join(dialect.title for dialect in DIALECTS)
         raise UserError(f"{path} is not recognized as a config of {names}; name the trainer with --from")
-    if dialect is ROLL:
-        dialect = replace(ROLL, table={**_our_keys(), **ROLL.table})
     translation = translate(dialect, config.values, num_devices=config.num_devices, empty=config.empty)
     parse_config(translation.values)
-    return Conversion(dialect, translation, "\n".join(_render(translation, path)) + "\n")
+    return Conversion(translation, "\n".join(_render(translation, path)) + "\n")
 
 
-def _our_keys() -> dict[str, Any]:
-    """Keys of ours that ROLL does not have, for a config that mixes both."""
-    keys = [key for key, _ in known_keys(DPOConfig)]
-    sections = {key.rpartition(".")[0] for key in keys}
-    return {key: to(key) for key in keys if key not in sections}
+def find_trainer(path: Path) -> str | None:
+    """Return the title of the trainer whose config a file is; None for ours, and for ROLL's, whose keys are ours."""
+    try:
+        dialect = read_foreign(path, DIALECTS).dialect
+    except UserError:
+        return None
+    return None if dialect is None or dialect.name == "roll" else dialect.title
 
 
 def _render(translation: Translation, path: Path) -> Iterator[str]:
@@ -69,7 +105,7 @@ def _render(translation: Translation, path: Path) -> Iterator[str]:
     differing = [entry for entry in translation.entries if entry.outcome == "different meaning"]
     for heading, entries in (
         ("Without an equivalent here, though it changes the training", translation.lost),
-        ("With another meaning here", differing),
+        ("With a different meaning here", differing),
     ):
         if entries:
             yield "#"

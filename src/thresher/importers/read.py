@@ -1,17 +1,24 @@
-"""Read the command line of a training script: its options, its environment and the processes that it starts.
+"""Read a config of another trainer: YAML, JSON, or the command line of a shell script; and find out whose it is.
 
-Only what training scripts use is understood: assignments, arrays, continuation lines and comments. No code is run:
-command substitutions and unassigned variables are empty.
+Of a script, only what training scripts use is understood: assignments, arrays, continuation lines and comments. No code
+is run: command substitutions and unassigned variables are empty.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from thresher.errors import UserError
+from thresher.importers.translation import Dialect
+
+_CONFIG_OPTIONS = {"trl": "config", "nemo-rl": "config", "roll": "config_name"}
+_YAML = (".yaml", ".yml")
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(?:declare\s+-a\s+)?([A-Za-z_]\w*)=\(([^()]*)\)", re.MULTILINE)
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
@@ -20,6 +27,109 @@ _WHOLE = re.compile(r"\$(?:\{\w+(?:\[[@*]\])?(?::-[^}]*)?\}|\w+|[@*])")
 _REDIRECTION = re.compile(r"\s\d?>{1,2}\s*&?\s*\S+")
 _OPERATOR = re.compile(r"[();<>|&]+")
 _PROCESSES = ("nproc_per_node", "nproc-per-node", "num_processes", "num-processes", "num_gpus")
+
+
+@dataclass
+class ForeignConfig:
+    """A config of another trainer."""
+
+    dialect: Dialect | None
+    values: dict[str, Any]
+    num_devices: int = 1
+    empty: list[str] = field(default_factory=list)  # options of a script whose value is an empty variable
+
+
+def read_foreign(path: Path, dialects: Sequence[Dialect]) -> ForeignConfig:
+    """Read a config, and recognize its dialect among these; the only one is taken as it is."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give the config file or the training script of another trainer")
+    if path.suffix in (*_YAML, ".json"):
+        values = _read_mapping(path)
+        return ForeignConfig(recognize(values, dialects) if len(dialects) > 1 else dialects[0], values)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a training script: {error}") from None
+    return _read_script(text, path, dialects)
+
+
+def recognize(values: Mapping[str, Any], dialects: Sequence[Dialect]) -> Dialect | None:
+    """Find the dialect of a config by its keys."""
+    return next((each for each in dialects for mark in each.marks if mark <= values.keys()), None)
+
+
+def _read_script(text: str, path: Path, dialects: Sequence[Dialect]) -> ForeignConfig:
+    for command in read_commands(text):
+        for candidate in dialects:
+            program = find_program(command.words, candidate.programs)
+            if program is not None:
+                arguments = read_options(command.words[program.stop :])
+                values = _merge_files(arguments, path, candidate)
+                return ForeignConfig(candidate, values, count_processes(command, program), arguments.empty)
+    programs = ", ".join(program for candidate in dialects for program in candidate.programs)
+    raise UserError(f"{path} runs no training program that is known here; known: {programs}")
+
+
+def _merge_files(arguments: Arguments, path: Path, dialect: Dialect) -> dict[str, Any]:
+    """Read the config files that a command names; its options take precedence."""
+    from omegaconf import OmegaConf
+
+    options = dict(arguments.options)
+    option = _CONFIG_OPTIONS.get(dialect.name)
+    named = [str(options.pop(option))] if option in options else []
+    directory = str(options.pop("config_path", ".")) if dialect.name == "roll" else "."
+    values: dict[str, Any] = {}
+    for name in [*named, *(file for file in arguments.files if file.endswith((*_YAML, ".json")))]:
+        places = [place / directory / f"{name}{suffix}" for place in (Path(), path.parent) for suffix in ("", ".yaml")]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise UserError(f"{path} names the config {name}, which is not here; import that file instead")
+        values = _read_mapping(found)
+    if arguments.overrides and dialect.name in ("nemo-rl", "roll"):
+        overrides = OmegaConf.from_dotlist([word.lstrip("+") for word in arguments.overrides])
+        values = OmegaConf.to_container(OmegaConf.merge(values, overrides))  # type: ignore[assignment]
+    return {**values, **options}
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Read YAML or JSON with its interpolations and NeMo-RL's `defaults`, which names a parent file."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        config: Any = OmegaConf.load(path)
+        for _ in range(10):
+            parent = config.get("defaults") if OmegaConf.is_dict(config) else None
+            if not isinstance(parent, str) or not parent.endswith(_YAML):
+                break
+            path = path.parent / parent
+            del config["defaults"]
+            config = OmegaConf.merge(OmegaConf.load(path), config)
+        values = OmegaConf.to_container(config, resolve=False)
+    # AttributeError, KeyError, TypeError, AssertionError: OmegaConf does not check the nodes of odd YAML
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError, AttributeError, KeyError,
+            TypeError, AssertionError) as error:  # fmt: skip
+        raise UserError(f"{path} cannot be read: {str(error).strip()}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a {type(values).__name__}; it must be a mapping of keys")
+    return {str(key): value for key, value in _resolve(values, config, "").items()}
+
+
+def _resolve(values: dict[Any, Any], config: Any, prefix: str) -> dict[Any, Any]:
+    """Resolve interpolations one by one; one that needs a function of the trainer stays as it is written."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    resolved = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = _resolve(value, config, f"{prefix}{key}.")
+        elif isinstance(value, str) and "${" in value and "${oc." not in value:
+            with contextlib.suppress(OmegaConfBaseException, ValueError):
+                value = OmegaConf.select(config, f"{prefix}{key}")
+        resolved[key] = value
+    return resolved
 
 
 @dataclass
@@ -32,10 +142,10 @@ class Command:
 
 @dataclass
 class Arguments:
-    """Options of a training program. empty: options whose value is an empty variable. files: other words."""
+    """Options of a training program, and its other words."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)  # options whose value is an empty variable
     files: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
 

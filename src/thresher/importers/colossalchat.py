@@ -7,24 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.config.dialects.engines import has_reference_model
-from thresher.config.dialects.rules import (
-    DATA,
-    FILES,
-    MODEL,
-    TRAINING,
-    VALIDATION_FILES,
-    Rule,
-    by,
-    drop,
-    lacks,
-    part_of,
-    to,
-    tokenizer,
-)
-from thresher.config.dialects.translation import Dialect, Translation, axis
+from thresher.importers import rules as r
+from thresher.importers.engines import has_reference_model
+from thresher.importers.translation import AXES, DATA, EVAL_FILES, FILES, MODEL, TRAINING, Translation
 
-_AXIS = "actor_train.strategy_args.strategy_config"
 _DEFAULT_SIMPO_GAMMA = 1.4
 _LORA_ALPHA = 32
 _PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
@@ -36,7 +22,7 @@ _WITH_MORE_WORKERS = {
     "gemini": "",
     "gemini_auto": "",
 }
-# modes of sequence parallelism that have workers of their own; the others use those of tp
+# modes of sequence parallelism with their own workers; the others use the workers of tp
 _SEQUENCE_AXES = ("all_to_all", "ring_attn")
 
 
@@ -68,10 +54,6 @@ def _set_loss_mask(value: Any, run: Translation) -> None:
         run.ignore("the responses are scored")
 
 
-def _set_precision(value: Any, run: Translation) -> None:
-    run.set(f"{MODEL}dtype", value)
-
-
 def _set_lora(value: Any, run: Translation) -> None:
     """Read the JSON file of LoRA. ColossalChat's linear layers ignore its alpha and dropout: they have 32 and 0."""
     if isinstance(value, str):
@@ -82,7 +64,7 @@ def _set_lora(value: Any, run: Translation) -> None:
     if not value.get("r"):
         return run.ignore("rank 0: LoRA is off")
     if value.get("lora_train_bias", "none") != "none":
-        return run.lacks("lora_train_bias: biases cannot be trained beside the adapters")
+        return run.lacks("lora_train_bias: biases cannot be trained besides the adapters")
     run.set(f"{MODEL}lora_rank", int(value["r"]))
     run.set(f"{MODEL}lora_alpha", _LORA_ALPHA)
     run.set(f"{MODEL}lora_dropout", 0.0)
@@ -99,13 +81,12 @@ def _set_lora(value: Any, run: Translation) -> None:
     return None
 
 
-def _set_data(target: str) -> Any:
+def _set_data(target: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
-        directories = value if isinstance(value, list) else [value]
-        run.set(target, directories[0] if len(directories) == 1 else directories)
+        r.set_sources(run, target, value if isinstance(value, list) else [value])
         run.set(target.replace("file_name", "template"), "raw")
         run.note("the token ids are read as they are; template: raw, because no text is rendered")
-        if target == VALIDATION_FILES:
+        if target == EVAL_FILES:
             run.set("eval_strategy", "epoch")
 
     return function
@@ -120,11 +101,11 @@ def _set_plugin(value: Any, run: Translation) -> None:
     elif run.num_devices == 1:
         run.drop(f"one worker holds the whole model; numbers do not change{_WITH_MORE_WORKERS[value]}")
     elif value == "ddp":
-        run.set(f"{_AXIS}.dp_replicate", run.num_devices)
+        run.set(f"{AXES}dp_replicate", run.num_devices)
     else:
-        run.set(f"{_AXIS}.zero_stage", 2 if value in ("zero2", "zero2_cpu") else 3)
+        run.set(f"{AXES}zero_stage", 2 if value in ("zero2", "zero2_cpu") else 3)
         if value == "zero2_cpu":
-            run.set(f"{_AXIS}.cpu_offload", True)
+            run.set(f"{AXES}cpu_offload", True)
         if value == "gemini_auto":
             run.note("Gemini moves weights to host memory when a device is full; cpu_offload keeps them there")
         if value in ("gemini", "gemini_auto") and has_reference_model(run):
@@ -132,21 +113,21 @@ def _set_plugin(value: Any, run: Translation) -> None:
 
 
 def _set_zero_of_3d(stage: int, run: Translation) -> None:
-    """Stage 0 replicates the model along the data-parallel axis, 1 shards optimizer state, 2 also gradients."""
+    """Stage 0 replicates the model over the data-parallel ranks, 1 shards optimizer state, 2 also gradients."""
     per_data_rank = int(run.get("tp", 1)) * int(run.get("pp", 1)) * _context_size(run)
     replicas, shards = run.num_devices // per_data_rank, run.num_devices // per_data_rank * _context_size(run)
     if shards <= 1:
         run.drop("no two workers shard the model; numbers do not change")
     elif stage:
-        run.set(f"{_AXIS}.zero_stage", stage)
+        run.set(f"{AXES}zero_stage", stage)
     elif replicas > 1:
-        run.set(f"{_AXIS}.dp_replicate", replicas)
+        run.set(f"{AXES}dp_replicate", replicas)
     else:
         run.ignore("one replica")
 
 
 def _context_size(run: Translation) -> int:
-    """Workers that split a sequence beside those of tp, which `split_gather` and `ring` use."""
+    """Workers that split a sequence besides the workers of tp, which `split_gather` and `ring` use."""
     return int(run.get("sp", 1)) if run.get("sp_mode", "split_gather") in _SEQUENCE_AXES else 1
 
 
@@ -158,16 +139,16 @@ def _set_sequence_axis(value: Any, run: Translation) -> None:
     elif run.num_devices == 1:
         run.drop("does not change the numbers; set strategy_config.cp_size together with device_mapping")
     else:
-        run.set(f"{_AXIS}.cp_size", int(value))
+        run.set(f"{AXES}cp_size", int(value))
 
 
 def _set_offload(value: Any, run: Translation) -> None:
     if not value or not run.get("zero_stage"):
         run.ignore("off" if not value else "ColossalChat offloads with zero_stage 1 and 2 only")
-    elif run.value(f"{_AXIS}.zero_stage") is None:
+    elif run.value(f"{AXES}zero_stage") is None:
         run.drop("no two workers shard the model; numbers do not change")
     else:
-        run.set(f"{_AXIS}.cpu_offload", True)
+        run.set(f"{AXES}cpu_offload", True)
 
 
 def _set_reference_axis(value: Any, run: Translation) -> None:
@@ -178,69 +159,55 @@ def _set_reference_axis(value: Any, run: Translation) -> None:
         run.set("reference.strategy_args.strategy_config.tp_size", value)
 
 
-TABLE: dict[str, Rule] = {
-    "pretrain": to("pretrain"),
-    "loss_type": by(_set_loss, "pref_loss", "gamma", "reference.mode"),
-    "length_normalization": part_of("loss_type", "pref_loss"),
-    "disable_reference_model": part_of("loss_type", "pref_loss"),
-    "gamma": by(_set_gamma, "gamma"),
-    "beta": to("beta"),
-    "disable_loss_mask": by(_set_loss_mask, "apply_loss_mask"),
-    "lr": to(f"{TRAINING}learning_rate"),
-    "lr_scheduler_type": to(f"{TRAINING}lr_scheduler_type"),
-    "adam_beta2": to(f"{TRAINING}adam_beta2"),
-    "warmup_steps": to(f"{TRAINING}warmup_steps"),
-    "warmup_ratio": to(f"{TRAINING}warmup_ratio"),
-    "weight_decay": to(f"{TRAINING}weight_decay"),
-    "grad_clip": to(f"{TRAINING}max_grad_norm"),
-    "batch_size": to(f"{TRAINING}per_device_train_batch_size"),
-    "accumulation_steps": to(f"{TRAINING}gradient_accumulation_steps"),
-    "max_epochs": to("num_train_epochs"),
-    "max_length": to("sequence_length"),
-    "mixed_precision": by(_set_precision, f"{MODEL}dtype"),
-    "grad_checkpoint": to(f"{TRAINING}gradient_checkpointing"),
-    "use_flash_attn": by(
-        lambda v, run: run.set(f"{MODEL}attn_implementation", "flash_attention_2") if v else run.ignore("off"),
-        f"{MODEL}attn_implementation",
-    ),
-    "lora_config": by(
+TABLE: r.Table = {
+    **r.kept("", "pretrain beta"),
+    "loss_type": r.by(_set_loss, "pref_loss", "gamma", "reference.mode"),
+    "length_normalization": r.part_of("loss_type", "pref_loss"),
+    "disable_reference_model": r.part_of("loss_type", "pref_loss"),
+    "gamma": r.by(_set_gamma, "gamma"),
+    "disable_loss_mask": r.by(_set_loss_mask, "apply_loss_mask"),
+    **r.kept(TRAINING, "lr_scheduler_type adam_beta2 warmup_steps warmup_ratio weight_decay"),
+    "lr": r.to(f"{TRAINING}learning_rate"),
+    "grad_clip": r.to(f"{TRAINING}max_grad_norm"),
+    "batch_size": r.to(f"{TRAINING}per_device_train_batch_size"),
+    "accumulation_steps": r.to(f"{TRAINING}gradient_accumulation_steps"),
+    "max_epochs": r.to("num_train_epochs"),
+    "max_length": r.to("sequence_length"),
+    "mixed_precision": r.to(f"{MODEL}dtype"),
+    "grad_checkpoint": r.to(f"{TRAINING}gradient_checkpointing"),
+    "use_flash_attn": r.switch(f"{MODEL}attn_implementation", "flash_attention_2"),
+    "lora_config": r.by(
         _set_lora,
         *(f"{MODEL}{name}" for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_init")),
         note="a JSON file, or its content",
     ),
-    "dataset": by(_set_data(FILES), FILES, f"{DATA}template"),
-    "eval_dataset": by(_set_data(VALIDATION_FILES), VALIDATION_FILES, "eval_strategy"),
-    "tokenizer_dir": tokenizer("pretrain"),
-    "checkpoint_path": lacks("checkpoints of another trainer cannot be resumed; give the model as `pretrain`"),
-    "save_interval": to("save_steps"),
-    "save_dir": to("output_dir"),
-    "log_dir": to("logging_dir"),
-    "use_wandb": by(
-        lambda v, run: run.set("track_with", ["console", "tensorboard", *(["wandb"] if v else [])]), "track_with"
+    "dataset": r.by(_set_data(FILES), FILES, f"{DATA}template"),
+    "eval_dataset": r.by(_set_data(EVAL_FILES), EVAL_FILES, "eval_strategy"),
+    "tokenizer_dir": r.tokenizer("pretrain"),
+    "checkpoint_path": r.lacks(r.OTHER_CHECKPOINT),
+    "save_interval": r.to("save_steps"),
+    "save_dir": r.to("output_dir"),
+    "log_dir": r.to("logging_dir"),
+    "use_wandb": r.by(
+        lambda value, run: run.set("track_with", ["console", "tensorboard", *(["wandb"] if value else [])]),
+        "track_with",
     ),
-    "plugin": by(
+    "plugin": r.by(
         _set_plugin,
-        f"{_AXIS}.zero_stage",
-        f"{_AXIS}.dp_replicate",
-        f"{_AXIS}.cpu_offload",
+        *(f"{AXES}{name}" for name in ("zero_stage", "dp_replicate", "cpu_offload")),
         note="see the table of plugins above",
     ),
-    "zero_stage": part_of("plugin", f"{_AXIS}.zero_stage"),
-    "zero_cpu_offload": by(_set_offload, f"{_AXIS}.cpu_offload"),
-    "tp": axis("tp_size"),
-    "pp": axis("pp_size"),
-    "sp": by(_set_sequence_axis, f"{_AXIS}.cp_size", note="with sp_mode all_to_all or ring_attn"),
-    "ref_tp": by(_set_reference_axis, "reference.strategy_args.strategy_config.tp_size"),
-    **drop("found from the model's files", "model_type"),
-    **drop(
-        "memory and placement; numbers do not change",
-        "sp_mode enable_sequence_parallelism microbatch_size",
-    ),
-    **drop("the config is in each checkpoint", "config_file"),
+    "zero_stage": r.part_of("plugin", f"{AXES}zero_stage"),
+    "zero_cpu_offload": r.by(_set_offload, f"{AXES}cpu_offload"),
+    "tp": r.axis("tp_size"),
+    "pp": r.axis("pp_size"),
+    "sp": r.by(_set_sequence_axis, f"{AXES}cp_size", note="with sp_mode all_to_all or ring_attn"),
+    "ref_tp": r.by(_set_reference_axis, "reference.strategy_args.strategy_config.tp_size"),
 }
+NEUTRAL = "config_file enable_sequence_parallelism microbatch_size model_type sp_mode"
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     warmup = {} if "warmup_steps" in given else {"warmup_ratio": 0.025}
     return {
         "loss_type": "dpo_loss",
@@ -256,13 +223,3 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "mixed_precision": "fp16",
         "save_interval": 1000,
     }
-
-
-COLOSSALCHAT = Dialect(
-    name="colossalchat",
-    title="ColossalChat",
-    table=TABLE,
-    defaults=_defaults,
-    marks=(frozenset({"pretrain", "plugin"}), frozenset({"accumulation_steps", "lr"})),
-    programs=("train_dpo.py",),
-)
