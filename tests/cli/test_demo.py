@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from thresher.config import load_config
-from thresher.demo.config import write_config
-from thresher.demo.pairs import is_friendly, make_pairs, write_pairs
+from thresher.demo import is_friendly, make_pairs, write_config, write_pairs
 
 
 def fact(answer: str) -> str:
@@ -42,7 +41,7 @@ def test_the_pairs_are_the_same_every_time(tmp_path):
 
 
 def test_the_model_is_the_same_every_time_and_loads_with_transformers(tmp_path):
-    from thresher.demo.model import make_model
+    from thresher.demo import make_model
 
     shown: list[tuple[int, int]] = []
     state = torch.get_rng_state()

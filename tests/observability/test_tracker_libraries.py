@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from thresher.errors import UserError
-from thresher.observability.trackers.mlflow import MlflowTracker
-from thresher.observability.trackers.tensorboard import TensorBoardTracker
+from thresher.observability.trackers.libraries import MlflowTracker, TensorBoardTracker, WandbMode, WandbTracker
 from thresher.observability.trackers.tracker import RunInfo, Table, Tracker
-from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 
 def run_in(directory: Path) -> RunInfo:
@@ -285,7 +283,7 @@ class TestWandb:
     def test_a_killed_process_loses_no_complete_step(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys, time, pathlib; from thresher.observability.trackers.tracker import RunInfo; "
-            "from thresher.observability.trackers.wandb import WandbTracker; t = WandbTracker(project='p'); "
+            "from thresher.observability.trackers.libraries import WandbTracker; t = WandbTracker(project='p'); "
             "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
             "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
         )

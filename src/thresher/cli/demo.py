@@ -82,15 +82,12 @@ def _create(directory: Path) -> None:
 
 def _make_inputs(directory: Path, model: str | None, data: list[str] | None) -> Path:
     """Make the model and the pairs that are not given, and the config of the run."""
-    from thresher.cli.run_display import run_display
+    from thresher.cli.run_display import run_display, silence_loud_loggers
 
     with run_display(directory) as display:
         logger.info("importing torch and transformers", extra=PHASE)
 
-        from thresher.cli.library_messages import silence_loud_loggers
-        from thresher.demo.config import write_config
-        from thresher.demo.model import make_model
-        from thresher.demo.pairs import write_pairs
+        from thresher.demo import make_model, write_config, write_pairs
 
         silence_loud_loggers()
         files, validation = data or [], None
@@ -110,8 +107,7 @@ def _make_inputs(directory: Path, model: str | None, data: list[str] | None) -> 
 def _compare_answers(before: Path, after: Path) -> None:
     """Print answers of the model before and after the run, and how many of them have the preferred tone."""
     from thresher.cli.terminal import print_line
-    from thresher.demo.answers import sample_answers
-    from thresher.demo.pairs import is_friendly, make_pairs
+    from thresher.demo import is_friendly, make_pairs, sample_answers
 
     prompts = list(dict.fromkeys(pair.prompt for pair in make_pairs()[1]))[:_NUM_PROMPTS]
     old, new = sample_answers(before, prompts), sample_answers(after, prompts)

@@ -50,7 +50,7 @@ def run_rank(request: RankRequest) -> RankResult:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from thresher.models.attention.interface import KERNELS
-    from thresher.observability.memory import peak_rss_bytes
+    from thresher.observability.machine import peak_rss_bytes
     from thresher.plan.simulate.attention import attention_without_values
     from thresher.plan.simulate.counters import (
         CommunicationCounter,

@@ -20,7 +20,7 @@ from thresher.config import DPOConfig
 from thresher.errors import WorkerError, WorkerLostError
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL
-from thresher.observability.phase_clock import PhaseClock
+from thresher.observability.timing import PhaseClock
 from thresher.plan.budget import with_token_budget
 from thresher.reference.modes import ReferenceMode
 from thresher.runtime import RunHandle
