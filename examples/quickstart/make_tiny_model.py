@@ -2,32 +2,18 @@
 
     python examples/quickstart/make_tiny_model.py output/quickstart/model
 
-The same files every time, without a download. The model knows nothing yet: it shows how a run works and that the
-preferences are learned, not how good its answers are. For a real model, set `pretrain` in the config instead.
+The same files every time, without a download, as `thresher demo` makes them. The model knows nothing yet: it shows how
+a run works and that the preferences are learned, not how good its answers are. For a real model, set `pretrain` in the
+config instead.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from thresher import demo
-
-DATA = Path(__file__).with_name("train.jsonl")
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    return demo.make_tokenizer((text for row in rows for text in row.values()), vocab_size=1024, line_break="\n")
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return demo.make_llama(tokenizer, num_layers=2, max_positions=512)
-
+from thresher.demo import make_model, make_tokenizer
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
