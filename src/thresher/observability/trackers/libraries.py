@@ -33,14 +33,32 @@ logger = logging.getLogger(__name__)
 _MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
 
 
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+
+@dataclass(frozen=True)
+class TrackerSettings:
+    """Settings of the trackers other than the local log."""
+
+    wandb_project: str = "thresher"
+    wandb_entity: str | None = None
+    wandb_mode: WandbMode = "auto"
+    wandb_api_key: str | None = None
+    mlflow_tracking_uri: str | None = None
+    tensorboard_dir: str | None = None
+    name: str | None = None
+    notes: str | None = None
+    tags: Sequence[str] = ()
+
+
 class TensorBoardTracker:
     """Event files of torch's SummaryWriter, in `tensorboard/` in the run directory or in a given directory."""
 
     name = "tensorboard"
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, settings: TrackerSettings) -> None:
         self._library = import_tracker_library("torch.utils.tensorboard", "tensorboard")
-        self._directory = directory
+        self._directory = settings.tensorboard_dir
         self._writer: Any = None
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
@@ -97,28 +115,22 @@ class MlflowTracker:
 
     name = "mlflow"
 
-    def __init__(
-        self,
-        *,
-        tracking_uri: str | None = None,
-        name: str | None = None,
-        notes: str | None = None,
-        tags: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, settings: TrackerSettings) -> None:
         # MLflow sends usage statistics by default, and reads this once, on import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._library = import_tracker_library("mlflow", "mlflow")
         self._entities = import_tracker_library("mlflow.entities", "mlflow")
         # Creating the store logs every table, which would break the progress bar.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        if tracking_uri is None:
+        if settings.mlflow_tracking_uri is None:
             # mlflow-skinny needs these for an SQLite store, but does not depend on them.
             import_tracker_library("sqlalchemy", "mlflow")
             import_tracker_library("alembic", "mlflow")
-        self._tracking_uri = tracking_uri
-        self._name = name
+        self._tracking_uri = settings.mlflow_tracking_uri
+        self._name = settings.name
         # MLflow shows this tag as the description of the run; its tags are pairs, so ours get an empty value
-        self._tags = ({"mlflow.note.content": notes} if notes else {}) | dict.fromkeys(tags, "")
+        notes = {"mlflow.note.content": settings.notes} if settings.notes else {}
+        self._tags = notes | dict.fromkeys(settings.tags, "")
         self._client: Any = None
         self._run_id = ""
         self._present: set[tuple[str, int]] = set()
@@ -188,9 +200,6 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", str(value)
 
 
-WandbMode = Literal["auto", "online", "offline", "disabled"]
-
-
 class WandbTracker:
     """Weights & Biases: online if an API key is configured, otherwise offline in `wandb/` in the run directory.
 
@@ -201,25 +210,9 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        entity: str | None = None,
-        mode: WandbMode = "auto",
-        api_key: str | None = None,
-        name: str | None = None,
-        notes: str | None = None,
-        tags: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, settings: TrackerSettings) -> None:
         self._library = import_tracker_library("wandb", "wandb")
-        self._project = project
-        self._entity = entity
-        self._mode = mode
-        self._api_key = api_key
-        self._name = name
-        self._notes = notes
-        self._tags = tags
+        self._settings = settings
         self._run: Any = None
         self._state_path = Path()
         self._run_id = ""
@@ -235,11 +228,11 @@ class WandbTracker:
         self._skip_through = self._last_step = state["complete_through"] if state else -1
         mode = self._choose_mode()
         self._run = self._library.init(
-            project=self._project,
-            entity=self._entity,
-            name=self._name or run.exp_name,
-            notes=self._notes,
-            tags=list(self._tags),
+            project=self._settings.wandb_project,
+            entity=self._settings.wandb_entity,
+            name=self._settings.name or run.exp_name,
+            notes=self._settings.notes,
+            tags=list(self._settings.tags),
             id=self._run_id,
             resume="allow",
             mode=mode,
@@ -286,10 +279,11 @@ class WandbTracker:
         self._run.log(dict(values), step=step)
 
     def _choose_mode(self) -> str:
-        mode = os.environ.get("WANDB_MODE", "auto") if self._mode == "auto" else self._mode
+        chosen = self._settings.wandb_mode
+        mode = os.environ.get("WANDB_MODE", "auto") if chosen == "auto" else chosen
         if mode in ("offline", "dryrun", "disabled"):
             return mode
-        if self._library.login(key=self._api_key, prompt=False, verify=False):
+        if self._library.login(key=self._settings.wandb_api_key, prompt=False, verify=False):
             return "online"
         if mode == "online":
             raise UserError(
@@ -299,7 +293,7 @@ class WandbTracker:
         return "offline"
 
     def _announce_offline(self) -> None:
-        is_chosen = self._mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+        is_chosen = self._settings.wandb_mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
         logger.log(
             logging.INFO if is_chosen else logging.WARNING,
             "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
@@ -313,37 +307,12 @@ class WandbTracker:
         temporary.replace(self._state_path)
 
 
-@dataclass(frozen=True)
-class TrackerSettings:
-    """Settings of the trackers other than the local log."""
-
-    wandb_project: str = "thresher"
-    wandb_entity: str | None = None
-    wandb_mode: WandbMode = "auto"
-    wandb_api_key: str | None = None
-    mlflow_tracking_uri: str | None = None
-    tensorboard_dir: str | None = None
-    name: str | None = None
-    notes: str | None = None
-    tags: Sequence[str] = ()
-
-
 _FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
     "console": lambda _, console: console,
     "jsonl": lambda _, __: JsonlTracker(),
-    "tensorboard": lambda settings, _: TensorBoardTracker(settings.tensorboard_dir),
-    "wandb": lambda settings, _: WandbTracker(
-        project=settings.wandb_project,
-        entity=settings.wandb_entity,
-        mode=settings.wandb_mode,
-        api_key=settings.wandb_api_key,
-        name=settings.name,
-        notes=settings.notes,
-        tags=settings.tags,
-    ),
-    "mlflow": lambda settings, _: MlflowTracker(
-        tracking_uri=settings.mlflow_tracking_uri, name=settings.name, notes=settings.notes, tags=settings.tags
-    ),
+    "tensorboard": lambda settings, _: TensorBoardTracker(settings),
+    "wandb": lambda settings, _: WandbTracker(settings),
+    "mlflow": lambda settings, _: MlflowTracker(settings),
 }
 
 
