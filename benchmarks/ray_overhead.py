@@ -119,7 +119,7 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     from thresher.builders.run import build_tracking, track
     from thresher.config import parse_config
     from thresher.data.prepare.prepare import prepare
-    from thresher.observability.phase_clock import PhaseClock
+    from thresher.observability.timing import PhaseClock
     from thresher.runtime import open_session
 
     config = parse_config({**values, "output_dir": str(output)})

@@ -39,8 +39,8 @@ from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL, PHASE
-from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.run_log import run_log
+from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime import RunHandle, RunSession, Runtime, launch_session, open_session

@@ -17,8 +17,7 @@ from thresher.data.store.reader import PairStore
 from thresher.errors import HealthStopped, RunStopped, UserError
 from thresher.models.loading.load import DTYPES
 from thresher.observability import log_files
-from thresher.observability.health.events import HealthLog, rules_that_stopped
-from thresher.observability.health.monitor import HealthMonitor
+from thresher.observability.health.monitor import HealthLog, HealthMonitor, rules_that_stopped
 from thresher.observability.health.rules import RunFacts
 from thresher.observability.trackers.tracker import START_OVER
 from thresher.reference.step_zero_check import tolerance

@@ -20,7 +20,7 @@ from thresher.errors import RescaleRequested, RunStopped, UserError
 from thresher.foreign_names import foreign
 from thresher.observability.health.history import pairs_before_comparison
 from thresher.observability.log_files import METRICS, RECOVERIES
-from thresher.observability.phase_clock import PhaseClock
+from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.jsonl import find_holes
 from thresher.observability.trackers.tracker import RunInfo, Trackers, translate_os_errors
@@ -82,7 +82,7 @@ def build_tracking(
     config: DPOConfig, console: ConsoleTracker | None, callbacks: CallbackTracker | None = None
 ) -> Trackers:
     # only the process that leads a run has trackers
-    from thresher.observability.trackers.factory import TrackerSettings, make_trackers
+    from thresher.observability.trackers.libraries import TrackerSettings, make_trackers
 
     settings = TrackerSettings(**config.tracker_kwargs.model_dump())
     return make_trackers(config.track_with, settings, console=console, callbacks=callbacks)

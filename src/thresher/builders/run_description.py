@@ -13,8 +13,8 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.report import report_of
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
-from thresher.observability.environment import environment
 from thresher.observability.log_files import DESCRIPTION
+from thresher.observability.machine import environment
 from thresher.observability.trackers.tracker import translate_os_errors
 from thresher.redact import redact
 

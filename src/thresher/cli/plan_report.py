@@ -155,24 +155,21 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     titles = [title for rank in ranks for title in (f"rank {rank.counted.rank}, counted", "by formula")]
     table = _table("of the simulated step", titles)
 
-    def add(
-        name: str, show: Callable[[float], str], figures: Callable[[SimulatedRank], tuple[float, float | None]]
-    ) -> None:
-        found = [value for rank in ranks for value in figures(rank)]
-        table.add_row(name, *("" if value is None else show(value) for value in found))
+    def add(name: str, show: Callable[[float], str], figures: Iterable[tuple[float, float | None]]) -> None:
+        table.add_row(name, *("" if value is None else show(value) for pair in figures for value in pair))
 
-    add("peak memory", _bytes, lambda r: (r.counted.peak, r.memory.total))
-    add("held between steps", _bytes, lambda r: (r.counted.held, r.memory.weights + r.memory.optimizer))
+    add("peak memory", _bytes, ((r.counted.peak, r.memory.total) for r in ranks))
+    add("held between steps", _bytes, ((r.counted.held, r.memory.weights + r.memory.optimizer) for r in ranks))
     for axis in dict.fromkeys(axis for rank in ranks for axis in rank.wire_bytes):
-        add(
-            f"sent, {axis}", _bytes, lambda r, axis=axis: (r.counted.wire_bytes.get(axis, 0), r.wire_bytes.get(axis, 0))
-        )
+        sent = ((r.counted.wire_bytes.get(axis, 0), r.wire_bytes.get(axis, 0)) for r in ranks)
+        add(f"sent, {axis}", _bytes, sent)
     table.add_section()
     for place, on_host in (("device", False), ("host", True)):
-        add(f"collectives on the {place}", _count, lambda r, on_host=on_host: (_calls(r, on_host=on_host), None))
-    add("operations on the device", _count, lambda r: (r.counted.operations, None))
-    add("TFLOP in matrix products", "{:,.2f}".format, lambda r: (sum(r.counted.flops.values()) / 1e12, r.flops / 1e12))
-    add("waits of the host for the device", _count, lambda r: (sum(r.counted.reads.values()), None))
+        add(f"collectives on the {place}", _count, ((_calls(r, on_host=on_host), None) for r in ranks))
+    add("operations on the device", _count, ((r.counted.operations, None) for r in ranks))
+    flops = ((sum(r.counted.flops.values()) / 1e12, r.flops / 1e12) for r in ranks)
+    add("TFLOP in matrix products", "{:,.2f}".format, flops)
+    add("waits of the host for the device", _count, ((sum(r.counted.reads.values()), None) for r in ranks))
     return table
 
 

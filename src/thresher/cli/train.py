@@ -41,21 +41,15 @@ def _load(path: Path, overrides: list[str] | None) -> DPOConfig:
 
 
 def _train(config: DPOConfig) -> None:
-    from thresher.cli.terminal import print_line
-
-    for checkpoint in run(config)[-1:]:  # the result; there is none if a checkpoint of another run completed all steps
-        print_line(str(checkpoint))
-
-
-def run(config: DPOConfig) -> list[Path]:
-    """Run a config in the display of a run; return its checkpoints."""
+    """Train in the run's display, and print the path of the last checkpoint."""
     from thresher.builders.preflight import check_files
     from thresher.runtime.launch import find_launch, fit_to_launch
 
     config = fit_to_launch(config, find_launch(os.environ))
     check_files(config)  # also part of the run's checks; here, wrong paths are reported before torch is imported
 
-    from thresher.cli.run_display import run_display
+    from thresher.cli.run_display import run_display, silence_loud_loggers
+    from thresher.cli.terminal import print_line
 
     log_directory = Path(config.logging_dir or Path(config.output_dir) / "logs")
     with run_display(log_directory) as display:
@@ -63,7 +57,6 @@ def run(config: DPOConfig) -> list[Path]:
 
         from thresher.builders.checkpoints import build_checkpoint_manager
         from thresher.checkpoint.retention import list_checkpoints
-        from thresher.cli.library_messages import silence_loud_loggers
         from thresher.pipeline import DPOPipeline
 
         silence_loud_loggers()
@@ -72,4 +65,6 @@ def run(config: DPOConfig) -> list[Path]:
         ).run()
     if not config.export_model:
         logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
-    return list_checkpoints(build_checkpoint_manager(config).root)
+    # there is none if a checkpoint of a different run completed all steps
+    for checkpoint in list_checkpoints(build_checkpoint_manager(config).root)[-1:]:
+        print_line(str(checkpoint))

@@ -30,14 +30,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run. name: the shortest end of its path that no other run of the report has.
+    """What one run left in its log directory."""
 
-    records: lines of the metrics. description: `run.json`, or only the config of a run that did not write it.
-    """
-
-    name: str
-    records: Sequence[Record]
-    description: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the shortest end of its path that no other run of the report has
+    records: Sequence[Record]  # lines of the metrics
+    description: Mapping[str, Any] = field(default_factory=dict)  # `run.json`, or only a config if there is none
     eval_pairs: Sequence[Record] = ()
     samples: Sequence[Record] = ()
     health: Sequence[Record] = ()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.precompute import ProgressCallback
     from thresher.config import DPOConfig
     from thresher.losses.objective import Objective
-    from thresher.observability.phase_clock import PhaseClock
+    from thresher.observability.timing import PhaseClock
     from thresher.runtime.torchrun import LaunchSession
     from thresher.strategies.strategy import ParameterCounts
     from thresher.training.loop import Trainable, TrainingProgress

@@ -35,7 +35,7 @@ from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
 from thresher.observability.heartbeat import heartbeat, set_activity
 from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
-from thresher.observability.throughput import TraceSpan
+from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.modes import ReferenceMode

@@ -28,7 +28,7 @@ from thresher.distributed.host_copies import copy_to_device
 from thresher.distributed.mesh import AXES, ParallelDims
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
-from thresher.observability.memory import peak_rss_bytes
+from thresher.observability.machine import peak_rss_bytes
 from thresher.plan.simulate.attention import attention_without_values
 from thresher.plan.simulate.counters import (
     CommunicationCounter,

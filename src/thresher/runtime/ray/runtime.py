@@ -21,7 +21,7 @@ from thresher.config import DPOConfig
 from thresher.errors import WorkerError, WorkerLostError
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL
-from thresher.observability.phase_clock import PhaseClock
+from thresher.observability.timing import PhaseClock
 from thresher.reference.modes import ReferenceMode
 from thresher.runtime import RunHandle
 from thresher.runtime.group import CachedReference, GroupStarter, with_absolute_cache_dir

@@ -36,7 +36,7 @@ from thresher.observability.heartbeat import (
     report_progress,
     set_activity,
 )
-from thresher.observability.throughput import NUM_SPANS, TraceSpan
+from thresher.observability.timing import NUM_SPANS, TraceSpan
 from thresher.runtime.devices import CPU, claim_gpu
 from thresher.runtime.rank import (
     LoadedPolicy,

@@ -1,10 +1,10 @@
-"""Throughput of a run: pairs and tokens per second of training, including the cost of the reference."""
+"""Time: throughput of training, including the cost of the reference, and how long each part of a restart takes."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # spans that a worker keeps, the newest
@@ -58,7 +58,7 @@ class ThroughputMeter:
     def pop_rates(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
         """Return the rates and restart; the cost of precomputed reference logps is charged to the pairs that use them.
 
-        reference_seconds_per_pair: None without a reference, which omits `time/wait_reference`.
+        Without a reference (None), `time/wait_reference` is omitted.
         """
         training = time.perf_counter() - self._started
         seconds = training + (reference_seconds_per_pair or 0.0) * self._pairs
@@ -71,3 +71,29 @@ class ThroughputMeter:
             rates["time/wait_reference"] = self._waited / max(1, self._steps)
         self.restart()
         return rates
+
+
+class PhaseClock:
+    """Seconds by phase since the last failure, in order. A phase starts where the previous one ended."""
+
+    def __init__(self, now: Callable[[], float] = time.time):
+        self._now = now
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new measurement."""
+        self.started_at = self._ended_at = self._now()  # in seconds since the epoch
+        self.seconds: dict[str, float] = {}
+
+    def end(self, phase: str, of_which: tuple[str, float] | None = None) -> None:
+        """End a phase; a part of it may be recorded under a different name, given with its seconds."""
+        now = self._now()
+        elapsed, self._ended_at = now - self._ended_at, now
+        if of_which is not None:
+            part = min(of_which[1], elapsed)
+            self._add(of_which[0], part)
+            elapsed -= part
+        self._add(phase, elapsed)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

@@ -1,9 +1,11 @@
-"""Versions and hardware of this process, to reproduce and compare runs. No host name, user or path."""
+"""The machine of this process: versions, hardware and peak memory. No host name, user or path."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -38,3 +40,25 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return the peaks since the process started; the CUDA peaks are the maximum over its devices."""
+    metrics = {"memory/peak_rss_gb": peak_rss_bytes() / 1e9}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        metrics["memory/peak_cuda_allocated_gb"] = max(map(torch.cuda.max_memory_allocated, devices)) / 1e9
+        metrics["memory/peak_cuda_reserved_gb"] = max(map(torch.cuda.max_memory_reserved, devices)) / 1e9
+    return metrics
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident set of this process."""
+    # On Linux a new process inherits ru_maxrss from its parent; VmHWM covers this process alone.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
