@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from thresher.checkpoint.retention import latest
 from thresher.checkpoint.sharded_reader import ShardedReader
-from thresher.report.charts import path_chart
-from thresher.report.series import Series
+from thresher.report.charts import Series, path_chart
 from thresher.sweep.results import mean_and_interval
 
 PROMPTS, HELD_OUT, ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 512, 256, 4, 24, 48

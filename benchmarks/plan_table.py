@@ -15,10 +15,10 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1")
 
 from tests.support.published_models import save_config
+from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
-from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS
+from thresher.plan.step import Cluster
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-3B", "Llama-3-8B", "Qwen2.5-32B", "Llama-3-70B")
 METHODS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def fewest_gpus(first: Estimate) -> Estimate:
     found = first
     while not found.fits and found.cluster.num_gpus < MOST_GPUS:
         more = replace(found.cluster, num_gpus=2 * found.cluster.num_gpus)
-        found = Estimate(first.config, more, first)
+        found = first.but(cluster=more)
     return found
 
 

@@ -117,7 +117,7 @@ def begun(values: dict[str, Any], output: Path) -> Iterator[TimeRange]:
     from thresher.builders.inputs import RunInputs
     from thresher.builders.run import build_tracking, track
     from thresher.config import parse_config
-    from thresher.observability.phase_clock import PhaseClock
+    from thresher.observability.timing import PhaseClock
     from thresher.runtime.open import open_runtime
 
     config = parse_config({**values, "output_dir": str(output)})

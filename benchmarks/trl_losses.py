@@ -108,10 +108,10 @@ def train_thresher(model: str, rows: list[dict[str, str]], case: dict[str, Any],
 
 def reported(case: dict[str, Any]) -> str:
     """What `thresher import` says about the losses of a case."""
-    from thresher.config.dialects.translation import translate
-    from thresher.config.dialects.trl import TRL
+    from thresher.importers.convert import NAMES
+    from thresher.importers.translation import translate
 
-    entries = translate(TRL, {"model_name_or_path": "m", **case}).entries
+    entries = translate(NAMES["trl"], {"model_name_or_path": "m", **case}).entries
     return "; ".join(note for entry in entries if entry.outcome == "different meaning" for note in entry.notes)
 
 

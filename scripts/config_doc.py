@@ -1,8 +1,7 @@
 """The tables of docs/reference/config.md and docs/guides/import.md, made from the code that they describe.
 
-Keys, types and defaults come from the schema, meanings from the docstrings of the fields, earlier names from the table
-of aliases. A key without a docstring is an error. The keys of other trainers come from the tables that translate them.
-Run scripts/make-config-doc.
+Keys, types and defaults come from the schema, meanings from the docstrings of the fields. A key without a docstring is
+an error. The keys of other trainers come from the tables that translate them. Run scripts/make-config-doc.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thresher.config.aliases import ALIASES, Aliases
-from thresher.config.dialects import huggingface
-from thresher.config.dialects.read import DIALECTS
-from thresher.config.dialects.rules import Rule
-from thresher.config.dialects.translation import Dialect, iterate_groups
-from thresher.config.dpo import DPOConfig, LossConfig
+from thresher.config import DPOConfig, LossConfig
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import find_strategy
+from thresher.importers import huggingface, roll
+from thresher.importers.convert import DIALECTS
+from thresher.importers.translation import Dialect, Rule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
 IMPORT_PAGE = PAGE.parents[1] / "guides" / "import.md"
@@ -51,7 +48,7 @@ def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
 
 
 def render() -> str:
-    """Return all tables: one per section, which may occur under several prefixes, and one of the earlier names."""
+    """Return all tables: one per section, which may occur under several prefixes."""
     places = find_places()
     tables = []
     for cls, where in places.items():
@@ -62,7 +59,7 @@ def render() -> str:
             tables.append(_table(cls, where, own, TITLES.get(cls.__name__)))
         if objective:
             tables.append(_table(cls, where, [key for key in keys if key in objective], TITLES["LossConfig"]))
-    return "\n".join([*tables, _aliases_table(places)])
+    return "\n".join(tables)
 
 
 def find_places() -> dict[type[Section], dict[str, Section]]:
@@ -71,26 +68,6 @@ def find_places() -> dict[type[Section], dict[str, Section]]:
     for prefix, section in find_sections(DPOConfig()):
         places.setdefault(type(section), {})[prefix] = section
     return places
-
-
-def _aliases_table(places: dict[type[Section], dict[str, Section]]) -> str:
-    lines = [
-        "## Earlier names",
-        "",
-        "Still accepted everywhere; the current name is preferred. Setting both is an error.",
-        "",
-    ]
-    lines += ["| earlier | current |", "|---|---|"]
-    for cls, where in places.items():
-        aliases = ALIASES.get(cls.__name__, Aliases())
-        for prefix in where:
-            lines += [f"| `{prefix}{old}` | `{prefix}{new}` |" for old, new in aliases.keys.items()]
-            lines += [
-                f"| `{prefix}{key}: {old}` | `{prefix}{key}: {new}` |"
-                for key, values in aliases.values.items()
-                for old, new in values.items()
-            ]
-    return "\n".join([*lines, ""])
 
 
 def _table(cls: type[Section], where: dict[str, Section], keys: list[str], title: str | None) -> str:
@@ -147,26 +124,55 @@ def render_imports() -> str:
         "",
         "`TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
         "",
+        *_import_table(huggingface.TABLE),
+        "",
+        _neutral(huggingface.NEUTRAL.split()),
+        "",
     ]
-    return "\n".join([*sections, *shared, *_import_table(huggingface.TABLE), ""])
+    return "\n".join([*sections, *shared])
 
 
 def _import_section(dialect: Dialect) -> str:
-    own = {key: rule for key, rule in dialect.table.items() if huggingface.TABLE.get(key) is not rule}
-    lines = [f"## {dialect.title}", "", *_import_table(own), ""]
+    shared, ours = set(huggingface.NEUTRAL.split()), {} if dialect.name != "roll" else roll.our_keys()
+    own = {
+        key: rule
+        for key, rule in dialect.table.items()
+        if huggingface.TABLE.get(key) is not rule and ours.get(key) != rule
+    }
+    neutral = [key for key in dialect.neutral if key not in shared or not shared <= {*dialect.neutral}]
+    lines = [f"## {dialect.title}", "", *_import_table(own), "", _neutral(neutral), ""]
     if len(own) < len(dialect.table):
-        lines += ["For its other keys, see [transformers](#keys-of-transformers).", ""]
+        others = (
+            "All other keys are ours." if ours else "For its other keys, see [transformers](#keys-of-transformers)."
+        )
+        lines += [others, ""]
     defaults = dialect.defaults({"processes": 1})
     spelled = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in defaults.items())
     return "\n".join([*lines, f"Defaults that are written out: {spelled}.", ""])
 
 
+def _neutral(keys: list[str]) -> str:
+    return f"Changes nothing here: {', '.join(f'`{key}`' for key in keys)}."
+
+
 def _import_table(table: dict[str, Rule]) -> list[str]:
-    lines = ["| key | here | what becomes of it |", "|---|---|---|"]
-    for rule, keys in iterate_groups(table):
+    lines = ["| key | here | how it is handled |", "|---|---|---|"]
+    for rule, keys in _group(table):
         cells = (", ".join(f"`{key}`" for key in keys), ", ".join(f"`{key}`" for key in rule.targets), _fate(rule))
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
+
+
+def _group(table: dict[str, Rule]) -> list[tuple[Rule, list[str]]]:
+    """Return each rule with its keys; keys that share a rule are one group."""
+    groups: list[tuple[Rule, list[str]]] = []
+    for key, rule in table.items():
+        found = next((keys for other, keys in groups if rule == other), None)
+        if found is None:
+            groups.append((rule, [key]))
+        else:
+            found.append(key)
+    return groups
 
 
 def _fate(rule: Rule) -> str:

@@ -38,5 +38,6 @@ logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to 
 def __getattr__(name: str) -> object:
     # lazy: `thresher --help` must not wait for torch
     if name in _HOMES:
+        importlib.import_module("thresher.importers").install()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'thresher' has no attribute {name!r}")

@@ -38,8 +38,8 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.observability.details import DETAIL, PHASE
-from thresher.observability.phase_clock import PhaseClock
 from thresher.observability.run_log import run_log
+from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime.group import Runtime, StartedRun

@@ -10,9 +10,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.logged import logged
+from thresher import DPOPipeline
 from thresher.config import parse_config
 from thresher.errors import RunStopped
-from thresher.pipeline import DPOPipeline
 
 
 class Recorder(TrainerCallback):

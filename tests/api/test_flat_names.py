@@ -147,8 +147,8 @@ def test_arguments_of_from_pretrained_are_settings_of_the_model():
     assert (model.master_dtype, model.dtype, model.attn_implementation) == ("bf16", "bf16", "sdpa")
 
 
-def test_a_setting_without_an_equivalent_is_a_warning_if_numbers_do_not_change():
-    with pytest.warns(UserWarning, match="dataloader_num_workers: no equivalent"):
+def test_a_setting_that_changes_nothing_is_a_warning():
+    with pytest.warns(UserWarning, match="dataloader_num_workers: changes nothing here"):
         DPOConfig(dataloader_num_workers=4)
 
 

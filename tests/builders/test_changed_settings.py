@@ -9,7 +9,6 @@ import pytest
 from tests.support.compared_runs import merge
 from thresher.builders.checkpoints import changed_settings
 from thresher.config import parse_config
-from thresher.config.stored import to_stored
 from thresher.errors import UserError
 from thresher.redact import redact
 
@@ -17,7 +16,7 @@ BASE = {"pretrain": "model", "actor_train": {"num_workers": 2, "data_args": {"fi
 
 
 def changes_of(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    stored = redact(to_stored(parse_config(merge(BASE, then))))
+    stored = redact(parse_config(merge(BASE, then)).model_dump(mode="json"))
     return changed_settings(stored, parse_config(merge(BASE, now)))
 
 
@@ -93,7 +92,7 @@ def test_a_setting_that_changes_no_number_is_free_to_change(now):
 
 def test_a_key_that_only_the_stored_config_knows_is_a_change():
     """A newer version wrote it, and its effect is not known here."""
-    stored = to_stored(parse_config(BASE))
+    stored = parse_config(BASE).model_dump(mode="json")
     assert changed_settings(stored | {"of_tomorrow": None}, parse_config(BASE)) == []
     assert changed_settings(stored | {"of_tomorrow": 3}, parse_config(BASE)) == [("of_tomorrow", 3, None)]
 
@@ -101,4 +100,40 @@ def test_a_key_that_only_the_stored_config_knows_is_a_change():
 def test_a_key_that_was_removed_is_refused_with_a_hint_and_does_not_stop_a_resume():
     with pytest.raises(UserError, match="spare_workers: unknown key; spare workers no longer exist: remove it"):
         parse_config(BASE | {"spare_workers": 1})
-    assert changed_settings(to_stored(parse_config(BASE)) | {"spare_workers": 1}, parse_config(BASE)) == []
+    assert changed_settings(parse_config(BASE).model_dump(mode="json") | {"spare_workers": 1}, parse_config(BASE)) == []
+
+
+def test_the_names_in_checkpoints_of_0_2_are_the_same_settings():
+    """Version 0.2 stored some settings under the names that they had before it."""
+    config = parse_config(
+        {
+            "graceful_stop_timeout": 30,
+            "max_consecutive_skipped_steps": 3,
+            "metric_for_best_model": "eval/rewards/margins",
+            "validation": {"data_args": {"file_name": "held_out.jsonl"}},
+            "reference": {"prefetch_steps": 4},
+            "actor_train": {
+                "data_args": {"file_name": "pairs.jsonl", "special_tokens_in_text": "reject"},
+                "training_args": {"gradient_checkpointing": "full"},
+                "strategy_args": {"strategy_config": {"pp_size": 2, "virtual_pp_size": 2}},
+                "num_workers": 2,
+            },
+        }
+    )
+    stored = config.model_dump(mode="json")
+    for old, new in (
+        ("stop_deadline", "graceful_stop_timeout"),
+        ("hang_timeout", "heartbeat_timeout"),
+        ("max_skipped_steps", "max_consecutive_skipped_steps"),
+        ("metric_for_best", "metric_for_best_model"),
+    ):
+        stored[old] = stored.pop(new)
+    stored["reference"]["steps_ahead"] = stored["reference"].pop("prefetch_steps")
+    policy = stored["actor_train"]
+    policy["data_args"]["special_tokens_in_text"] = "refuse"
+    policy["training_args"]["gradient_checkpointing"] = True
+    policy["strategy_args"]["strategy_config"] = {"pp_size": 2, "pp_chunks": 2}
+    stored["validation"]["data_args"]["special_tokens_in_text"] = "text"
+    assert changed_settings(stored, config) == []
+    stored["max_skipped_steps"] = 4
+    assert changed_settings(stored, config) == [("max_consecutive_skipped_steps", 4, 3)]

@@ -12,7 +12,6 @@ from tests.support.tiny_models import tiny_model
 from thresher.builders.checkpoints import changed_settings
 from thresher.builders.engines import compilation
 from thresher.config import parse_config
-from thresher.config.stored import to_stored
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
 from thresher.models.logps import PairModel
@@ -84,6 +83,6 @@ def test_auto_leaves_a_model_without_layers_or_without_known_functions():
 
 @pytest.mark.parametrize(("now", "num_changes"), [("auto", 0), (False, 0), (True, 1)])
 def test_a_checkpoint_of_the_earlier_default_resumes_with_this_one(now, num_changes):
-    stored = to_stored(parse_config({"actor_train": {"training_args": {"torch_compile": False}}}))
+    stored = parse_config({"actor_train": {"training_args": {"torch_compile": False}}}).model_dump(mode="json")
     config = parse_config({"actor_train": {"training_args": {"torch_compile": now}}})
     assert len(changed_settings(stored, config)) == num_changes

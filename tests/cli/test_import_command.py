@@ -28,19 +28,28 @@ def test_import_writes_a_config_and_reports_every_key_on_request(command_line, t
     path.write_text("model_name_or_path: m\ndataset_name: d\nmax_length: 64\nlog_level: info\n")
     result = command_line("import", str(path), "-o", str(output), "--all")
     assert result.code == 0, result.err
-    for word in ("renamed", "translated", "no equivalent", "max_length", "sequence_length", "log_level", "(default)"):
+    for word in (
+        "renamed",
+        "translated",
+        "changes nothing here",
+        "max_length",
+        "sequence_length",
+        "log_level",
+        "(default)",
+    ):
         assert word in result.err
     assert yaml.safe_load(output.read_text())["sequence_length"] == 64
     assert "exists; remove it" in command_line("import", str(path), "-o", str(output)).err
 
 
-def test_import_shows_what_differs_and_counts_the_rest(command_line, tmp_path: Path) -> None:
+def test_import_shows_what_differs_names_what_changes_nothing_and_counts_the_rest(command_line, tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nmax_length: 64\nlog_level: info\nload_in_4bit: true\n")
     shown = command_line("import", str(path), "--force").err
     assert "max_length" not in shown
     assert "renamed" not in shown
     assert shown.index("dataset_name") < shown.index("load_in_4bit") < shown.index("log_level")
+    assert "not translated, because they change nothing here: log_level" in " ".join(shown.split())
     assert "other keys mean the same here or have no effect; --all shows them" in " ".join(shown.split())
 
 
@@ -62,8 +71,7 @@ def test_import_fails_where_the_numbers_would_change_unless_forced(command_line,
     assert "load_in_4bit: quantized base weights" in output.read_text()
 
 
-def test_import_needs_no_torch() -> None:
-    program = (
-        "import sys, thresher.cli.import_config, thresher.config.dialects.convert; sys.exit('torch' in sys.modules)"
-    )
+def test_the_tables_of_other_trainers_need_no_torch() -> None:
+    """An unknown key in a config is explained without waiting for torch."""
+    program = "import sys, thresher.cli.import_config, thresher.importers.convert; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

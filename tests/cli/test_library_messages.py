@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thresher.cli.library_messages import keep_library_messages
+from thresher.cli.run_display import keep_library_messages
 from thresher.cli.terminal import log_to_terminal
 
 SECRET = "hf_canaryofthehubcanary01"

@@ -308,20 +308,23 @@ def test_a_library_user_sees_nothing_without_a_handler(base, tmp_path):
     program = (
         "import logging, sys, yaml; from thresher import DPOPipeline; from thresher.config import parse_config\n"
         "import transformers.utils.logging; transformers.utils.logging.disable_progress_bar()\n"
-        "if len(sys.argv) > 1: logging.basicConfig(level=sys.argv[1], format='%(levelname)s %(name)s %(message)s')\n"
-        "DPOPipeline(parse_config(yaml.safe_load(sys.stdin))).run()"
+        "values = yaml.safe_load(sys.stdin)\n"
+        "for level in (None, 'WARNING', 'INFO'):\n"
+        "    print(f'next: {level}', file=sys.stderr)\n"
+        "    format = '%(levelname)s %(name)s %(message)s'\n"
+        "    if level is not None: logging.basicConfig(level=level, format=format, force=True)\n"
+        "    DPOPipeline(parse_config(values)).run()"
     )
-
-    def printed(*level: str) -> str:
-        command = [*python(), "-c", program, *level]
-        done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True, check=True)
-        return done.stdout + done.stderr
-
-    assert printed() == ""
+    command = [*python(), "-c", program]
+    done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    without_handler, with_warnings, with_info = done.stderr.split("next: ")[1:]
+    assert without_handler == "None\n"
     text = (tmp_path / "out" / "logs" / "run.log").read_text()
     assert " INFO thresher.pipeline: steps       2 steps of 6 pairs (" in text
-    assert [line.split()[:2] for line in printed("WARNING").splitlines()] == [["WARNING", "thresher.builders.data"]]
-    assert "\nINFO thresher.pipeline steps       2 steps of 6 pairs (" in printed("INFO")
+    warnings = with_warnings.splitlines()[1:]
+    assert [line.split()[:2] for line in warnings] == [["WARNING", "thresher.builders.data"]]
+    assert "\nINFO thresher.pipeline steps       2 steps of 6 pairs (" in with_info
 
 
 def test_run_log_does_not_lower_the_level_of_other_handlers(tmp_path, caplog):
@@ -386,7 +389,7 @@ def test_logs_are_not_written_through_links(tmp_path):
 # each takes a tenth of a second or more, and no worker of a run with the default settings uses them
 OPTIONAL = {
     *("datasets", "deepspeed", "hydra", "megatron", "mlflow", "pandas", "peft", "tensorboard", "trl", "wandb"),
-    *("rich", "thresher.config.dialects", "thresher.plan.estimate", "torch.distributed.pipelining"),
+    *("rich", "thresher.importers.translation", "thresher.plan.estimate", "torch.distributed.pipelining"),
 }
 HEAVY = (OPTIONAL - {"rich"}) | {"numpy", "pyarrow", "ray", "torch", "transformers"}
 

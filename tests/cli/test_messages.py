@@ -40,6 +40,7 @@ def error_message(stderr: str) -> str:
 
 
 def run_in_subprocess(directory: Path, *arguments: str) -> tuple[int, str]:
+    """As users start it; the other tests run in this process."""
     done = subprocess.run(
         [*python(), "-m", "thresher", *arguments],
         cwd=directory,
@@ -150,9 +151,8 @@ def test_a_mistyped_key_in_a_subprocess(config, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_an_unknown_loss_in_a_subprocess(config, tmp_path):
-    code, message = run_in_subprocess(tmp_path, "train", config(pref_loss="sigmod"))
+def test_an_unknown_loss(thresher, config):
+    code, message = thresher("train", config(pref_loss="sigmod"))
     assert code == 2
     assert message.startswith("unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are aot, aot_unpaired, apo_")
 

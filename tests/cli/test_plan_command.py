@@ -73,32 +73,28 @@ def test_a_plan_says_what_it_works_on_and_shows_a_figure_once(command_line, conf
     result = command_line("plan", config("small"), "--gpu", "t4")
 
     assert result.code == 0, result.err
-    assert result.err.splitlines() == ["reading the model and the pairs", "searching cheaper layouts of axes"]
+    assert result.err.splitlines() == ["reading the model and the pairs", "searching cheaper meshes"]
     assert "precision: t4 has no bf16, and the rates are those of fp16" in result.out
     training = next(line for line in result.out.splitlines() if line.startswith("training: "))
-    assert re.match(
-        r"training: [\d.e-]+ \([\d.e-]+ at best\) seconds, [\d.e-]+ \([\d.e-]+ at best\) GPU-seconds; ", training
-    )
+    assert re.match(r"training: [\d.e-]+ seconds, [\d.e-]+ GPU-seconds; ", training)
     assert "largest max_tokens_per_micro_batch" not in result.out  # the line of the chosen budget has it
-    gradients = next(line for line in result.out.splitlines() if "G gradients" in line)
+    gradients = next(line for line in result.out.splitlines() if "gradients" in line)
     assert "0 bytes" not in gradients
     given = command_line("plan", config("small"), "actor_train.training_args.max_tokens_per_micro_batch=512").out
     assert given.count("max_tokens_per_micro_batch") == 1
 
 
-@pytest.mark.parametrize("name", ["plan.html", "plan.svg"])
-def test_the_report_is_written_as_a_picture(command_line, config, tmp_path, name):
-    assert command_line("plan", config("small"), "--output", name).code == 0
+@pytest.mark.slow
+def test_simulated_counts_are_shown_next_to_the_formulas(command_line, config):
+    path = config("small", {"actor_train": {"num_workers": 2}})
+    shown = command_line("plan", path, "--simulate")
 
-    text = (tmp_path / name).read_text(encoding="utf-8")
-    assert ("<svg" if name.endswith("svg") else "<html") in text
-    assert "optimizer" in text
-
-
-def test_a_picture_of_another_kind_is_rejected_before_any_work(command_line):
-    result = command_line("plan", "absent.yaml", "--output", "plan.pdf")
-    assert result.code == 2
-    assert "plan.pdf is neither .html nor .svg" in result.err
+    assert shown.code == 0, shown.err
+    for text in ("rank 0, counted", "by formula", "peak memory", "sent, dp_shard", "the host waits for the device in"):
+        assert text in shown.out
+    (rank,) = json.loads(command_line("plan", path, "--simulate", "--json").out)["simulated"]
+    assert rank["stage"] == "all"
+    assert rank["by_formula"]["wire_bytes"]["dp_shard"] == pytest.approx(rank["wire_bytes"]["dp_shard"], rel=0.15)
 
 
 def test_a_run_that_does_not_fit_exits_with_2_and_says_what_to_change(command_line, config):
@@ -114,7 +110,7 @@ def test_a_run_that_does_not_fit_exits_with_2_and_says_what_to_change(command_li
     assert command_line("plan", path, "--gpus-per-node", "2").code == 0
 
 
-def test_cheaper_layouts_are_settings_that_give_the_predicted_plan(command_line, config, tmp_path):
+def test_cheaper_meshes_are_settings_that_give_the_predicted_plan(command_line, config):
     """tp 8 on one node sends far more than FSDP2 does."""
     role = {
         "num_workers": 8,
@@ -123,75 +119,38 @@ def test_cheaper_layouts_are_settings_that_give_the_predicted_plan(command_line,
         "strategy_args": {"strategy_config": {"tp_size": 8}},
     }
     path = config("large", {"sequence_length": 1024, "actor_train": role})
-    plan = json.loads(command_line("plan", path, "--json", "--output", "plan.html").out)
+    plan = json.loads(command_line("plan", path, "--json").out)
 
-    assert 1 <= len(plan["layouts"]) <= 3
-    layout = plan["layouts"][0]
-    assert sum(layout["gpu_hours"]) < 0.97 * sum(plan["gpu_hours"])
-    overrides = [f"{key}={json.dumps(value)}" for key, value in layout["changes"].items()]
+    assert 1 <= len(plan["meshes"]) <= 3
+    mesh = plan["meshes"][0]
+    assert mesh["gpu_hours"] < 0.97 * plan["gpu_hours"]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in mesh["changes"].items()]
     changed = json.loads(command_line("plan", path, *overrides, "--json").out)
-    assert changed["axes"] == layout["axes"] != plan["axes"]
-    assert changed["step_seconds"] == layout["step_seconds"]
-    assert max(stage["memory"]["total"] for stage in changed["stages"]) == layout["peak"]
+    assert changed["mesh"] == mesh["mesh"] != plan["mesh"]
+    assert changed["step_seconds"] == mesh["step_seconds"]
+    assert max(stage["memory"]["total"] for stage in changed["stages"]) == mesh["peak"]
     assert changed["pairs_per_step"] == plan["pairs_per_step"]
-    assert changed["layouts"] == []
+    assert changed["meshes"] == []
     text = command_line("plan", path).out
-    assert "cheaper layouts of axes" in text
+    assert "cheaper meshes" in text
     assert " ".join(overrides) in text
-    assert "cheaper layouts of axes" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
-def test_layouts_that_fit_are_part_of_the_advice(command_line, config):
+def test_meshes_that_fit_are_part_of_the_advice(command_line, config):
     """Eight replicas of an 8B model do not fit; eight shards do."""
     replicas = {"num_workers": 8, "strategy_args": {"strategy_config": {"dp_replicate": 8}}}
     result = command_line("plan", config("large", {"actor_train": replicas}))
 
     assert result.code == 2
-    assert "layouts of axes that fit:" in result.out
+    assert "meshes that fit:" in result.out
     assert "actor_train.strategy_args.strategy_config.dp_replicate=1" in result.out
 
 
-STRATEGIES = {
-    "zero-3": (
-        "deepspeed_train",
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-        "estimated as fsdp2_train with zero_stage 3; without offload_optimizer, so that memory is an upper bound",
-    ),
-    "zero-0": ("deepspeed_train", {"zero_stage": 0}, "estimated as fsdp2_train with dp_replicate 8"),
-    "megatron": (
-        "megatron_train",
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
-        "estimated as fsdp2_train with tp_size 2, pp_size 2, dp_replicate 2; the distributed optimizer and sequence "
-        "parallelism are not counted, so that memory is an upper bound",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STRATEGIES)
-def test_other_engines_are_estimated_as_fsdp2_and_the_report_says_so(command_line, config, case):
-    name, settings, note = STRATEGIES[case]
-    strategy = {"strategy_name": name, "strategy_config": settings}
-    path = config("small", {"actor_train": {"num_workers": 8, "strategy_args": strategy}})
-
-    result = command_line("plan", path)
-
-    assert result.code == 0, result.err
-    assert f"strategy: {note}" in result.out
-    assert "cheaper layouts" not in result.out
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("deepspeed_train", {"zero_stage": 1}, "no estimate for DeepSpeed's zero_stage 1"),
-        ("megatron_train", {"context_parallel_size": 2}, "no estimate for megatron_train with context_parallel_size 2"),
-    ],
-)
-def test_engines_without_a_close_estimate_are_rejected(command_line, config, name, settings, message):
-    strategy = {"strategy_name": name, "strategy_config": settings}
+def test_other_engines_have_no_plan_and_the_error_says_what_to_do(command_line, config):
+    strategy = {"strategy_name": "deepspeed_train", "strategy_config": {"zero_stage": 3}}
     result = command_line("plan", config("small", {"actor_train": {"num_workers": 8, "strategy_args": strategy}}))
     assert result.code == 2
-    assert message in result.err
+    assert "plan estimates fsdp2_train, and actor_train uses deepspeed_train; for a first estimate" in result.err
 
 
 def test_pairs_that_cannot_be_read_are_assumed_and_labelled(command_line, config):
@@ -249,20 +208,3 @@ def test_the_smollm2_example_has_a_plan(command_line, tmp_path):
     assert plan["parameters"]["total"] == 134_515_008
     assert plan["pairs"]["is_assumed"]
     assert plan["num_steps"] == 72
-
-
-@pytest.mark.slow
-def test_real_steps_in_another_process_predict_the_time_of_a_step(command_line, config, tmp_path):
-    """Steps of 1 and 3 pairs with a micro-batch each, and of the run's micro-batches. No file is left behind."""
-    result = command_line("plan", config("small"), "--calibrate", "--json")
-
-    assert result.code == 0, result.err
-    calibration = json.loads(result.out)["calibration"]
-    sizes = [(step["pairs"], step["work"]["micro_batches"]) for step in calibration["steps"]]
-    assert sizes[:10] == [*[(1, 1)] * 5, *[(3, 3)] * 5]
-    assert len(set(sizes[10:])) == 1
-    assert sizes[10][0] >= 3
-    assert sizes[10][1] < sizes[10][0]
-    assert all(step["seconds"] > 0 for step in calibration["steps"])
-    assert calibration["step_seconds"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "run.yaml"]

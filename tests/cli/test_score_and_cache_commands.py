@@ -83,13 +83,6 @@ def test_all_pairs_serve_runs_of_any_length_and_seed(thresher, config):
     assert counts(thresher("train", config, "max_steps=5", "seed=1")[1]) == (NUM_PAIRS + NUM_VALIDATION, 0)
 
 
-def test_earlier_names_of_the_command_and_its_option_work_and_are_hidden(thresher, config):
-    assert counts(thresher("score", config, "--every-pair")[1]) == (0, NUM_PAIRS + NUM_VALIDATION)
-    shown = thresher("--help")[1] + thresher("precompute-reference", "--help")[1]
-    assert "--all-pairs" in shown
-    assert not re.search(r"every-pair|│ score\b", shown)
-
-
 @pytest.mark.parametrize(
     ("changes", "num_scored"),
     [

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.imported import TRAINING, entry, imported, lost, value
 from tests.support.paths import SHARED, shared_path
-from thresher.config import load_config, parse_config
-from thresher.config.dialects.convert import convert
-from thresher.config.dialects.hints import flat_names, hint
-from thresher.config.dialects.llama_factory import LLAMA_FACTORY
-from thresher.config.dialects.losses import LOSS_PARAMETERS
-from thresher.config.dialects.planned import PLANNED
-from thresher.config.dialects.read import DIALECTS, recognize
-from thresher.config.dialects.shell import read_commands, read_options
-from thresher.config.dialects.translation import Dialect, nest, translate
-from thresher.config.dialects.trl import TRL
+from thresher import foreign_names
+from thresher.config import DPOConfig, load_config, parse_config
 from thresher.config.section import known_keys
 from thresher.errors import UserError
+from thresher.importers.convert import DIALECTS, NAMES, convert, shown_value
+from thresher.importers.names import flat_names, hint
+from thresher.importers.read import read_commands, read_options, recognize
+from thresher.importers.translation import NEUTRAL, Dialect, nest, translate
+
+TRL = NAMES["trl"]
 
 # settings that change the training and have no equivalent yet; all other files need no --force
 LOST = {
@@ -53,7 +52,7 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_published_config_is_translated(tmp_path: Path, name: str) -> None:
     done = convert(shared_path("peer-configs", *name.split("/")))
-    assert done.dialect.name == name.partition("/")[0]
+    assert done.translation.dialect.name == name.partition("/")[0]
     assert lost(done) == LOST[name]
     (tmp_path / "ours.yaml").write_text(done.text)
     load_config(tmp_path / "ours.yaml")
@@ -72,24 +71,25 @@ def test_every_key_of_trl_is_known() -> None:
     from trl.scripts.utils import DatasetMixtureConfig
 
     classes = (trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments, DatasetMixtureConfig)
-    assert {field.name for cls in classes for field in fields(cls)} - TRL.table.keys() == set()
-
-
-def test_the_table_of_losses_is_the_registry() -> None:
-    from thresher.losses import describe
-
-    assert {row.name: tuple(row.parameters) for row in describe()} == LOSS_PARAMETERS
+    assert [field.name for cls in classes for field in fields(cls) if TRL.find(field.name) is None] == []
 
 
 def test_every_target_is_a_key_of_ours() -> None:
-    from thresher.config import DPOConfig
     from thresher.strategies.native.declaration import FSDP2Settings
 
     axes = {f"{role}.strategy_args.strategy_config.{axis}" for role in ("actor_train", "reference")
             for axis in FSDP2Settings.model_fields}  # fmt: skip
     known = {key for key, _ in known_keys(DPOConfig)} | axes
     targets = {target for dialect in DIALECTS for rule in dialect.table.values() for target in rule.targets}
-    assert targets | {key.target for key in PLANNED.values() if key.target} <= known
+    assert targets <= known
+
+
+# members of a family of neutral keys that are not neutral themselves: their own rules count
+MEANT = {
+    "axolotl": {"trl.beta", "jagged_restart_steps", "lisa_n_layers"},
+    "ms-swift": {"overlap_grad_reduce", "overlap_param_gather", "fp8_format", "fp4_format", "mtp_num_layers"},
+    "open-instruct": {"rope_scaling_factor"},
+}
 
 
 def test_every_rule_without_a_target_has_a_reason() -> None:
@@ -97,11 +97,28 @@ def test_every_rule_without_a_target_has_a_reason() -> None:
         assert [key for key, rule in dialect.table.items() if not rule.targets and not rule.note] == []
 
 
-def test_a_planned_key_is_applied_once_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLANNED, "kto", PLANNED["kto"]._replace(target="exp_name"))
-    done = translate(LLAMA_FACTORY, {"model_name_or_path": "m", "stage": "kto", "finetuning_type": "full"})
-    assert done.value("exp_name") == "kto"
-    assert not done.lost
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_a_key_that_changes_the_training_never_counts_as_changing_nothing(dialect: Dialect) -> None:
+    """Patterns of neutral keys match no key of the same trainer that is translated or that stops an import."""
+    only_neutral = replace(dialect, table={})
+    assert {key for key in dialect.table if only_neutral.find(key)} == MEANT.get(dialect.name, set())
+
+
+def test_no_key_of_ours_counts_as_changing_nothing_where_both_are_read() -> None:
+    """ROLL's keys are read in our files, and TRL's names in Python."""
+    keys = [key for key, _ in known_keys(DPOConfig)]
+    assert [key for key in keys if NAMES["roll"].find(key) is NEUTRAL] == []
+    assert [key for key in keys if TRL.find(key.rpartition(".")[2]) is NEUTRAL] == []
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_every_key_of_a_config_has_one_outcome(dialect: Dialect) -> None:
+    keys = [*dialect.table, *(pattern.replace("*", "any") for pattern in dialect.neutral), "not_a_key"]
+    keys = [key for key in keys if not has_section_above(key, keys) and key != "processes"]
+    flat = dict.fromkeys(keys, "x")
+    entries = translate(dialect, nest(flat)).entries
+    assert sorted(entry.key for entry in entries if not entry.is_default) == sorted(flat)
+    assert {entry.outcome for entry in entries if entry.key in dialect.neutral} <= {"changes nothing here"}
 
 
 def test_an_unknown_key_is_lost_unless_it_is_empty(tmp_path: Path) -> None:
@@ -120,7 +137,7 @@ def test_a_value_of_a_wrong_type_is_reported_not_a_crash(tmp_path: Path) -> None
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("odd", [True, 0, -1, 1.5, float("inf"), "x", "a,b", [1], [{}], {"a": 1}], ids=repr)
 def test_odd_values_never_crash(dialect: Dialect, odd: object) -> None:
-    flat = {key: odd for key in dialect.table if not key.endswith("*")}
+    flat = dict.fromkeys(dialect.table, odd)
     for keys in (list(flat), list(flat)[::2], list(flat)[1::3]):
         run = translate(dialect, nest({key: flat[key] for key in keys if not has_section_above(key, keys)}))
         with contextlib.suppress(UserError):
@@ -160,8 +177,6 @@ def test_shell_words() -> None:
 
 
 def test_secrets_are_not_shown_and_not_written(tmp_path: Path) -> None:
-    from thresher.config.dialects.convert import shown_value
-
     done = imported(tmp_path, "model_name_or_path: m\ndataset_name: d\nhub_token: hf_abcdefghijklmnopqrstuvwxyz0123\n")
     assert "hf_abc" not in done.text
     assert "hf_abc" not in shown_value(entry(done, "hub_token"))
@@ -183,6 +198,7 @@ def test_secrets_are_not_shown_and_not_written(tmp_path: Path) -> None:
             "did you mean `actor_train.training_args.per_device_train_batch_size`?",
         ),
         ("max_prompt_length", "a key of TRL without an equivalent: prompt and response share"),
+        ("dataloader_num_workers", "a key of TRL that changes nothing here; remove it"),
         ("learning_rate", "it belongs at `actor_train.training_args.learning_rate`"),
         ("sequence_lenght", "did you mean `sequence_length`?"),
     ],
@@ -205,6 +221,17 @@ def test_flat_names_lead_to_our_keys() -> None:
 
 
 def test_recognition_prefers_the_special_dialects() -> None:
-    assert recognize({"model_name_or_path": 1, "learning_rate": 1}) is TRL
-    assert recognize({"model_name_or_path": 1, "stage": 1, "learning_rate": 1}).name == "llama-factory"
-    assert recognize({"pretrain": 1, "beta": 1}) is None
+    def recognized(*keys: str) -> Dialect | None:
+        return recognize(dict.fromkeys(keys), DIALECTS)
+
+    assert recognized("model_name_or_path", "learning_rate") is TRL
+    assert recognized("model_name_or_path", "stage", "learning_rate") is NAMES["llama-factory"]
+    assert recognized("pretrain", "beta") is None
+
+
+def test_a_config_knows_no_other_trainer_unless_the_importers_are_installed() -> None:
+    foreign_names.install(foreign_names.ForeignNames)
+    with pytest.raises(UserError, match="max_grad_norm: unknown key; it belongs at `actor_train"):
+        parse_config({"max_grad_norm": 1.0})
+    with pytest.raises(UserError, match="dataset_name: unknown key; known keys here: "):
+        parse_config({"dataset_name": "d"})

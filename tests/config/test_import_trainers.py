@@ -1,4 +1,4 @@
-"""What becomes of a config of each trainer that `thresher import` reads."""
+"""How `thresher import` handles the configs of each trainer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.imported import FILES, MODEL, TRAINING, entry, imported, lost, value
-from thresher.config.dialects.read import NAMES
-from thresher.config.dialects.translation import translate
+from thresher.importers.convert import NAMES
+from thresher.importers.translation import translate
 
 
 def test_trl_defaults_are_written_out(tmp_path: Path) -> None:
     done = imported(tmp_path, "model_name_or_path: org/model\ndataset_name: org/pairs\n")
-    assert done.dialect.name == "trl"
+    assert done.translation.dialect.name == "trl"
     assert value(done, "pretrain") == "org/model"
     assert value(done, FILES) == "hf://org/pairs:train"
     assert value(done, f"{TRAINING}learning_rate") == 1e-6
@@ -275,7 +275,7 @@ cutoff_len: 1024
 learning_rate: 1e-5
 """,
     )
-    assert done.dialect.name == "llama-factory"
+    assert done.translation.dialect.name == "llama-factory"
     assert value(done, "pref_loss") == "simpo"
     assert (value(done, "beta"), value(done, "gamma"), value(done, "rpo_alpha")) == (2.0, 0.7, 0.2)
     assert value(done, f"{MODEL}lora_rank") == 8
@@ -320,7 +320,7 @@ wandb_project: mine
 special_tokens: {pad_token: <pad>}
 """,
     )
-    assert done.dialect.name == "axolotl"
+    assert done.translation.dialect.name == "axolotl"
     assert value(done, "pref_loss") == "ipo"
     assert value(done, "beta") == 0.05
     assert value(done, FILES) == "hf://org/pairs:prefs"
@@ -348,7 +348,7 @@ swift rlhf --rlhf_type dpo --model $MODEL \\
 """,
         "train.sh",
     )
-    assert done.dialect.name == "ms-swift"
+    assert done.translation.dialect.name == "ms-swift"
     assert value(done, "pretrain") == "org/model"
     assert value(done, FILES) == ["rows.jsonl", "hf://other/rows"]
     assert value(done, "sequence_length") == 512
@@ -403,7 +403,7 @@ num_epochs: 2
 with_tracking: true
 """,
     )
-    assert done.dialect.name == "open-instruct"
+    assert done.translation.dialect.name == "open-instruct"
     assert value(done, "gamma") == pytest.approx(3.0)
     assert value(done, f"{TRAINING}max_grad_norm") == 0.0, "open-instruct does not clip by default"
     assert value(done, "track_with") == ["console", "wandb"]
@@ -443,7 +443,7 @@ cluster: {gpus_per_node: 4, num_nodes: 2}
 """
     )
     done = imported(tmp_path, "defaults: base.yaml\npolicy: {train_micro_batch_size: 1}\n")
-    assert done.dialect.name == "nemo-rl"
+    assert done.translation.dialect.name == "nemo-rl"
     assert (value(done, "pref_loss"), value(done, "beta")) == ("sigmoid_norm", 0.05)
     assert value(done, f"{TRAINING}per_device_train_batch_size") == 1
     assert value(done, f"{TRAINING}adam_beta1") == 0.8
@@ -473,12 +473,15 @@ actor_train:
   device_mapping: list(range(0,4))
 """,
     )
-    assert done.dialect.name == "roll"
+    assert done.translation.dialect.name == "roll"
     assert value(done, "pref_loss") == "ipo_sum", "ROLL's IPO sums over the tokens"
     assert value(done, "output_dir") == "./output/mine"
     assert value(done, f"{TRAINING}max_grad_norm") == 0.5
     assert value(done, f"{TRAINING}gradient_checkpointing") is False
-    assert value(done, f"{TRAINING}warmup_steps") is None
+    assert (value(done, f"{TRAINING}lr_scheduler_type"), value(done, f"{TRAINING}warmup_steps")) == (
+        "constant_with_warmup",
+        5,
+    ), "Megatron's constant schedule warms up"
     assert value(done, f"{MODEL}lora_rank") == 8
     assert value(done, "num_train_epochs") == 2
     assert value(done, "max_steps") == 500
@@ -504,7 +507,7 @@ colossalai run --nproc_per_node 2 --hostfile hosts train_dpo.py \\
 """,
         "train.sh",
     )
-    assert done.dialect.name == "colossalchat"
+    assert done.translation.dialect.name == "colossalchat"
     assert value(done, FILES) == ["/data/part-0", "/data/part-1"]
     assert value(done, "output_dir") == "out/run"
     assert value(done, f"{TRAINING}adam_beta2") == 0.95

@@ -10,17 +10,17 @@ import yaml
 
 from tests.support.paths import ROOT, shared_path
 from thresher.config import DPOConfig, load_config, parse_config
-from thresher.config.dialects.convert import convert
-from thresher.config.dialects.roll import TABLE
-from thresher.config.roll import MOVED, WITHOUT_EFFECT, translate, without_effect
 from thresher.errors import UserError
+from thresher.importers.convert import convert
+from thresher.importers.roll import NEUTRAL, READ, TABLE, read_own_keys
+from thresher.importers.translation import nest
+
+MOVED = {key: rule for key, rule in READ.items() if rule.targets}
+WITHOUT_EFFECT = {key: rule.note for key, rule in READ.items() if not rule.targets}
 
 
-def nested(path: str, value: object) -> dict:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    assert isinstance(value, dict)
-    return value
+def nest_one(path: str, value: object) -> dict:
+    return nest({path: value})
 
 
 def at(config: object, path: str) -> object:
@@ -80,29 +80,29 @@ def test_a_published_config_loads_unchanged_and_every_foreign_key_is_named(name,
     ],
 )
 def test_a_moved_key_reaches_its_place_and_is_named(key, value, expected):
-    values, notes = translate(nested(key, value))
-    assert at(values, MOVED[key].target) == expected
-    (note,) = notes
-    assert note.startswith(f"{key} is read as {MOVED[key].target}: ")
+    target = MOVED[key].targets[0]
+    values, (note,) = read_own_keys(nest_one(key, value))
+    assert at(values, target) == expected
+    assert note.startswith(f"{key} is read as {target}: ")
     assert "secret" not in note
-
-
-def test_every_target_of_a_moved_key_is_a_key_of_ours():
-    for moved in MOVED.values():
-        value = {"wandb_mode": "offline", "gradient_checkpointing": True}.get(moved.target.rpartition(".")[2], "1")
-        values, _ = translate(nested(moved.target, value))
-        message = ""
-        try:
-            parse_config(values)
-        except UserError as error:
-            message = str(error)
-        assert "unknown key" not in message
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_a_key_without_effect_is_removed_and_named_with_the_reason(key):
-    values, notes = translate(nested(key.replace("*", "actor_train"), 1))
-    assert notes == [f"{key.replace('*', 'actor_train')} has no effect: {WITHOUT_EFFECT[key]}"]
+    values, notes = read_own_keys(nest_one(key, 1))
+    assert notes == [f"{key} has no effect: {WITHOUT_EFFECT[key]}"]
+    assert parse_config(values) == parse_config({})
+
+
+# a section is removed as a whole
+@pytest.mark.parametrize("pattern", [pattern for pattern in NEUTRAL.split() if not pattern.endswith(".*")])
+def test_a_key_that_changes_nothing_is_removed_and_named(pattern):
+    start = "actor_train.strategy_args" if "gpu_memory" in pattern else "actor_train"
+    key = (
+        pattern.replace("*", start, 1).replace("*", "any") if pattern.startswith("*.") else pattern.replace("*", "any")
+    )
+    values, notes = read_own_keys(nest_one(key, 1))
+    assert notes == [f"{key} has no effect: changes nothing here"]
     assert parse_config(values) == parse_config({})
 
 
@@ -110,12 +110,12 @@ def test_infer_batch_size_of_the_policy_is_the_evaluation_batch():
     values = {"actor_train": {"infer_batch_size": 4}}
     validation = {"validation": {"data_args": {"file_name": "held_out.jsonl"}}}
     assert parse_config(values | validation).actor_train.training_args.pairs_per_eval_batch == 4
-    assert translate(values)[1] == ["actor_train.infer_batch_size has no effect without validation.data_args"]
+    assert read_own_keys(values)[1] == ["actor_train.infer_batch_size has no effect: without validation.data_args"]
 
 
 def test_a_key_under_rolls_name_and_ours_must_agree():
     both = {"num_train_epochs": 2, "actor_train": {"training_args": {"num_train_epochs": 3}}}
-    with pytest.raises(UserError, match="and num_train_epochs are both set and differ; keep num_train_epochs"):
+    with pytest.raises(UserError, match="num_train_epochs is set too, and differs; keep num_train_epochs"):
         parse_config(both)
     assert parse_config(both | {"num_train_epochs": 3}).num_train_epochs == 3
 
@@ -133,8 +133,6 @@ def test_the_global_template_is_that_of_training_and_validation_pairs(name, temp
 def test_ipo_true_is_the_sum_form_and_pref_loss_ipo_the_average():
     assert parse_config({"ipo": True}).loss_weights == {"ipo_sum": 1.0}
     assert parse_config({"pref_loss": "ipo"}).loss_weights == {"ipo": 1.0}
-    assert any("pref_loss: ipo_sum" in note for note in translate({"ipo": True})[1])
-    assert translate({"pref_loss": "ipo"})[1] == []
 
 
 @pytest.mark.parametrize(
@@ -148,9 +146,9 @@ def test_lora_target_may_be_all_or_a_comma_list(spelled, names):
 
 def test_a_constant_schedule_with_warmup_warms_up():
     training = {"lr_scheduler_type": "constant", "warmup_steps": 20}
-    values, notes = translate({"actor_train": {"training_args": training}})
+    values, notes = read_own_keys({"actor_train": {"training_args": training}})
     assert parse_config(values).actor_train.training_args.lr_scheduler_type == "constant_with_warmup"
-    assert notes == ["lr_scheduler_type: constant with a warm-up is read as constant_with_warmup"]
+    assert notes == ["actor_train.training_args.lr_scheduler_type: constant is read as constant_with_warmup"]
 
 
 def test_numbers_and_booleans_in_an_environment_become_text():
@@ -163,7 +161,7 @@ def test_a_config_of_ours_is_not_changed():
     example = Path(ROOT / "examples" / "polite_smollm2")
     for path in example.glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
-        assert translate(values) == (values, [])
+        assert read_own_keys(values) == (values, [])
 
 
 @pytest.mark.parametrize(
@@ -174,15 +172,21 @@ def test_a_section_of_a_wrong_type_is_reported(values):
         parse_config(values)
 
 
-@pytest.mark.parametrize("key", MOVED)
-def test_an_import_moves_a_key_as_reading_does(key):
-    """Except the API key: an import does not write a secret to a file."""
-    targets = () if key == "tracker_kwargs.api_key" else (MOVED[key].target,)
-    assert TABLE[key].targets == targets
+@pytest.mark.parametrize("key", READ)
+def test_a_key_has_one_meaning_when_read_and_when_imported(key):
+    """Except two keys: an import writes no secret to a file, and translates schedules that thresher lacks."""
+    if key not in ("tracker_kwargs.api_key", "actor_train.training_args.lr_scheduler_type"):
+        assert TABLE[key] is READ[key]
 
 
-def test_an_import_gives_the_reason_of_a_key_without_effect():
-    assert {key: TABLE[key].note for key in without_effect()} == without_effect()
+def test_a_constant_schedule_with_a_warmup_is_imported_as_it_is_read(tmp_path):
+    training = {"lr_scheduler_type": "constant", "warmup_steps": 20}
+    values = {"pretrain": "m", "actor_train": {"training_args": training}}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "ours.yaml").write_text(convert(tmp_path / "theirs.yaml", "roll").text)
+    for name in ("theirs.yaml", "ours.yaml"):
+        args = load_config(tmp_path / name).actor_train.training_args
+        assert (args.lr_scheduler_type, args.warmup_steps) == ("constant_with_warmup", 20)
 
 
 def test_ulysses_size_is_the_context_parallel_size_when_read_and_when_imported(tmp_path):
@@ -193,14 +197,14 @@ def test_ulysses_size_is_the_context_parallel_size_when_read_and_when_imported(t
         assert load_config(tmp_path / name).actor_train.strategy_args.settings.cp_size == 2
 
 
-def test_a_moved_key_does_not_replace_ours_in_an_import(tmp_path):
+def test_a_key_under_two_names_stops_an_import_unless_the_values_agree(tmp_path):
     values = {"pretrain": "m", "seed": 3, "max_ckpt_to_keep": 0, "actor_train": {"training_args": {"seed": 4}}}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
-    done = convert(tmp_path / "theirs.yaml", "roll")
-    assert done.translation.value("seed") == 3
-    assert done.translation.value("save_total_limit") is None
-    notes = {entry.key: entry.notes for entry in done.entries}
-    assert notes["actor_train.training_args.seed"] == ["seed is set too and counts"]
+    done = convert(tmp_path / "theirs.yaml", "roll").translation
+    assert (done.value("seed"), done.value("save_total_limit")) == (3, None)
+    assert [(entry.key, entry.notes) for entry in done.lost] == [
+        ("actor_train.training_args.seed", ["seed is set too, and differs; keep seed"])
+    ]
 
 
 @pytest.mark.parametrize(("engine", "axes"), [("megatron", "tensor_model_parallel_size"), ("deepspeed", "zero_stage")])
@@ -223,14 +227,6 @@ def test_the_examples_have_the_names_that_users_of_roll_type(engine, axes, caplo
 def test_a_section_without_keys_is_the_default(absent):
     """ROLL writes `strategy_config: ~` for engines without settings."""
     assert parse_config({"actor_train": absent, "reference": absent, "system_envs": None}) == parse_config({})
-
-
-def test_a_share_of_gpu_memory_has_no_effect_for_a_reason():
-    for place in ("strategy_args", "strategy_args.strategy_config"):
-        key = f"reference.{place}.gpu_memory_utilization"
-        values, notes = translate(nested(key, 0.8))
-        assert parse_config(values) == parse_config({})
-        assert notes == [f"{key} has no effect: {WITHOUT_EFFECT[key.replace('reference', '*')]}"]
 
 
 def test_the_switch_of_the_reference_is_its_mode():

@@ -172,7 +172,7 @@ NEEDS = {
     **{
         f"{section}.data_args.revision": Needs(
             "v1",
-            "revision has no effect without a data set of the Hub, hf://OWNER/NAME, in file_name",
+            "revision has no effect without a dataset of the Hub, hf://OWNER/NAME, in file_name",
             without={section: {"data_args": {"file_name": ["a.jsonl"]}}},
             having={section: {"data_args": {"file_name": ["a.jsonl", "hf://org/pairs"]}}},
         )

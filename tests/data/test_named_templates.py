@@ -7,10 +7,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from thresher.config.dialects.rules import TEMPLATES
 from thresher.data.rows.formats import PreferenceRow
 from thresher.data.tokenization.chat_template import load_template, render, template_names
 from thresher.errors import UserError
+from thresher.importers.rules import TEMPLATES
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}
 ANSWER, SECOND = {"role": "assistant", "content": "Because."}, {"role": "user", "content": "And?"}

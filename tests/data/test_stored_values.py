@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from thresher.cli.prepare import _as_special_tokens_in_text
 from thresher.data.prepare import fingerprint
 from thresher.data.settings import DataSettings
 
@@ -39,11 +38,3 @@ def test_a_renamed_value_does_not_change_the_fingerprint(
     sources = ["jsonl:" + "0" * 64]
     assert fingerprint.make_fingerprint(settings, None, template, sources) == expected  # type: ignore[arg-type]
     assert fingerprint.fingerprinted_settings(settings)["special_tokens_in_text"] == stored
-
-
-def test_prepare_accepts_the_old_spelling_of_the_option() -> None:
-    spellings = ("text", "refuse", "keep_as_text", "reject", "other")
-    assert [_as_special_tokens_in_text(each) for each in spellings] == [
-        *("keep_as_text", "reject"),
-        *("keep_as_text", "reject", "other"),
-    ]

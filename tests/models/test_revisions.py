@@ -17,7 +17,6 @@ from thresher.builders.inputs import RunInputs, find_layout
 from thresher.builders.reference_mode import frozen_weights_digest
 from thresher.checkpoint.json_io import save_json
 from thresher.config import DPOConfig, parse_config
-from thresher.config.stored import to_stored
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model, load_model_config, load_tokenizer
 from thresher.reference.fingerprint import config_digest, weights_digest
@@ -84,7 +83,7 @@ def test_the_reference_has_the_policys_revision_of_the_same_model_only():
 
 
 def test_an_export_reads_the_revision_of_the_run(tmp_path):
-    save_json(tmp_path / "config.json", to_stored(config_of("v1")))
+    save_json(tmp_path / "config.json", config_of("v1").model_dump(mode="json"))
     assert _trained_model(tmp_path)[0] == f"{NAME}@v1"
 
 

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from thresher.errors import UserError
-from thresher.observability.trackers.mlflow import MlflowTracker
-from thresher.observability.trackers.tensorboard import TensorBoardTracker
+from thresher.observability.trackers.libraries import (
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackerSettings,
+    WandbMode,
+    WandbTracker,
+)
 from thresher.observability.trackers.tracker import RunInfo, Table, Tracker
-from thresher.observability.trackers.wandb import WandbMode, WandbTracker
 
 
 def run_in(directory: Path) -> RunInfo:
@@ -50,10 +54,10 @@ class TestTensorBoard:
         return [(event.step, event.value) for event in accumulator.Scalars(name)]
 
     def test_a_resumed_run_shows_each_step_once(self, tmp_path: Path) -> None:
-        first = TensorBoardTracker()
+        first = TensorBoardTracker(TrackerSettings())
         log_steps(first, tmp_path, None, range(1, 6))  # killed: never closed
         assert len(self.read(tmp_path, "loss")) == 5
-        second = TensorBoardTracker()
+        second = TensorBoardTracker(TrackerSettings())
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         assert self.read(tmp_path, "loss") == EXPECTED
@@ -64,7 +68,7 @@ class TestTensorBoard:
     def test_a_table_is_a_text_of_its_step_without_markup(self, tmp_path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        tracker = TensorBoardTracker()
+        tracker = TensorBoardTracker(TrackerSettings())
         tracker.start(run_in(tmp_path), None)
         tracker.log_table(4, TABLE)
         tracker.close("finished")
@@ -80,7 +84,7 @@ class TestTensorBoard:
 
     def test_a_new_run_renames_the_events_of_an_earlier_run(self, tmp_path: Path) -> None:
         for steps in (range(1, 6), range(1, 3)):
-            tracker = TensorBoardTracker()
+            tracker = TensorBoardTracker(TrackerSettings())
             log_steps(tracker, tmp_path, None, steps)
             tracker.close("finished")
         assert len(self.read(tmp_path, "loss")) == 2
@@ -89,7 +93,7 @@ class TestTensorBoard:
     def test_events_go_to_the_directory_that_the_user_names(self, tmp_path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        tracker = TensorBoardTracker(str(tmp_path / "events"))
+        tracker = TensorBoardTracker(TrackerSettings(tensorboard_dir=str(tmp_path / "events")))
         log_steps(tracker, tmp_path, None, range(1, 3))
         tracker.close("finished")
         assert not (tmp_path / "tensorboard").exists()
@@ -111,8 +115,8 @@ class TestMlflow:
         return MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
 
     def test_a_resumed_run_is_the_same_run_with_each_step_once(self, tmp_path: Path) -> None:
-        log_steps(MlflowTracker(), tmp_path, None, range(1, 6))  # killed: never closed
-        second = MlflowTracker()
+        log_steps(MlflowTracker(TrackerSettings()), tmp_path, None, range(1, 6))  # killed: never closed
+        second = MlflowTracker(TrackerSettings())
         log_steps(second, tmp_path, 3, range(4, 7))
         client = self.client(tmp_path)
         experiment = client.get_experiment_by_name("my-run")
@@ -131,7 +135,7 @@ class TestMlflow:
     def test_a_table_is_an_artifact_of_its_step(self, tmp_path: Path) -> None:
         import json
 
-        tracker = MlflowTracker()
+        tracker = MlflowTracker(TrackerSettings())
         tracker.start(run_in(tmp_path), None)
         for _ in range(2):  # a resumed run logs a step again
             tracker.log_table(4, TABLE)
@@ -143,7 +147,7 @@ class TestMlflow:
         assert stored == {"columns": TABLE.columns, "data": TABLE.rows}
 
     def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
-        tracker = MlflowTracker(name="first try", notes="small beta", tags=["dpo", "baseline"])
+        tracker = MlflowTracker(TrackerSettings(name="first try", notes="small beta", tags=["dpo", "baseline"]))
         tracker.start(run_in(tmp_path), None)
         tracker.close("finished")
         client = self.client(tmp_path)
@@ -154,7 +158,7 @@ class TestMlflow:
 
     def test_a_new_run_in_the_same_directory_is_another_run(self, tmp_path: Path) -> None:
         for status in ("failed", "interrupted"):
-            tracker = MlflowTracker()
+            tracker = MlflowTracker(TrackerSettings())
             tracker.start(run_in(tmp_path), None)
             tracker.log(1, {"loss": math.nan})
             tracker.close(status)
@@ -166,7 +170,7 @@ class TestMlflow:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "run").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        log_steps(MlflowTracker(), tmp_path / "run", None, range(1, 2))
+        log_steps(MlflowTracker(TrackerSettings()), tmp_path / "run", None, range(1, 2))
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -213,10 +217,10 @@ class TestWandb:
         return sorted((directory / "wandb").glob("offline-run-*"))
 
     def test_without_a_key_it_runs_offline_and_a_resume_appends_to_the_same_id(self, tmp_path: Path) -> None:
-        first = WandbTracker(project="p")
+        first = WandbTracker(TrackerSettings(wandb_project="p"))
         log_steps(first, tmp_path, None, range(1, 6))
         first.close("interrupted")
-        second = WandbTracker(project="p")
+        second = WandbTracker(TrackerSettings(wandb_project="p"))
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
@@ -232,7 +236,7 @@ class TestWandb:
         import json
 
         for resume_step in (None, 3):
-            tracker = WandbTracker(project="p", mode="offline")
+            tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="offline"))
             tracker.start(run_in(tmp_path), resume_step)
             tracker.log_table(4, TABLE)
             tracker.log(4, {"samples/win_rate": 0.5})
@@ -248,7 +252,7 @@ class TestWandb:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: WandbMode, level: str
     ) -> None:
         caplog.set_level("INFO", "thresher")
-        tracker = WandbTracker(project="p", mode=mode)
+        tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode=mode))
         tracker.start(run_in(tmp_path), None)
         tracker.close("finished")
         (directory,) = self.runs(tmp_path)
@@ -262,7 +266,9 @@ class TestWandb:
     def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record
 
-        tracker = WandbTracker(project="p", mode="offline", name="first try", notes="small beta", tags=["dpo"])
+        tracker = WandbTracker(
+            TrackerSettings(wandb_project="p", wandb_mode="offline", name="first try", notes="small beta", tags=["dpo"])
+        )
         log_steps(tracker, tmp_path, None, range(1, 2))
         tracker.close("finished")
         (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
@@ -270,13 +276,13 @@ class TestWandb:
         assert (run.display_name, run.notes, list(run.tags)) == ("first try", "small beta", ["dpo"])
 
     def test_an_api_key_in_the_config_selects_online(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        tracker = WandbTracker(project="p", api_key="k" * 40)
+        tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_api_key="k" * 40))
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         assert tracker._choose_mode() == "online"
 
     def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
         for _ in range(2):
-            tracker = WandbTracker(project="p", mode="offline")
+            tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="offline"))
             log_steps(tracker, tmp_path, None, range(1, 2))
             tracker.close("finished")
         assert len({path.name.rpartition("-")[2] for path in self.runs(tmp_path)}) == 2
@@ -285,7 +291,8 @@ class TestWandb:
     def test_a_killed_process_loses_no_complete_step(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys, time, pathlib; from thresher.observability.trackers.tracker import RunInfo; "
-            "from thresher.observability.trackers.wandb import WandbTracker; t = WandbTracker(project='p'); "
+            "from thresher.observability.trackers.libraries import TrackerSettings, WandbTracker; "
+            "t = WandbTracker(TrackerSettings(wandb_project='p')); "
             "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
             "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
         )
@@ -294,7 +301,7 @@ class TestWandb:
         )
         assert done.returncode == -9
         assert done.stdout == ""
-        second = WandbTracker(project="p")
+        second = WandbTracker(TrackerSettings(wandb_project="p"))
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
@@ -303,11 +310,11 @@ class TestWandb:
 
     def test_online_without_a_key_names_the_fix_instead_of_prompting(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"no API key.*wandb login.*offline"):
-            WandbTracker(project="p", mode="online").start(run_in(tmp_path), None)
+            WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="online")).start(run_in(tmp_path), None)
 
     def test_the_command_line_is_not_collected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["thresher", "hf_token=c4n4ry"])
-        tracker = WandbTracker(project="p")
+        tracker = WandbTracker(TrackerSettings(wandb_project="p"))
         log_steps(tracker, tmp_path, None, range(1, 2))
         tracker.close("finished")
         for path in tmp_path.rglob("*"):

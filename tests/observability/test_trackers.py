@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from thresher.errors import DiskError, UserError
-from thresher.observability.memory import memory_metrics
+from thresher.observability.machine import memory_metrics
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.observability.trackers.factory import make_trackers
 from thresher.observability.trackers.jsonl import JsonlTracker, read_metrics
+from thresher.observability.trackers.libraries import make_trackers
 from thresher.observability.trackers.tracker import RunInfo, Status, Trackers
 
 
@@ -124,7 +124,7 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
     # in a subprocess, because MLflow imported without sqlalchemy never finds its store again
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
-        "from thresher.observability.trackers.factory import TrackerSettings, make_trackers\n"
+        "from thresher.observability.trackers.libraries import TrackerSettings, make_trackers\n"
         "from thresher.errors import UserError\n"
         f"try: make_trackers([{name!r}], TrackerSettings())\n"
         "except UserError as error: print(error)"
@@ -170,7 +170,7 @@ def test_a_pipe_gets_one_plain_line_per_log_call() -> None:
 def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
     code = (
         "import pathlib; from thresher.observability.trackers.tracker import RunInfo; "
-        "from thresher.observability.trackers.factory import make_trackers; t = make_trackers(['console']); "
+        "from thresher.observability.trackers.libraries import make_trackers; t = make_trackers(['console']); "
         f"t.start(RunInfo('r', pathlib.Path({str(tmp_path)!r}), {{}}, 2, 2), None); "
         "t.log(1, {'loss': 0.5}); t.close('finished')"
     )
@@ -181,7 +181,7 @@ def test_the_console_writes_to_stderr_only(tmp_path: Path) -> None:
 
 def test_peak_memory_includes_an_allocation() -> None:
     code = (
-        "from thresher.observability.memory import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
+        "from thresher.observability.machine import memory_metrics as m; a = m(); x = b'1' * 500_000_000; b = m(); "
         "print(b['memory/peak_rss_gb'] - a['memory/peak_rss_gb'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

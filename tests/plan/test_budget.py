@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thresher.plan.compute import Cluster
+from thresher.plan.pairs import PairLengths
 
 from tests.support.compared_runs import merge
 from tests.support.published_models import save_config
 from tests.support.small_runs import make_base, open_small_inputs
+from thresher.builders.hardware import GPUS, Gpu
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
+from thresher.builders.memory import peak_memory
+from thresher.builders.token_budget import TokenBudget, budget_for, choose_budget, with_token_budget
 from thresher.config import parse_config
-from thresher.plan.budget import budget_of, choose_budget, with_token_budget
-from thresher.plan.compute import Cluster
-from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS, Gpu
-from thresher.plan.pairs import PairLengths
+from thresher.plan.estimate import Estimate, KnownRun
 from thresher.runtime.group import LocalRanks, Runtime
 from thresher.runtime.rank import PolicyRank
 
@@ -41,15 +42,18 @@ def config_of(model: Path, **changes: Any):
 @pytest.fixture(scope="module")
 def estimate(large):
     """`estimate(gpu, num_gpus, role)`: estimates that share the model and the pairs."""
-    first: list[Estimate] = []
+    known: dict[str, KnownRun] = {}
 
     def build(gpu: Gpu, num_gpus: int = 1, **changes: Any) -> Estimate:
-        cluster = Cluster(gpu.hardware, 8, num_gpus)
-        built = Estimate(config_of(large, **changes), cluster, *first[:1], pairs=PairLengths(PAIRS, "given"))
-        first.append(built)
-        return built
+        config = config_of(large, **changes)
+        run = known.setdefault(str(config.actor_train.model_args), KnownRun(config, PairLengths(PAIRS, "given")))
+        return Estimate(config, Cluster(gpu.hardware, 8, num_gpus), run)
 
     return build
+
+
+def budget_of(estimate: Estimate) -> TokenBudget:
+    return budget_for(estimate.budget_inputs, estimate.cluster.gpu, estimate.cluster.gpus_per_node)
 
 
 def with_budget(tokens: int, **training: Any) -> dict[str, Any]:
@@ -64,26 +68,35 @@ def test_one_gpu_with_room_keeps_the_default_because_larger_batches_are_not_fast
 
 @pytest.mark.parametrize("gigabytes", [36, 40, 44])
 def test_a_smaller_gpu_gets_the_largest_budget_that_fits(estimate, gigabytes):
-    """With a tenth of the memory to spare, for the error of the formulas."""
+    """With a tenth of the memory to spare, for the error of the formulas, and every row scored."""
     gpu = Gpu("NVIDIA L40S", gigabytes * GIB)
-    tokens = budget_of(estimate(gpu)).tokens
+    found = estimate(gpu)
+    tokens = budget_of(found).tokens
     assert tokens is not None
     assert tokens < DEFAULT_TOKENS_PER_MICRO_BATCH
-    careful = Gpu(gpu.name, int(0.9 * gpu.memory))
-    assert estimate(careful, **with_budget(tokens)).fits
-    assert not estimate(careful, **with_budget(tokens + 512)).fits
+    usable = 0.9 * found.usable_memory
+    assert peak_memory(found.process, tokens, tokens, 2).total <= usable
+    assert peak_memory(found.process, tokens + 256, tokens + 256, 2).total > usable
+    assert estimate(gpu, **with_budget(tokens)).peak <= usable
 
 
 def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
     gpu, full = Gpu("NVIDIA B200", 180 * GIB), {"num_workers": 32, "model_args": {"lora_rank": None}}
 
     def seconds(tokens: int) -> float:
-        return sum(estimate(gpu, 32, **full, **with_budget(tokens, global_batch_size=1984)).step_seconds)
+        return estimate(gpu, 32, **full, **with_budget(tokens, global_batch_size=1984)).step_seconds
 
     tokens = budget_of(estimate(gpu, 32, **full, training_args={"global_batch_size": 1984})).tokens
     assert tokens is not None
     assert tokens > DEFAULT_TOKENS_PER_MICRO_BATCH
     assert seconds(tokens) < 0.5 * seconds(DEFAULT_TOKENS_PER_MICRO_BATCH)
+
+
+@pytest.mark.parametrize("axes", [{"zero_stage": 1}, {"pp_size": 4}, {"dp_replicate": 8}])
+def test_without_messages_to_hide_the_default_is_enough(estimate, axes):
+    role = {"num_workers": 8, "strategy_args": {"strategy_config": axes}}
+    budget = budget_of(estimate(Gpu("NVIDIA B200", 180 * GIB), 8, **role))
+    assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 def test_the_budget_is_never_smaller_than_the_longest_pair(large):

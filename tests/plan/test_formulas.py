@@ -1,6 +1,9 @@
-"""The parts of a plan that need no process: rows of a micro-batch, wire bytes, shapes of known models."""
+"""The parts of a plan that need no process: rows of a micro-batch, FLOPs and bytes of known models, GPUs."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,26 +11,18 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from thresher.builders.hardware import GPUS, find_gpu
+from thresher.builders.memory import ModelSize, Process, held_memory
 from thresher.config import DPOConfig
+from thresher.config.roles import TrainingArgs
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
-from thresher.plan.activations import MemorySettings
-from thresher.plan.compute import (
-    Cluster,
-    Flops,
-    StepCosts,
-    roofline,
-    step_flops,
-)
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS, find_gpu
-from thresher.plan.memory import persistent_memory
-from thresher.plan.model import ModelShape, Stage
-from thresher.plan.traffic import Message, Precision, TrafficSettings, step_messages
-from thresher.plan.workload import Rows, dummy_rows, rows_of
-from thresher.strategies.native.sequential import DUMMY_BATCH
+from thresher.plan.step import Cluster, step_flops, step_time, wire_bytes
+from thresher.plan.workload import Rows, rows_of
+from thresher.strategies.native.declaration import FSDP2Settings
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,
@@ -37,21 +32,25 @@ LLAMA_8B = LlamaConfig(
     num_key_value_heads=8,
     vocab_size=128256,
 )
-BF16 = Precision(stored=4, compute=2)
 LAYOUTS: list[Layout] = [
     *(PackedLayout(shares, scores_prompt=scores) for shares in (True, False) for scores in (True, False)),
     *(PaddedLayout(pad_id=0, scores_prompt=scores) for scores in (True, False)),
 ]
 
 
-def shape_of(config) -> ModelShape:
+def size_of(config) -> ModelSize:
     with init_empty_weights():
-        return ModelShape.of(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return ModelSize.of(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def process_of(size: ModelSize, dims: ParallelDims, **settings: Any) -> Process:
+    """bf16 over weights in fp32."""
+    return Process(size, dims, FSDP2Settings(**settings), TrainingArgs(), stored=4, compute=2, packs_rows=True)
 
 
 @pytest.fixture(scope="module")
-def llama_8b() -> ModelShape:
-    return shape_of(LLAMA_8B)
+def llama_8b() -> ModelSize:
+    return size_of(LLAMA_8B)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.scores_prompt}")
@@ -67,25 +66,10 @@ def test_rows_from_lengths_are_those_of_the_layout(layout):
         assert rows.total == inputs.model_inputs["input_ids"].numel()
         assert rows.scored == len(inputs.scored_rows)
         assert rows.useful == inputs.num_useful_tokens
-        if inputs.kept is not None:
-            assert rows.kept == len(inputs.kept.rows)
-            assert inputs.segments is not None
+        if inputs.segments is not None:
             assert rows.attended == sum(
                 each.prefix_length * each.length + each.length * (each.length + 1) // 2 for each in inputs.segments
             )
-
-
-def test_a_dummy_batch_has_the_rows_of_the_executor():
-    for layout in LAYOUTS:
-        assert dummy_rows(layout).total == layout.collate(DUMMY_BATCH).model_inputs["input_ids"].numel()
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("all_reduce", 150.0), ("all_gather", 75.0), ("reduce_scatter", 75.0), ("all_to_all", 75.0), ("send", 100.0)],
-)
-def test_wire_bytes_of_a_ring_of_four(kind, expected):
-    assert Message("dp_shard", kind, 100, size=4).wire_bytes == expected
 
 
 def test_an_8b_model_sends_what_the_weights_and_precisions_give(llama_8b):
@@ -93,69 +77,93 @@ def test_an_8b_model_sends_what_the_weights_and_precisions_give(llama_8b):
 
     The embedding is not gathered for the backward, and the head stays gathered until then.
     """
-    assert llama_8b.num_parameters == 8_030_261_248
-    matrices, outer, norms = 32 * 218_103_808, 128256 * 4096, 65 * 4096
-    stage = Stage.of(llama_8b, ParallelDims(dp_shard=8))
-    rows = Rows(total=4096, scored=2000, kept=2000, attended=4096 * 1000, useful=5000, pairs=4)
+    assert llama_8b.parameters.total == 8_030_261_248
+    rows = Rows(total=4096, scored=2000, attended=4096 * 1000, useful=5000)
+    process = process_of(llama_8b, ParallelDims(dp_shard=8))
 
-    messages = step_messages(stage, [rows, rows], rows, TrafficSettings(BF16, packs_rows=True))
+    sent = wire_bytes(process, rows, micro_batches=2)
 
-    payload = {
-        kind: sum(m.payload_bytes for m in messages if m.kind == kind) for kind in ("all_gather", "reduce_scatter")
-    }
-    assert payload["all_gather"] == 2 * (2 * (2 * matrices + 4 * norms) + 2 * 4 * outer)
-    assert payload["reduce_scatter"] == 2 * 4 * 8_030_261_248
+    matrices, outer = 32 * 218_103_808, 2 * 128256 * 4096 + 65 * 4096
+    payload = 2 * (2 * 2 * matrices + 4 * outer) + 2 * 4 * 8_030_261_248
+    assert sent == {"dp_shard": pytest.approx(7 / 8 * payload)}
 
 
-def test_persistent_memory_is_16_bytes_per_trained_parameter_over_the_shards(llama_8b):
-    stage = Stage.of(llama_8b, ParallelDims(dp_shard=8))
-
-    memory = persistent_memory(stage, MemorySettings(BF16, packs_rows=True))
-
-    assert memory.persistent == 16 * 8_030_261_248 // 8 + 4 * len(llama_8b.parameters)
+def test_held_memory_is_16_bytes_per_trained_parameter_over_the_shards(llama_8b):
+    memory = held_memory(process_of(llama_8b, ParallelDims(dp_shard=8)))
+    assert memory.total == pytest.approx(16 * 8_030_261_248 / 8)
 
 
 def test_stages_and_tensor_parallel_shards_add_up_to_the_model(llama_8b):
     for dims in (ParallelDims(pp=4), ParallelDims(tp=8), ParallelDims(pp=2, tp=4)):
-        stages = [Stage.of(llama_8b, dims, index) for index in range(dims.pp)]
-        norms = sum(p.numel for stage in stages for p in stage.parameters if len(p.shape) == 1)
-        held = sum(p.numel for stage in stages for p in stage.parameters)
-        assert dims.tp * (held - norms) + norms == llama_8b.num_parameters
+        first = process_of(llama_8b, dims, pp_size=dims.pp)
+        held = sum(replace(first, stage=stage).elements.total for stage in range(dims.pp))
+        norms = llama_8b.others.total  # each process has all of its layers' norms
+        assert dims.tp * (held - norms) + norms == pytest.approx(llama_8b.parameters.total)
 
 
 def test_flops_are_six_per_parameter_and_row_for_short_rows(llama_8b):
     """Without attention to speak of, and with every row scored; the head's logits are computed once more."""
-    rows = Rows(total=1000, scored=1000, kept=1000, attended=0, useful=1000, pairs=1)
-    stage = Stage.of(llama_8b, ParallelDims())
+    rows = Rows(total=1000, scored=1000, attended=0, useful=1000)
 
-    flops = step_flops(stage, [rows], packs_rows=False, recompute="off", scores_reference=False)
+    flops = step_flops(process_of(llama_8b, ParallelDims()), rows)
 
     in_products = 8_030_261_248 - 65 * 4096 - 128256 * 4096
     assert flops.model == pytest.approx(6 * in_products * 1000)
-    assert flops.recomputed == 2 * 128256 * 4096 * 1000
+    assert flops.recomputed == pytest.approx(2 * 128256 * 4096 * 1000)
+
+
+def test_attention_scores_that_the_backward_computes_again_are_not_model_flops(llama_8b):
+    """Of a causal row of n tokens: n (n + 1) / 2 scores of 2 x 32 x 128 FLOPs, and as many for the weighted values."""
+    size = replace(llama_8b, active=llama_8b.active * 0)
+    rows = Rows(total=1000, scored=0, attended=500_500, useful=1000)
+
+    flops = step_flops(process_of(size, ParallelDims()), rows)
+
+    scores = 2 * 500_500 * 32 * 128 * 32
+    assert flops.model == 6 * scores
+    assert flops.recomputed == scores
 
 
 def test_only_the_chosen_experts_compute():
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape = shape_of(
-        Qwen3MoeConfig(**sizes, vocab_size=100, num_experts=8, num_experts_per_tok=2, num_key_value_heads=2)
-    )
-    rows = Rows(total=10, scored=0, kept=10, attended=0, useful=10, pairs=1)
+    size = size_of(Qwen3MoeConfig(**sizes, vocab_size=100, num_experts=8, num_experts_per_tok=2, num_key_value_heads=2))
+    rows = Rows(total=10, scored=0, attended=0, useful=10)
 
-    flops = step_flops(
-        Stage.of(shape, ParallelDims()), [rows], packs_rows=True, recompute="off", scores_reference=False
-    )
+    flops = step_flops(process_of(size, ParallelDims()), rows)
 
-    experts = sum(p.numel for p in shape.parameters if len(p.shape) == 3)
-    others = sum(p.numel for p in shape.parameters if len(p.shape) == 2 and p.layer is not None)
-    assert experts == 2 * 8 * 3 * 64 * 32
-    assert flops.model == 6 * (experts / 4 + others) * 10
+    experts = 2 * 8 * 3 * 64 * 32
+    assert flops.model == pytest.approx(6 * (size.matrices.total - 3 / 4 * experts) * 10)
 
 
 def test_a_group_that_spans_nodes_uses_the_network():
     cluster, dims = Cluster(GPUS["h100"], gpus_per_node=8, num_gpus=64), ParallelDims(dp_shard=8, tp=8)
     assert cluster.bandwidth("tp", dims) == 0.8 * 450e9
     assert cluster.bandwidth("dp_shard", dims) == 0.8 * 50e9
+
+
+@pytest.mark.parametrize(("zero_stage", "covering"), [(3, 1.0), (2, 1.0), (1, 0.1)])
+def test_what_computing_does_not_cover_of_fsdp2_is_exposed(llama_8b, zero_stage, covering):
+    """ZeRO-1 gathers in the first of ten micro-batches, and reduces in the last."""
+    process = process_of(llama_8b, ParallelDims(dp_shard=16), zero_stage=zero_stage)
+    for total in (40_000, 400_000):
+        rows = Rows(total=total, scored=0, attended=0, useful=total)
+
+        time = step_time(process, Cluster(GPUS["h100"], 8, 16), rows, 10, "layers")
+
+        expected = time.communication["dp_shard"] - covering * time.compute
+        assert time.exposed == pytest.approx(max(0.0, expected))
+        assert time.total == pytest.approx(time.compute + time.optimizer + time.exposed)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch(llama_8b):
+    rows = Rows(total=40_000, scored=0, attended=0, useful=40_000)
+    cluster, dims = Cluster(GPUS["h100"], 8, 4), ParallelDims(pp=4)
+    times = {
+        size: step_time(process_of(llama_8b, dims, pp_size=4, virtual_pp_size=size), cluster, rows, 12, "functions")
+        for size in (1, 2)
+    }
+    assert times[1].bubble == pytest.approx(3 / 12 * times[1].compute)
+    assert times[2].bubble == pytest.approx(times[1].bubble / 2)
 
 
 @pytest.mark.parametrize(
@@ -186,49 +194,12 @@ def test_the_memory_of_a_gpu_and_the_time_to_read_it_are_plausible():
 def test_rates_replace_those_of_a_gpu():
     gpu = find_gpu("A100").with_rates(peak_flops=100, memory=24, bandwidth=10)
     assert (gpu.peak_flops, gpu.memory, gpu.inter_node) == (100e12, 24e9, 10e9)
+    assert gpu.memory_bandwidth == GPUS["a100"].memory_bandwidth
 
 
 def test_other_strategies_are_rejected():
     role = DPOConfig(pretrain="model").actor_train
     other = role.model_copy(update={"strategy_args": role.strategy_args.model_copy(update={"strategy_name": "other"})})
     config = DPOConfig(pretrain="model").model_copy(update={"actor_train": other})
-    with pytest.raises(UserError, match="the formulas are those of fsdp2_train, and actor_train uses other"):
+    with pytest.raises(UserError, match="known for fsdp2_train, and actor_train uses other"):
         Estimate(config, Cluster(GPUS["h100"], gpus_per_node=8, num_gpus=8))
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "gathered", "reduced", "exposed"),
-    [
-        # of 3 s of computation, 1 s is in the forward; half of the gathers of ZeRO-3 are in the forward
-        (3, 2.0, 1.0, 0.0),
-        (3, 3.0, 0.0, 0.5),
-        (3, 1.0, 2.0, 0.5),
-        (2, 1.5, 2.0, 0.5),
-        # ZeRO-1 gathers in the first of ten forwards, and reduces in the last of ten backwards
-        (1, 0.1, 0.2, 0.0),
-        (1, 0.2, 0.5, 0.4),
-    ],
-)
-def test_sharding_hides_behind_the_computation_of_the_same_pass(llama_8b, zero_stage, gathered, reduced, exposed):
-    gpu = find_gpu("h100")
-    cluster, dims = Cluster(gpu, 8, 8), ParallelDims(dp_shard=8)
-    per_second = round(cluster.bandwidth("dp_shard", dims) * 8 / 7)
-    flops = 3 * 0.7 * gpu.peak_flops
-    step = StepCosts(
-        Flops(model=flops, forward=flops / 3),
-        [
-            Message("dp_shard", "all_gather", round(gathered * per_second), 8),
-            Message("dp_shard", "reduce_scatter", round(reduced * per_second), 8),
-        ],
-        micro_batches=10,
-        elementwise_bytes=0.0,
-        trained_bytes=0.0,
-        zero_stage=zero_stage,
-    )
-    found = roofline(Stage.of(llama_8b, dims), cluster, step)
-
-    # copies around collectives take time too, and cover some of them
-    copies = 3 * (gathered + reduced) * per_second / (0.8 * gpu.memory_bandwidth)
-    assert found.copies == pytest.approx(copies)
-    assert exposed - copies <= found.exposed <= exposed + 1e-6
-    assert found.best == pytest.approx(3 + found.copies + found.exposed)

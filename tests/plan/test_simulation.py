@@ -1,4 +1,8 @@
-"""Simulated ranks of runs on many GPUs: ceilings on what they count, and the formulas against the counts."""
+"""Simulated ranks of runs on many GPUs: ceilings on what they count, and the closed forms against the counts.
+
+Peaks, bytes sent and FLOPs by formula are within 15 % of the counted ones, and peaks at most 10 % below, which is what
+the token budget of a run leaves free.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ from transformers import LlamaConfig
 from tests.support.planned_runs import PLANNED_RUNS, PlannedRun, proposed
 from tests.support.published_models import save_config
 from tests.support.small_runs import save_small_tokenizer
+from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
-from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS
 from thresher.plan.simulate.run import SimulatedRank, simulate_stage
-from thresher.plan.traffic import Axis
+from thresher.plan.step import Axis, Cluster
 
 pytestmark = pytest.mark.slow
 
 GB = 1e9
 SECONDS, RESIDENT = 180, 2 * GB
+ERROR, SPARE = 0.15, 0.1
 PAIR = (256, 384, 384)
 
 
@@ -142,25 +146,25 @@ def simulated(run: Simulated, models: Path) -> SimulatedRank:
     )
     estimate = Estimate(config, Cluster(GPUS["h100"], 8, run.num_gpus))
     micro_batches = [[PAIR] * run.pairs] * run.micro_batches
-    return simulate_stage(estimate, run.stage, estimate.stage_indices[run.stage], micro_batches)
+    return simulate_stage(estimate, run.stage, micro_batches)
 
 
 def check(run: Simulated, rank: SimulatedRank) -> None:
-    counted = rank.counted
-    moved = counted.traffic["layers"] + counted.traffic.get("head", 0)
+    counted, sent = rank.counted, rank.counted.wire_bytes
+    products = sum(counted.flops.values())
     print(
         f"{run}: {counted.seconds:.0f} s, {counted.resident / 1e6:.0f} MB resident, peak {counted.peak / GB:.2f} GB, "
         f"by formula {rank.memory.total / counted.peak - 1:+.1%}, {counted.operations:,} operations, wire GB "
-        f"{ {axis: round(found / GB, 3) for axis, (found, _) in rank.wire_bytes.items()} }, waits {counted.reads}, "
-        f"elementwise {moved / GB:.1f} GB, by formula {rank.elementwise / moved - 1:+.1%}"
+        f"{ {axis: (round(size / GB, 3), round(rank.wire_bytes[axis] / GB, 3)) for axis, size in sent.items()} }, "
+        f"FLOPs by formula {rank.flops / products - 1:+.1%}, waits {counted.reads}"
     )
-    assert rank.memory.total == pytest.approx(counted.peak, rel=0.05)
-    for axis, (sent, by_formula) in rank.wire_bytes.items():
-        if axis != "step":  # the trainer sends some of these messages, and not the step
-            assert by_formula == pytest.approx(sent, rel=0.05), axis
-            assert sent <= run.wire[axis] * GB, axis
-    if run.model.startswith("Llama") and not run.is_lora:  # the layers that were counted
-        assert rank.elementwise == pytest.approx(moved, rel=0.1)
+    assert rank.memory.total == pytest.approx(counted.peak, rel=ERROR)
+    assert rank.memory.total >= (1 - SPARE) * counted.peak
+    for axis, size in sent.items():
+        assert rank.wire_bytes[axis] == pytest.approx(size, rel=ERROR), axis
+        assert size <= run.wire[axis] * GB, axis
+    if run.attention is None:  # a stand-in without products
+        assert rank.flops == pytest.approx(products, rel=ERROR)
     assert counted.peak <= run.peak * GB
     assert counted.operations <= run.operations
     assert sum(counted.reads.values()) <= run.waits, counted.reads
@@ -180,13 +184,14 @@ def test_a_simulated_rank_of_another_run_stays_below_its_ceilings(run, models):
     check(run, simulated(run, models))
 
 
-@pytest.mark.hand  # CI has the formulas for these runs (test_axes.py), and compares formulas with simulations
+@pytest.mark.hand  # CI has the formulas for these runs (test_search.py), and compares formulas with simulations
 @pytest.mark.parametrize("run", PLANNED_RUNS, ids=str)
-def test_the_proposed_axes_fit_by_simulation(run: PlannedRun, tmp_path):
+def test_the_proposed_mesh_fits_by_simulation(run: PlannedRun, tmp_path):
     estimate = proposed(run, tmp_path).estimate
     num_pairs = max(1, estimate.token_budget // 3072)
     micro_batches = [[(1024, 1024, 1024)] * num_pairs] * min(estimate.workload.most_micro_batches, estimate.dims.pp + 1)
-    for stage, index in estimate.stage_indices.items():
-        rank = simulate_stage(estimate, stage, index, micro_batches)
+    for stage in estimate.processes:
+        rank = simulate_stage(estimate, stage, micro_batches)
         print(f"{run}, {stage}: {rank.counted.peak / GB:.1f} GB, by formula {rank.memory.total / GB:.1f}")
         assert rank.counted.peak <= estimate.usable_memory
+        assert rank.memory.total == pytest.approx(rank.counted.peak, rel=ERROR)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support.report_page import Page
-from thresher.observability.health.events import HealthEvent, HealthLog
+from thresher.observability.health.monitor import HealthEvent, HealthLog
 from thresher.observability.trackers.jsonl import read_metrics, read_records
 from thresher.report.charts import Chart
-from thresher.report.page import render_page, sections_of
+from thresher.report.page import MAX_BYTES, render_page, sections_of
 from thresher.report.run_files import read_runs
-from thresher.report.write import MAX_BYTES
 
 vl_convert = pytest.importorskip("vl_convert", reason="the extra report is not installed")
 

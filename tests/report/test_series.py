@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thresher.report.numbers import format_number, format_seconds
+from thresher.report.charts import MEAN, RAW, Parts, histograms, lines, thin
 from thresher.report.run_files import shortest_names
-from thresher.report.series import MEAN, RAW, Parts, histograms, lines, thin
-from thresher.report.speed import useful_token_limit
+from thresher.report.tables import format_number, format_seconds, useful_token_limit
 
 
 def test_thinning_keeps_the_ends_and_every_extreme() -> None:

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen
 from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import shared_path
 from tests.support.small_runs import write_rows
+from thresher import DPOPipeline, load_config
 from thresher.checkpoint.retention import list_checkpoints
-from thresher.config import load_config
-from thresher.pipeline import DPOPipeline
 
 pytestmark = [pytest.mark.distributed, pytest.mark.real]
 pytest.importorskip("megatron.core", reason="needs the extra megatron")

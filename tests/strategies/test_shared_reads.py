@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests.support.small_runs import save_small_tokenizer
 from tests.support.strategies.parity import axes_text, save_model
 from tests.support.strategies.shared_reads import error_of_a_load, load_and_count
+from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
 from thresher.distributed.mesh import ParallelDims
 from thresher.distributed.run_on_all import divide_by_size
 from thresher.models.loading.load import load_model
-from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS
+from thresher.plan.step import Cluster
 
 pytestmark = pytest.mark.distributed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from thresher.config import load_config, parse_config
-from thresher.config.dialects.convert import Conversion, convert
-from thresher.config.dialects.translation import Entry
+from thresher.importers.convert import Conversion, convert
+from thresher.importers.translation import Entry
 
 TRAINING = "actor_train.training_args."
 MODEL = "actor_train.model_args."
@@ -28,8 +28,8 @@ def value(conversion: Conversion, key: str) -> object:
 
 
 def entry(conversion: Conversion, key: str) -> Entry:
-    return next(each for each in conversion.entries if each.key == key)
+    return next(each for each in conversion.translation.entries if each.key == key)
 
 
 def lost(conversion: Conversion) -> set[str]:
-    return {each.key for each in conversion.lost}
+    return {each.key for each in conversion.translation.lost}

@@ -1,4 +1,4 @@
-"""Runs of large models whose axes `thresher plan` proposes, for the tests of the search and of the simulation."""
+"""Runs of large models whose mesh `thresher plan` proposes, for the tests of the search and of the simulation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.published_models import save_config
+from thresher.builders.hardware import GPUS
 from thresher.config import DPOConfig, parse_config
-from thresher.plan.axes import Proposal, search_axes
-from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import GPUS
-from thresher.plan.search import estimate_run
+from thresher.plan.estimate import Estimate, estimate_run
+from thresher.plan.search import Proposal, search_meshes
 
 GPUS_PER_NODE = 8
 
@@ -40,7 +39,7 @@ PLANNED_RUNS = [
 ]
 
 
-def config_without_axes(run: PlannedRun, directory: Path) -> DPOConfig:
+def config_without_mesh(run: PlannedRun, directory: Path) -> DPOConfig:
     """Pairs of 2,048 tokens, assumed; directory: for the config.json of the model."""
     model_args: dict[str, Any] = {"dtype": "bf16", **({"lora_rank": 16} if run.is_lora else {})}
     return parse_config(
@@ -59,9 +58,9 @@ def config_without_axes(run: PlannedRun, directory: Path) -> DPOConfig:
 
 
 def estimate_of(run: PlannedRun, directory: Path) -> Estimate:
-    return estimate_run(config_without_axes(run, directory), GPUS["h100"], run.num_gpus // GPUS_PER_NODE, GPUS_PER_NODE)
+    return estimate_run(config_without_mesh(run, directory), GPUS["h100"], run.num_gpus // GPUS_PER_NODE, GPUS_PER_NODE)
 
 
 def proposed(run: PlannedRun, directory: Path) -> Proposal:
-    """The axes that plan proposes for a run; its estimate has the config."""
-    return search_axes(estimate_of(run, directory))[0]
+    """The mesh that plan proposes for a run; its estimate has the config."""
+    return search_meshes(estimate_of(run, directory))[0]

@@ -2,7 +2,7 @@
 
     python -m tests.support.simulated_save GUARD CONFIG RESULT
 
-A process of its own, because it changes torch. GUARD: as for `thresher.plan.simulate.rank`.
+In its own process, because it changes torch. GUARD: as for `thresher.plan.simulate`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from thresher.plan.simulate.fake_cuda import load_guard, pretend_one_gpu
-from thresher.plan.simulate.rank import _Step
 from thresher.plan.simulate.request import RankRequest
 
 
@@ -35,6 +34,7 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
     from thresher.models.attention.interface import KERNELS
     from thresher.plan.simulate.attention import attention_without_values
     from thresher.plan.simulate.host_side import HostSide
+    from thresher.plan.simulate.rank import _Step
 
     order: list[str] = []
     make_stream: Any = torch.cuda.Stream

@@ -9,8 +9,7 @@ import pytest
 
 from thresher.errors import UserError
 from thresher.sweep.grid import make_trials
-from thresher.sweep.results import Result, group_by_seed, mean_and_interval, ranked
-from thresher.sweep.trial_end import State, TrialEnd
+from thresher.sweep.results import Result, State, TrialEnd, group_by_seed, mean_and_interval, ranked
 
 
 def names(*overrides: str) -> list[str]:

@@ -23,7 +23,7 @@ from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.loading.load import load_model
-from thresher.observability.throughput import ThroughputMeter
+from thresher.observability.timing import ThroughputMeter
 from thresher.strategies.native.build import infer_engine
 
 BETA = 0.1
@@ -295,7 +295,7 @@ def test_a_synced_reference_resumes_from_the_checkpoint(base):
 def test_throughput_counts_the_reference(base, monkeypatch):
     """NeMo-RL leaves the reference pass out: 10 pairs in 2 s, each scored before in 0.3 s, are 10 pairs in 5 s."""
     now = iter([100.0, 102.0, 102.0])
-    monkeypatch.setattr("thresher.observability.throughput.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("thresher.observability.timing.time.perf_counter", lambda: next(now))
     clock = ThroughputMeter()
     clock.record_step(pairs=10, useful_tokens=500)
     rates = clock.pop_rates(reference_seconds_per_pair=0.3)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from thresher.config import DPOConfig
-from thresher.config.dialects.hints import names_of_other_trainers
-from thresher.config.flat import names_in_python
 from thresher.errors import UserError
+from thresher.importers.names import names_in_python, names_of_other_trainers
 
 _OPTIMIZER = "AdamW is the only optimizer; set learning_rate, weight_decay and adam_beta1 in DPOConfig"
 _SCHEDULE = "set lr_scheduler_type and warmup_steps in DPOConfig"

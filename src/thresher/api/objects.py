@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
-from thresher.config.flat import nest_flat_names
 from thresher.config.section import Section
 from thresher.data.sources.arrow_types import strip_extension_types
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
+from thresher.importers.names import nest_flat_names
 from thresher.models.loading.load import load_model_config, load_tokenizer
 from thresher.models.loading.lora import default_lora_target
 

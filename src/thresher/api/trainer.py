@@ -24,8 +24,9 @@ from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective
 from thresher.checkpoint.retention import latest
 from thresher.config import DPOConfig, parse_config
-from thresher.config.flat import merge_settings, trl_arguments
+from thresher.config.section import merge_settings
 from thresher.errors import RunStopped, UserError
+from thresher.importers.names import TRAINER_OPTIONS, trl_arguments
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
 from thresher.models.loading.location import named_model
 from thresher.observability.trackers.callbacks import name_in_trl
@@ -77,7 +78,7 @@ class DPOTrainer:
             kind = f"{type(start).__module__}.{type(start).__name__}"
             raise UserError(f"config is a {kind}; give a DPOConfig of thresher (from thresher import DPOConfig)")
         self.callbacks = list(callbacks or ())
-        self._options = start.trainer_options
+        self._options = TRAINER_OPTIONS | start.trainer_options
         self.hub_model_id: str | None = self._options["hub_model_id"]
         if self._options["push_to_hub"]:
             warnings.warn("push_to_hub: nothing is uploaded during training; call trainer.push_to_hub()", stacklevel=2)
@@ -175,7 +176,7 @@ class DPOTrainer:
     @property
     def args(self) -> SimpleNamespace:
         """The settings under the names of transformers' TrainingArguments and TRL's DPOConfig."""
-        return SimpleNamespace(**{**vars(trl_arguments(self.config)), **self._options})
+        return SimpleNamespace(**{**trl_arguments(self.config), **self._options})
 
     @property
     def state(self) -> TrainerState:

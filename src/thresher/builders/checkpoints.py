@@ -13,9 +13,8 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager
 from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
-from thresher.config.section import Section
-from thresher.config.stored import from_stored, section_at
-from thresher.config.strategies import DEFAULT_TRAIN
+from thresher.config.section import Section, inner_section
+from thresher.config.strategies import DEFAULT_TRAIN, find_strategy
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 
@@ -65,6 +64,34 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {
     "actor_train.strategy_args.strategy_name": lambda value: value or DEFAULT_TRAIN,
     "pref_loss": _loss_weights,
 }
+
+
+# names and values in checkpoints of version 0.2, by the last part of the key
+_NAMES_IN_0_2 = {
+    "stop_deadline": "graceful_stop_timeout",
+    "hang_timeout": "heartbeat_timeout",
+    "max_skipped_steps": "max_consecutive_skipped_steps",
+    "metric_for_best": "metric_for_best_model",
+    "steps_ahead": "prefetch_steps",
+    "pp_chunks": "virtual_pp_size",
+}
+_VALUES_IN_0_2: Mapping[str, Mapping[Any, str]] = {
+    "gradient_checkpointing": {True: "full", False: "off"},
+    "special_tokens_in_text": {"text": "keep_as_text", "refuse": "reject"},
+}
+
+
+def read_stored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored config under the current names. Nothing is validated: it may be of another version."""
+    read = {}
+    for key, value in values.items():
+        name = _NAMES_IN_0_2.get(key, key)
+        if isinstance(value, Mapping):
+            value = read_stored(value)
+        elif isinstance(value, bool | str):
+            value = _VALUES_IN_0_2.get(name, {}).get(value, value)
+        read[name] = value
+    return read
 
 
 def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
@@ -122,7 +149,7 @@ def changed_settings(stored: Mapping[str, Any], config: DPOConfig) -> list[tuple
     new = redact(config.model_dump(mode="json"))
     return [
         (name, was, now)
-        for name, was, now in _differences(from_stored(stored), new, DPOConfig)
+        for name, was, now in _differences(read_stored(stored), new, DPOConfig)
         if not any(name == key or name.startswith(f"{key}.") for key in free)
         and (was, now) != _EARLIER_DEFAULTS.get(name)
     ]
@@ -134,13 +161,27 @@ def _differences(
     """Yield name, old and new value of each setting that differs; a key that one side lacks has its default there."""
     fields = {} if section is None else section.model_fields
     for key in dict.fromkeys((*new, *old)):
-        name, inner = f"{prefix}{key}", section_at(section, key, new)
+        name, inner = f"{prefix}{key}", _section_at(section, key, new)
         meaning = _MEANING.get(name, lambda value: value)
         was, now = (meaning(values.get(key, _default(fields.get(key)))) for values in (old, new))
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             yield from _differences(was, now, inner, f"{name}.")
         elif was != now:
             yield name, _without_defaults(was, inner), _without_defaults(now, inner)
+
+
+def _section_at(section: type[Section] | None, key: str, values: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section that a key holds; None for a plain value, and settings of a strategy not installed here.
+
+    Args:
+        values: the values of `section`, which name the strategy.
+    """
+    if section is None or key != "strategy_config":
+        return None if section is None else inner_section(section, key)
+    try:
+        return find_strategy(values.get("strategy_name") or DEFAULT_TRAIN).settings
+    except (ValueError, TypeError):  # TypeError: the name in a damaged file may be a list
+        return None
 
 
 def _default(field: FieldInfo | None) -> Any:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from thresher import durable
@@ -21,14 +22,14 @@ from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of
 from thresher.data.store.reader import PairStore
 from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
+from thresher.foreign_names import foreign
 from thresher.models.loading.load import DTYPES
-from thresher.observability.environment import environment
-from thresher.observability.health.events import HealthLog, rules_that_stopped
 from thresher.observability.health.history import pairs_before_comparison
-from thresher.observability.health.monitor import HealthMonitor
+from thresher.observability.health.monitor import HealthLog, HealthMonitor, rules_that_stopped
 from thresher.observability.health.rules import RunFacts
 from thresher.observability.log_files import DESCRIPTION, METRICS, RECOVERIES
-from thresher.observability.phase_clock import PhaseClock
+from thresher.observability.machine import environment
+from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.jsonl import find_holes
 from thresher.observability.trackers.tracker import START_OVER, RunInfo, Trackers, translate_os_errors
@@ -92,7 +93,7 @@ def build_tracking(
     config: DPOConfig, console: ConsoleTracker | None, callbacks: CallbackTracker | None = None
 ) -> Trackers:
     # only the process that leads a run has trackers
-    from thresher.observability.trackers.factory import TrackerSettings, make_trackers
+    from thresher.observability.trackers.libraries import TrackerSettings, make_trackers
 
     settings = TrackerSettings(**config.tracker_kwargs.model_dump())
     return make_trackers(config.track_with, settings, console=console, callbacks=callbacks)
@@ -102,12 +103,10 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
     """Make a tracker of callbacks of transformers' Trainer, one for all attempts of a run; None without callbacks."""
     if not callbacks:
         return None
-    from thresher.config.flat import trl_arguments  # large tables of other trainers' names
-
     root = build_checkpoint_manager(config).root
     return CallbackTracker(
         callbacks,
-        trl_arguments(config),
+        SimpleNamespace(**foreign().trl_arguments(config)),
         stop_file(config),
         lambda: {step: path for path in list_checkpoints(root) if (step := step_of(path)) is not None},
     )

@@ -12,7 +12,6 @@ from thresher.builders.reference import Reference, frozen_policy_digest, referen
 from thresher.builders.run import stop_file
 from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
-from thresher.config.stored import to_stored
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
@@ -57,7 +56,7 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
         **_model_digests(inputs),
     }
-    saved = SavedRun(build_checkpoint_manager(config), identity, redact(to_stored(config)))
+    saved = SavedRun(build_checkpoint_manager(config), identity, redact(config.model_dump(mode="json")))
     sampler = build_sampler(inputs, policy, reference.synced)
     return RankTrainer(policy, inputs.objective, data, settings, saved, extra=reference.synced, sampler=sampler)
 

@@ -29,12 +29,12 @@ from thresher.cli.sweep import sweep
 from thresher.cli.train import train
 from thresher.errors import PeerError, RunStopped, UserError, unusable_path
 
-# a path that cannot be used: no permission, a read-only disk, or a file in place of a directory
+# a path that cannot be used: no permission, a read-only disk, or a file instead of a directory
 _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 class CommandGroup(TyperGroup):
-    """Accepts -q, -v and --plain also after a command."""
+    """Accepts -q, -v and --plain after a command too."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -48,7 +48,7 @@ class CommandGroup(TyperGroup):
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """A flag takes no value, so that help must not show `<bool>` as one."""
+    """A flag takes no value, so help must not show `<bool>` as one."""
     get_params = command.get_params
 
     def without_types(context: typer.Context) -> Any:
@@ -76,7 +76,6 @@ app.command(cls=ConfigCommand)(plan)
 app.command()(prepare)
 app.command()(inspect)
 app.command("precompute-reference", cls=ConfigCommand)(precompute_reference)
-app.command("score", hidden=True, cls=ConfigCommand)(precompute_reference)  # its name in earlier versions
 app.command(cls=ConfigCommand)(train)
 app.command(cls=ConfigCommand)(sweep)
 app.command(cls=ConfigCommand)(submit)
@@ -105,15 +104,17 @@ def set_up(
     ] = False,
 ) -> None:
     """Show the messages of a command at the requested level."""
+    from thresher import importers
     from thresher.cli.terminal import choose_level, log_to_terminal, use_plain_lines
 
+    importers.install()
     use_plain_lines(plain)
     context.with_resource(log_to_terminal(choose_level(quiet=quiet, verbose=verbose)))
 
 
 def main() -> None:
     """Run the command line; a user error prints one message and exits with code 2."""
-    # bars of libraries, such as that of reading a GGUF file; read when tqdm is imported
+    # progress bars of libraries, such as reading a GGUF file; the variable is read when tqdm is imported
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app(prog_name="thresher")  # also as `python -m thresher`, for usage lines and completion

@@ -1,4 +1,4 @@
-"""`thresher demo`: a first run from nothing to a report, with a model and pairs that it makes itself."""
+"""`thresher demo`: the quickstart from nothing to a report, with a tiny model that it makes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from thresher.observability.details import PHASE
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROMPTS, _NUM_SHOWN = 48, 3
-
 
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory to create.")] = Path(
         "thresher-demo"
     ),
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="Train this model instead of a small one made here.")
+        str | None, typer.Option("--model", metavar="DIR", help="Train this model instead of a tiny one made here.")
     ] = None,
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="FILE", help="Use these preference pairs; may be repeated.")
     ] = None,
 ) -> None:
-    """Make a small model and preference pairs, check, prepare, plan, train and report; two minutes on a laptop."""
+    """Run the quickstart: make a tiny model, check, prepare, plan, train, export and report, in about a minute."""
     from thresher.cli.check import check
     from thresher.cli.export import export
     from thresher.cli.prepare import prepare_from_config
@@ -42,7 +40,7 @@ def demo(
     has_report = all(importlib.util.find_spec(name) for name in ("jinja2", "vl_convert"))
     if not has_report:
         logger.warning("the report needs other packages; run `pip install 'thresher[report]'` before the next demo")
-    config = _make_inputs(output, model, data)
+    config = _make_inputs(output, model, data or [])
     run, exported, page = output / "run", output / "exported", output / "report.html"
 
     _announce("check", str(config))
@@ -55,8 +53,7 @@ def demo(
     train(config)
     _announce("export", str(run), "--output", str(exported))
     export(run, exported)
-    if model is None and data is None:
-        _compare_answers(output / "model", exported)
+    _show_gain(run)
     if has_report:
         _announce("report", str(run), "--output", str(page))
         report([run], page)
@@ -64,7 +61,7 @@ def demo(
     logger.info("the demo took %.0f s; what to do next:", time.monotonic() - started)
     if has_report:
         print_line(f"  open {page.resolve().as_uri()} in a browser")
-    print_line(f"  thresher train {config} beta=0.1 output_dir={output / 'run2'}       # another run")
+    print_line(f"  thresher train {config} beta=0.5 output_dir={output / 'run2'}       # another run")
     if has_report:
         print_line(f"  thresher report {run} {output / 'run2'} -o compare.html    # both runs in one report")
     print_line("  thresher demo --model DIR --data FILE -o DIR               # your model and your pairs")
@@ -76,52 +73,42 @@ def _create(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         hint = f"or continue its run with: thresher train {directory / 'dpo_config.yaml'}"
         is_demo = (directory / "dpo_config.yaml").is_file()
-        raise UserError(f"{directory} exists; choose another --output, or remove it{', ' + hint if is_demo else ''}")
+        raise UserError(
+            f"{directory} exists; choose a different --output, or remove it{', ' + hint if is_demo else ''}"
+        )
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def _make_inputs(directory: Path, model: str | None, data: list[str] | None) -> Path:
-    """Make the model and the pairs that are not given, and the config of the run."""
-    from thresher.cli.run_display import run_display
+def _make_inputs(directory: Path, model: str | None, data: list[str]) -> Path:
+    """Make the model and the pairs that are not given, and the run's config."""
+    from thresher.cli.run_display import run_display, silence_loud_loggers
 
-    with run_display(directory) as display:
+    with run_display(directory):
         logger.info("importing torch and transformers", extra=PHASE)
 
-        from thresher.cli.library_messages import silence_loud_loggers
-        from thresher.demo.config import write_config
-        from thresher.demo.model import make_model
-        from thresher.demo.pairs import write_pairs
+        from thresher.demo import copy_pairs, make_model, make_tokenizer, write_config
 
         silence_loud_loggers()
-        files, validation = data or [], None
-        if not files:
-            train, validation = write_pairs(directory)
-            files = [str(train)]
-            logger.info("wrote pairs of friendly (chosen) and rude (rejected) answers to %s", train)
-        path = model
-        if path is None:
-            path = str(directory / "model")
-            made = make_model(Path(path), display.show_progress)
-            count = f"{made.num_parameters():,}"
-            logger.info("pretrained a model of %s parameters, which answers in either tone: %s", count, path)
-    return write_config(directory, model=path, data=files, validation=validation, is_pretrained=model is not None)
+        if not data:
+            logger.info("wrote pairs of helpful (chosen) and other (rejected) answers to %s", copy_pairs(directory))
+        if model is None:
+            tokenizer = make_tokenizer()
+            made = make_model(tokenizer)
+            tokenizer.save_pretrained(directory / "model")
+            made.save_pretrained(directory / "model")
+            logger.info("made a model of %s random weights: %s", f"{made.num_parameters():,}", directory / "model")
+    return write_config(directory, model=model, data=data)
 
 
-def _compare_answers(before: Path, after: Path) -> None:
-    """Print answers of the model before and after the run, and how many of them have the preferred tone."""
+def _show_gain(run: Path) -> None:
+    """Print the validation accuracy of the first and the last evaluation."""
     from thresher.cli.terminal import print_line
-    from thresher.demo.answers import sample_answers
-    from thresher.demo.pairs import is_friendly, make_pairs
+    from thresher.observability.log_files import METRICS
+    from thresher.observability.trackers.jsonl import read_metrics
 
-    prompts = list(dict.fromkeys(pair.prompt for pair in make_pairs()[1]))[:_NUM_PROMPTS]
-    old, new = sample_answers(before, prompts), sample_answers(after, prompts)
-    print_line("answers to questions about facts that are not in the training pairs:")
-    for number in range(0, len(prompts), len(prompts) // _NUM_SHOWN):
-        print_line(f"  {prompts[number]}")
-        print_line(f"    before  {old[number].strip()}")
-        print_line(f"    after   {new[number].strip()}")
-    shares = [sum(is_friendly(answer) for answer in answers) / len(prompts) for answers in (old, new)]
-    print_line(f"friendly answers: {shares[0]:.0%} before the run, {shares[1]:.0%} after it")
+    name = "eval/rewards/accuracies"
+    seen = [record[name] for record in read_metrics(run / "logs" / METRICS) if name in record]
+    print_line(f"validation pairs that the model ranks as the data does: {seen[0]:.0%} before, {seen[-1]:.0%} after")
 
 
 def _announce(command: str, *arguments: str) -> None:

@@ -31,12 +31,12 @@ def export(
     ] = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged."""
+    from thresher.builders.checkpoints import read_stored
     from thresher.builders.export import export_checkpoint
     from thresher.checkpoint.json_io import load_json
     from thresher.checkpoint.retention import best as best_checkpoint
     from thresher.checkpoint.retention import latest
     from thresher.cli.terminal import quiet_libraries
-    from thresher.config.stored import from_stored
     from thresher.errors import UserError
 
     quiet_libraries()
@@ -50,7 +50,7 @@ def export(
         raise UserError(f"{source} is a single checkpoint; --best needs the output_dir of a run")
     if best:
         try:
-            config = from_stored(load_json(checkpoint / "config.json"))
+            config = read_stored(load_json(checkpoint / "config.json"))
             metric, greater = str(config["metric_for_best_model"]), bool(config["greater_is_better"])
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(

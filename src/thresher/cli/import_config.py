@@ -1,4 +1,4 @@
-"""`thresher import`: writes our config from a config of another trainer."""
+"""`thresher import`: writes our config from another trainer's config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from thresher.config.dialects.translation import Entry
+    from thresher.importers.translation import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +45,25 @@ def import_config(
         bool, typer.Option("--all", help="Show every key, not only those that differ or have no equivalent.")
     ] = False,
 ) -> None:
-    """Translate a config of another trainer, and report what became of its keys."""
+    """Translate a config of another trainer, and report how its keys were handled."""
     from thresher.cli.terminal import console
-    from thresher.config.dialects.convert import convert
     from thresher.config.load import check_yaml_size
     from thresher.errors import UserError
+    from thresher.importers.convert import convert
 
     check_yaml_size(path)
     if output is not None and output.exists():
         raise UserError(f"{output} exists; remove it or name another file")
-    conversion = convert(path, dialect)
-    shown = [entry for entry in conversion.entries if show_all or entry.outcome in _DIFFERENT]
+    translation, text = convert(path, dialect)
+    shown = [entry for entry in translation.entries if show_all or entry.outcome in _DIFFERENT]
     if shown:
-        console.print(entries_table(conversion.dialect.title, shown))
-    if others := len(conversion.entries) - len(shown):
+        console.print(entries_table(translation.dialect.title, shown))
+    neutral = [entry.key for entry in translation.entries if entry.outcome == "changes nothing here"]
+    if neutral and not show_all:
+        logger.info("not translated, because they change nothing here: %s", ", ".join(neutral))
+    if others := len(translation.entries) - len(shown) - (0 if show_all else len(neutral)):
         logger.info("%d other keys mean the same here or have no effect; --all shows them", others)
-    lost = conversion.lost
+    lost = translation.lost
     if lost and not force:
         names = ", ".join(entry.key for entry in lost)
         logger.error(
@@ -68,19 +71,19 @@ def import_config(
         )
         raise typer.Exit(1)
     if output is None:
-        typer.echo(conversion.text, nl=False)
+        typer.echo(text, nl=False)
     else:
-        output.write_text(conversion.text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
         logger.info("wrote %s; check it with: thresher check %s", output, output)
 
 
 def entries_table(title: str, shown: Sequence[Entry]) -> Table:
-    """Build the table of keys, grouped by what became of them; those that stop the import come first in their group."""
+    """Build the table of keys, grouped by outcome; keys that stop the import come first in their group."""
     from rich.markup import escape
     from rich.table import Table
 
-    from thresher.config.dialects.convert import shown_value
-    from thresher.config.dialects.translation import OUTCOMES
+    from thresher.importers.convert import shown_value
+    from thresher.importers.translation import OUTCOMES
     from thresher.redact import escape_control_chars
 
     table = Table(title=f"config of {title}", title_justify="left")

@@ -19,7 +19,7 @@ def losses_table() -> Table:
         table.add_column(heading, no_wrap=heading in ("loss", "paper"))
     for row in describe():
         parameters = ", ".join(f"{parameter}={default:g}" for parameter, default in row.parameters.items())
-        # one column for both texts, so that neither is squeezed on a narrow terminal
+        # one column for both texts, so neither is squeezed on a narrow terminal
         text = f"{row.summary}\n{parameters}" if parameters else row.summary
         table.add_row(row.name, "yes" if row.needs_reference else "no", row.paper, text)
     return table

@@ -1,222 +1,140 @@
-"""The result of `thresher plan` as tables and bars, or as JSON."""
+"""The result of `thresher plan` as tables, or as JSON."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich import filesize
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thresher.cli.plan_calibration import print_calibration
-from thresher.cli.plan_simulation import simulation_json, simulation_table, wait_lines
+from thresher.builders.hardware import COMPUTE_RATES, LINK_RATE
+from thresher.builders.memory import RESERVED
 from thresher.cli.terminal import result_console
-from thresher.errors import unusable_path
-from thresher.plan.compute import LINK_RATE, MEMORY_RATE, PRODUCT_RATES
-from thresher.plan.memory import RESERVED
 from thresher.plan.search import changes_that_help
-from thresher.plan.traffic import AXES_OF_MESSAGES
 from thresher.redact import escape_control_chars, redact_text
 
 if TYPE_CHECKING:
-    from thresher.plan.axes import Proposal
-    from thresher.plan.calibrate import Calibration
-    from thresher.plan.estimate import Estimate, StageEstimate
+    from thresher.plan.estimate import Estimate
+    from thresher.plan.search import Proposal
     from thresher.plan.simulate.run import SimulatedRank
 
-_BAR_WIDTH = 60
-_COLORS = {
-    "weights": "blue",
-    "gradients": "cyan",
-    "optimizer": "magenta",
-    "reference": "bright_black",
-    "gather_buffers": "yellow",
-    "activations": "green",
-    "lm_head": "red",
-}
-_LETTERS = {name: name[0].upper() for name in _COLORS} | {"gather_buffers": "B"}
 _COMPILED = {"nothing": "nothing", "functions": "norms and activations", "layers": "layers"}
 _MOST_CHANGES = 6
-_SAVED_WIDTH = 120
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """What a plan shows. simulated, measured: ranks and real steps, if they were requested."""
-
-    estimate: Estimate
-    layouts: Sequence[Proposal]
-    simulated: Sequence[SimulatedRank] = ()
-    measured: Calibration | None = None
+def peak_of(estimate: Estimate, simulated: Sequence[SimulatedRank]) -> float:
+    """Peak memory of a GPU: counted if ranks were simulated, by formula otherwise."""
+    return max((rank.counted.peak for rank in simulated), default=estimate.peak)
 
 
-def print_plan(report: PlanReport) -> None:
-    _print(report, result_console())
+def print_plan(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequence[SimulatedRank]) -> None:
+    console = result_console()
 
+    def say(*lines: str) -> None:
+        for line in lines:
+            console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
 
-def save_plan(report: PlanReport, file: Path) -> None:
-    """Write the report as HTML or SVG, in the colors of the terminal."""
-    console = Console(record=True, width=_SAVED_WIDTH, file=io.StringIO(), highlight=False, force_terminal=True)
-    _print(report, console)
-    try:
-        if file.suffix == ".svg":
-            console.save_svg(str(file), title="thresher plan")
-        else:
-            console.save_html(str(file))
-    except OSError as error:
-        raise unusable_path(str(file), error.strerror) from None
-
-
-def _print(report: PlanReport, console: Console) -> None:
-    estimate, simulated = report.estimate, report.simulated
-
-    def say(line: str) -> None:
-        console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=not console.record)
-
-    for line in _facts(estimate):
-        say(line)
-    say("\nmemory per GPU at the peak of a step")
+    say(*_facts(estimate), "\nmemory per GPU at the peak of a step")
     console.print(_memory_table(estimate))
-    for stage in estimate.stages:
-        console.print(_bar(stage, estimate.cluster.gpu.memory), soft_wrap=True)
     if any(stage.wire_bytes for stage in estimate.stages):
         say("\nbytes that a GPU sends per step")
         console.print(_traffic_table(estimate))
-    say("\nseconds per step, by roofline")
+    say("\nexpected seconds per step")
     console.print(_time_table(estimate))
     if simulated:
-        say("\nsimulated with tensors that have no values: a step of the longest and of median micro-batches")
-        console.print(simulation_table(simulated))
-        for line in ("the host waits for the device in", *wait_lines(simulated)):
-            say(line)
-    for line in (*_conclusion(estimate), *_layout_lines(estimate, report.layouts)):
-        say(line)
-    if report.measured is not None:
-        print_calibration(estimate, report.measured, console)
+        say("\nsimulated on fake tensors: a step of the longest and of median micro-batches")
+        console.print(_simulation_table(simulated))
+        say("the host waits for the device in", *_waits(simulated))
+    say(*_conclusion(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes))
 
 
 def _facts(estimate: Estimate) -> list[str]:
-    workload, shape, cluster = estimate.workload, estimate.shape, estimate.cluster
-    assumed = " (assumed)" if workload.is_assumed else ""
-    plan = workload.plan
-    useful = workload.useful_per_step
-    notes = [] if estimate.note is None else [f"strategy: {estimate.note}"]
+    workload, size, cluster, plan = estimate.workload, estimate.known.size.parameters, estimate.cluster, estimate.plan
+    assumed = " (assumed)" if estimate.pairs.is_assumed else ""
+    useful, notes = workload.useful_per_step, []
     if not cluster.gpu.has_bf16 and estimate.config.actor_train.model_args.dtype == "bf16":
         notes.append(
             f"precision: {cluster.gpu.name} has no bf16, and the rates are those of fp16; set "
             "actor_train.model_args.dtype=fp16"
         )
+    if estimate.budget_reason is not None:
+        tokens = estimate.config.actor_train.training_args.max_tokens_per_micro_batch
+        shown = "no limit" if tokens is None else f"{tokens:,}"
+        notes.append(f"max_tokens_per_micro_batch: auto -> {shown}, {estimate.budget_reason}")
     return [
-        *notes,
-        f"model: {estimate.parts.policy_path}, {shape.num_parameters:,} parameters, {shape.num_trained:,} trained",
-        f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_axes(estimate)}",
+        f"model: {estimate.parts.policy_path}, {size.total:,.0f} parameters, {size.trained:,.0f} trained",
+        f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_mesh(estimate)}",
         f"pairs: {estimate.pairs.source}",
         f"step: {plan.pairs_per_step:,} pairs, {useful:,.0f} useful tokens{assumed}, "
-        f"micro-batches per data-parallel rank: {estimate.memory_settings.micro_batches}, the largest of "
+        f"micro-batches per data-parallel rank: {workload.most_micro_batches}, the largest of "
         f"{workload.largest.total:,} tokens",
         f"epoch: {plan.num_pairs:,} pairs, {useful * plan.steps_per_epoch:,.0f} useful tokens, "
         f"{plan.steps_per_epoch:,} steps{assumed}; the run has {plan.num_steps:,} steps",
-        f"layout: {workload.layout}, {workload.rows_per_step:,.0f} rows per step, {workload.saved_rows:.0%} fewer than "
-        "padded",
+        f"layout: {estimate.parts.layout.name}, {workload.rows_per_step:,.0f} rows per step, "
+        f"{workload.saved_rows:.0%} fewer than padded",
         f"reference: {estimate.parts.mode}",
-        *_chosen_budget(estimate),
+        *notes,
     ]
 
 
-def _axes(estimate: Estimate) -> str:
+def _mesh(estimate: Estimate) -> str:
     return ", ".join(f"{name} {size}" for name, size in vars(estimate.dims).items() if size > 1) or "one process"
 
 
-def _chosen_budget(estimate: Estimate) -> list[str]:
-    if estimate.budget_reason is None:
-        return []
-    tokens = estimate.config.actor_train.training_args.max_tokens_per_micro_batch
-    shown = "no limit" if tokens is None else f"{tokens:,}"
-    return [f"max_tokens_per_micro_batch: auto -> {shown}, {estimate.budget_reason}"]
+def _bytes(size: float) -> str:
+    return filesize.decimal(round(size))
 
 
-def _memory_table(estimate: Estimate) -> Table:
+def _table(first: str, others: Iterable[str]) -> Table:
     table = Table()
-    table.add_column("category")
-    for stage in estimate.stages:
-        table.add_column(_stage_title(stage), justify="right")
-    for name in _COLORS:
-        table.add_row(
-            f"{_LETTERS[name]} {name.replace('_', ' ')}",
-            *(_memory_cell(stage, name) for stage in estimate.stages),
-        )
-    table.add_section()
-    table.add_row("total", *(filesize.decimal(stage.memory.total) for stage in estimate.stages))
+    table.add_column(first)
+    for title in others:
+        table.add_column(title, justify="right")
     return table
 
 
-def _memory_cell(stage: StageEstimate, name: str) -> str:
-    size = stage.memory.by_category[name]
-    # the peak of a step with large activations is before its first backward
-    is_later = name == "gradients" and not size and stage.memory.optimizer > 0
-    return "not yet" if is_later else filesize.decimal(size)
+def _titles(estimate: Estimate) -> list[str]:
+    return ["every GPU" if stage.name == "all" else f"{stage.name} stage" for stage in estimate.stages]
 
 
-def _stage_title(stage: StageEstimate) -> str:
-    return "every GPU" if stage.name == "all" else f"{stage.name} stage"
-
-
-def _bar(stage: StageEstimate, capacity: float) -> Text:
-    """Memory by category as a stacked bar; the scale is the GPU's memory, or the peak if it is larger."""
-    scale = max(capacity, stage.memory.total) / _BAR_WIDTH
-    text = Text(f"{_stage_title(stage):<13}")
-    ends, end = [], 0
-    for name, size in stage.memory.by_category.items():
-        end += size
-        ends.append((name, round(end / scale)))
-    start = 0
-    for name, stop in ends:
-        text.append(_LETTERS[name] * (stop - start), style=_COLORS[name])
-        start = max(start, stop)
-    limit = round(capacity / scale)
-    text.append("." * max(0, limit - start), style="dim")
-    return text.append(f"| {filesize.decimal(stage.memory.total)} of {filesize.decimal(round(capacity))}")
+def _memory_table(estimate: Estimate) -> Table:
+    table, memories = _table("category", _titles(estimate)), [stage.memory for stage in estimate.stages]
+    for name in memories[0].by_category:
+        # a peak before the first backward has no gradients
+        is_early = name == "gradients" and any(memory.optimizer and not memory.gradients for memory in memories)
+        sizes = [memory.by_category[name] for memory in memories]
+        table.add_row(name.replace("_", " "), *("not yet" if is_early and not size else _bytes(size) for size in sizes))
+    table.add_section()
+    table.add_row("total", *(_bytes(memory.total) for memory in memories))
+    return table
 
 
 def _traffic_table(estimate: Estimate) -> Table:
-    table = Table()
-    table.add_column("axis")
-    table.add_column("link")
-    for stage in estimate.stages:
-        table.add_column(_stage_title(stage), justify="right")
-    for axis in AXES_OF_MESSAGES:
-        if not any(axis in stage.wire_bytes for stage in estimate.stages):
-            continue
-        bandwidth = estimate.cluster.bandwidth(axis, estimate.dims)
-        link = "node" if bandwidth >= LINK_RATE * estimate.cluster.gpu.intra_node else "network"
-        table.add_row(axis, link, *(filesize.decimal(int(s.wire_bytes.get(axis, 0))) for s in estimate.stages))
+    table, cluster = _table("mesh dimension", ["link", *_titles(estimate)]), estimate.cluster
+    for axis in dict.fromkeys(axis for stage in estimate.stages for axis in stage.wire_bytes):
+        is_inside = cluster.bandwidth(axis, estimate.dims) >= LINK_RATE * cluster.gpu.intra_node
+        sent = [_bytes(stage.wire_bytes.get(axis, 0)) for stage in estimate.stages]
+        table.add_row(axis, "node" if is_inside else "network", *sent)
     return table
 
 
 def _time_table(estimate: Estimate) -> Table:
-    table = Table()
-    table.add_column("work")
-    for stage in estimate.stages:
-        table.add_column(_stage_title(stage), justify="right")
-    lines = [stage.roofline for stage in estimate.stages]
-    table.add_row("matrix products", *(_range(_seconds, *r.products) for r in lines))
-    table.add_row("elementwise", *(_seconds(r.elementwise) for r in lines))
-    table.add_row("copies of FSDP2", *(_seconds(r.copies) for r in lines))
-    table.add_row("optimizer", *(_seconds(r.optimizer) for r in lines))
-    for axis in sorted({axis for r in lines for axis in r.communication} - {"step"}):
-        table.add_row(f"sending, {axis}", *(_seconds(r.communication.get(axis, 0.0)) for r in lines))
-    if any(r.communication for r in lines):
-        table.add_row("sending that is not hidden at best", *(_seconds(r.exposed) for r in lines))
+    table, times = _table("work", _titles(estimate)), [stage.time for stage in estimate.stages]
+    table.add_row("computing", *(_seconds(time.compute) for time in times))
+    table.add_row("optimizer", *(_seconds(time.optimizer) for time in times))
+    for axis in dict.fromkeys(axis for time in times for axis in time.communication):
+        table.add_row(f"sending, {axis}", *(_seconds(time.communication.get(axis, 0.0)) for time in times))
+    if any(time.communication for time in times):
+        table.add_row("sending that is not hidden", *(_seconds(time.exposed) for time in times))
     if estimate.dims.pp > 1:
-        table.add_row("pipeline bubble", *(_seconds(r.bubble) for r in lines))
+        table.add_row("pipeline bubble", *(_seconds(time.bubble) for time in times))
     table.add_section()
-    table.add_row("step", *(_range(_seconds, r.best, r.worst) for r in lines))
+    table.add_row("step", *(_seconds(time.total) for time in times))
     return table
 
 
@@ -225,83 +143,108 @@ def _seconds(value: float) -> str:
     return f"{round(value, 6):.3g}"
 
 
-def _range(show: Callable[[float], str], best: float, worst: float) -> str:
-    """The worst case first: published steps of other trainers are near it."""
-    return show(worst) if show(best) == show(worst) else f"{show(worst)} ({show(best)} at best)"
-
-
-def _durations(best: float, worst: float, prefix: str = "") -> str:
+def _duration(hours: float, prefix: str = "") -> str:
     """Hours in a unit that gives them digits."""
     units = {"hours": 1, "minutes": 60, "seconds": 3600}
-    unit = next((name for name, factor in units.items() if worst * factor >= 1), "seconds")
-    return f"{_range(lambda hours: f'{hours * units[unit]:,.3g}', best, worst)} {prefix}{unit}"
+    unit = next((name for name, factor in units.items() if hours * factor >= 1), "seconds")
+    return f"{hours * units[unit]:,.3g} {prefix}{unit}"
 
 
-def _conclusion(estimate: Estimate) -> list[str]:
-    low, high = estimate.mfu
-    best, worst = estimate.hours
-    num_gpus = estimate.cluster.num_gpus
+def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
+    """Counted and computed figures of one step, side by side."""
+    titles = [title for rank in ranks for title in (f"rank {rank.counted.rank}, counted", "by formula")]
+    table = _table("of the simulated step", titles)
+
+    def add(name: str, show: Callable[[float], str], figures: Iterable[tuple[float, float | None]]) -> None:
+        table.add_row(name, *("" if value is None else show(value) for pair in figures for value in pair))
+
+    add("peak memory", _bytes, ((r.counted.peak, r.memory.total) for r in ranks))
+    add("held between steps", _bytes, ((r.counted.held, r.memory.weights + r.memory.optimizer) for r in ranks))
+    for axis in dict.fromkeys(axis for rank in ranks for axis in rank.wire_bytes):
+        sent = ((r.counted.wire_bytes.get(axis, 0), r.wire_bytes.get(axis, 0)) for r in ranks)
+        add(f"sent, {axis}", _bytes, sent)
+    table.add_section()
+    for place, on_host in (("device", False), ("host", True)):
+        add(f"collectives on the {place}", _count, ((_calls(r, on_host=on_host), None) for r in ranks))
+    add("operations on the device", _count, ((r.counted.operations, None) for r in ranks))
+    flops = ((sum(r.counted.flops.values()) / 1e12, r.flops / 1e12) for r in ranks)
+    add("TFLOP in matrix products", "{:,.2f}".format, flops)
+    add("waits of the host for the device", _count, ((sum(r.counted.reads.values()), None) for r in ranks))
+    return table
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _calls(rank: SimulatedRank, *, on_host: bool) -> int:
+    return sum(each.calls for each in rank.counted.collectives if each.on_host == on_host)
+
+
+def _waits(ranks: Sequence[SimulatedRank]) -> list[str]:
+    """Where the host waits for the device, most often first."""
+    waits: Counter[str] = Counter()
+    for rank in ranks:
+        waits |= Counter(rank.counted.reads)
+    return [f"  {count:>4} x {line}" for line, count in waits.most_common()]
+
+
+def _conclusion(estimate: Estimate, peak: float) -> list[str]:
+    hours, rate = estimate.hours, COMPUTE_RATES[estimate.compiled]
     lines = [
-        f"MFU {low:.0%} ({high:.0%} at best); assumed: matrix products at {PRODUCT_RATES[0]:.0%} to "
-        f"{PRODUCT_RATES[1]:.0%} of the peak, memory at {MEMORY_RATE:.0%}, links at {LINK_RATE:.0%}, FSDP2 "
-        f"hidden or not, {_COMPILED[estimate.compiled]} compiled",
-        f"training: {_durations(best, worst)}, {_durations(best * num_gpus, worst * num_gpus, 'GPU-')}; "
+        f"MFU {estimate.mfu:.0%}; assumed: computing at {100 * rate:g}% of the peak, links at {LINK_RATE:.0%}, "
+        f"{_COMPILED[estimate.compiled]} compiled",
+        f"training: {_duration(hours)}, {_duration(hours * estimate.cluster.num_gpus, 'GPU-')}; "
         "evaluation, saving and scoring of the reference before training come on top",
-        f"checkpoint: {filesize.decimal(max(stage.checkpoint for stage in estimate.stages))} per writing process; at "
-        f"start a node reads {filesize.decimal(estimate.loaded_bytes_per_node)}",
+        f"checkpoint: {_bytes(estimate.checkpoint_bytes)} per writing process; at start a node reads "
+        f"{_bytes(estimate.loaded_bytes_per_node)}",
     ]
     if estimate.budget_reason is None and (budget := estimate.largest_budget) is not None:
-        lines.append(f"largest max_tokens_per_micro_batch that fits: about {budget:,}")
-    usable = f"{filesize.decimal(int(estimate.usable_memory))}, {RESERVED:.0%} less than the GPU has"
-    if estimate.fits:
-        return [*lines, f"fits: at most {filesize.decimal(estimate.peak)} of {usable}"]
-    lines.append(f"does not fit: {filesize.decimal(estimate.peak)} of {usable}; what to change:")
+        lines.append(f"largest max_tokens_per_micro_batch that fits for certain: about {budget:,}")
+    usable = f"{_bytes(estimate.usable_memory)}, {RESERVED:.0%} less than the GPU has"
+    if peak <= estimate.usable_memory:
+        return [*lines, f"fits: at most {_bytes(peak)} of {usable}"]
+    lines.append(f"does not fit: {_bytes(peak)} of {usable}; what to change:")
     return lines + [
-        f"  {change.text}: {filesize.decimal(change.peak)}, {'fits' if change.fits else 'does not fit'}"
+        f"  {change.text}: {_bytes(change.peak)}, {'fits' if change.fits else 'does not fit'}"
         for change in changes_that_help(estimate)[:_MOST_CHANGES]
     ]
 
 
-def _layout_lines(estimate: Estimate, layouts: Sequence[Proposal]) -> list[str]:
-    """Each layout of axes in two lines: what it costs, and the settings to change."""
-    if not layouts:
+def _mesh_lines(estimate: Estimate, meshes: Sequence[Proposal]) -> list[str]:
+    """Each mesh in two lines: what it costs, and the settings to change."""
+    if not meshes:
         return []
-    lines = ["\ncheaper layouts of axes:" if estimate.fits else "layouts of axes that fit:"]
-    for layout in layouts:
-        found = layout.estimate
-        saved = f", {1 - found.mean_seconds / estimate.mean_seconds:.0%} fewer GPU-hours" if estimate.fits else ""
+    lines = ["\ncheaper meshes:" if estimate.fits else "meshes that fit:"]
+    for mesh in meshes:
+        found = mesh.estimate
+        saved = f", {1 - found.step_seconds / estimate.step_seconds:.0%} fewer GPU-hours" if estimate.fits else ""
         lines += [
-            f"  {_axes(found)}: {_range(_seconds, *found.step_seconds)} seconds per step, "
-            f"{filesize.decimal(found.peak)}{saved}",
-            f"    {' '.join(layout.overrides)}",
+            f"  {_mesh(found)}: {_seconds(found.step_seconds)} seconds per step, {_bytes(found.peak)}{saved}",
+            f"    {' '.join(mesh.overrides)}",
         ]
     return lines
 
 
-def print_json(report: PlanReport) -> None:
-    values = as_json(report.estimate, report.layouts)
-    if report.simulated:
-        values["simulated"] = simulation_json(report.simulated)
-    if report.measured is not None:
-        values["calibration"] = asdict(report.measured)
-    result_console().print_json(json.dumps(values))
-
-
-def as_json(estimate: Estimate, layouts: Sequence[Proposal]) -> dict[str, Any]:
-    workload, plan = estimate.workload, estimate.workload.plan
-    return {
-        "fits": estimate.fits,
-        "note": estimate.note,
-        "gpu": vars(estimate.cluster.gpu),
-        "num_gpus": estimate.cluster.num_gpus,
-        "axes": vars(estimate.dims),
-        "parameters": {"total": estimate.shape.num_parameters, "trained": estimate.shape.num_trained},
-        "pairs": {"source": estimate.pairs.source, "is_assumed": workload.is_assumed, "per_epoch": plan.num_pairs},
+def print_json(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequence[SimulatedRank]) -> None:
+    workload, plan, cluster = estimate.workload, estimate.plan, estimate.cluster
+    size = estimate.known.size.parameters
+    values: dict[str, Any] = {
+        "fits": peak_of(estimate, simulated) <= estimate.usable_memory,
+        "gpu": vars(cluster.gpu),
+        "num_gpus": cluster.num_gpus,
+        "mesh": vars(estimate.dims),
+        "parameters": {"total": round(size.total), "trained": round(size.trained)},
+        "pairs": {
+            "source": estimate.pairs.source,
+            "is_assumed": estimate.pairs.is_assumed,
+            "per_epoch": plan.num_pairs,
+        },
         "pairs_per_step": plan.pairs_per_step,
         "useful_tokens_per_step": workload.useful_per_step,
         "rows_per_step": workload.rows_per_step,
         "saved_rows": workload.saved_rows,
-        "layout": workload.layout,
+        "layout": estimate.parts.layout.name,
         "num_steps": plan.num_steps,
         "reference": estimate.parts.mode,
         "stages": [
@@ -310,8 +253,7 @@ def as_json(estimate: Estimate, layouts: Sequence[Proposal]) -> dict[str, Any]:
                 "memory": stage.memory.by_category | {"total": stage.memory.total},
                 "wire_bytes_per_step": stage.wire_bytes,
                 "flops_per_step": vars(stage.flops),
-                "seconds": vars(stage.roofline),
-                "checkpoint_bytes": stage.checkpoint,
+                "seconds": vars(stage.time) | {"total": stage.time.total},
             }
             for stage in estimate.stages
         ],
@@ -319,19 +261,31 @@ def as_json(estimate: Estimate, layouts: Sequence[Proposal]) -> dict[str, Any]:
         "token_budget": estimate.config.actor_train.training_args.max_tokens_per_micro_batch,
         "largest_token_budget": estimate.largest_budget,
         "mfu": estimate.mfu,
-        "step_seconds": estimate.step_seconds,
-        "hours": estimate.hours,
-        "gpu_hours": [hours * estimate.cluster.num_gpus for hours in estimate.hours],
+        "checkpoint_bytes": estimate.checkpoint_bytes,
         "loaded_bytes_per_node": estimate.loaded_bytes_per_node,
-        "layouts": [
-            {
-                "axes": vars(layout.estimate.dims),
-                "changes": layout.changes,
-                "peak": layout.estimate.peak,
-                "step_seconds": layout.estimate.step_seconds,
-                "gpu_hours": [hours * layout.estimate.cluster.num_gpus for hours in layout.estimate.hours],
-            }
-            for layout in layouts
+        **_costs(estimate),
+        "meshes": [
+            {"mesh": vars(each.estimate.dims), "changes": each.changes, **_costs(each.estimate)} for each in meshes
         ],
         "changes": [] if estimate.fits else [change._asdict() for change in changes_that_help(estimate)],
+    }
+    if simulated:
+        values["simulated"] = [
+            {
+                "stage": rank.stage,
+                **asdict(rank.counted),
+                "wire_bytes": rank.counted.wire_bytes,
+                "by_formula": {"peak": rank.memory.total, "wire_bytes": rank.wire_bytes, "flops": rank.flops},
+            }
+            for rank in simulated
+        ]
+    result_console().print_json(json.dumps(values))
+
+
+def _costs(estimate: Estimate) -> dict[str, float]:
+    return {
+        "peak": estimate.peak,
+        "step_seconds": estimate.step_seconds,
+        "hours": estimate.hours,
+        "gpu_hours": estimate.hours * estimate.cluster.num_gpus,
     }

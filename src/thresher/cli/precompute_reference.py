@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from thresher.config import DPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +19,8 @@ def precompute_reference(
     path: ConfigFile,
     overrides: Overrides = None,
     all_pairs: Annotated[
-        bool, typer.Option("--all-pairs", help="All training pairs, not only those of this run's steps.")
+        bool, typer.Option("--all-pairs", help="All training pairs, not only the pairs of this run's steps.")
     ] = False,
-    every_pair: Annotated[bool, typer.Option("--every-pair", hidden=True)] = False,
 ) -> None:
     """Compute the reference log-probs of a run and cache them for this and later runs."""
     from thresher.config import load_config
@@ -30,16 +32,21 @@ def precompute_reference(
     for text in check_run(config, trains=False).warnings:
         logger.warning("%s", text)
 
+    fill_cache(config, all_pairs=all_pairs)
+
+
+def fill_cache(config: DPOConfig, *, all_pairs: bool) -> None:
+    """Prepare the pairs and score the reference, with progress lines."""
+    from thresher.builders.hardware import gpu_of
     from thresher.builders.reference import precompute_reference
+    from thresher.builders.token_budget import with_token_budget
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
-    from thresher.plan.budget import with_token_budget
-    from thresher.plan.hardware import gpu_of
 
     quiet_libraries()
     precompute_reference(
         config,
-        all_pairs=all_pairs or every_pair,
+        all_pairs=all_pairs,
         progress=progress_lines(),
         build_store=build_and_report,
         choose_budget=lambda inputs, device: with_token_budget(config, inputs, None, lambda: gpu_of(device)),

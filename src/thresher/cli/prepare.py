@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from thresher.cli.prepare_options import name_options_in_errors, reject_config_options, spell_setting
 from thresher.cli.prepare_report import log_report, show_progress, summarize_changes
 
 if TYPE_CHECKING:
@@ -21,6 +21,34 @@ if TYPE_CHECKING:
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
 logger = logging.getLogger(__name__)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# {role} is actor_train or validation
+CONFIG_KEYS = {
+    "template": "{role}.data_args.template",
+    "sequence_length": "sequence_length",
+    "truncation": "{role}.data_args.truncation",
+    "on_bad_row": "{role}.data_args.on_bad_row",
+    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
+    "chosen_key": "chosen_key",
+    "rejected_key": "rejected_key",
+    "prompt_key": "prompt_key",
+    "runtime": "runtime",
+    "ray_address": "ray_address",
+}
+_TRUST = "actor_train.model_args.trust_remote_code=true"
+# as errors of preparation write the settings
+_IN_ERRORS = {
+    **{key.format(role="actor_train"): _option(name) for name, key in CONFIG_KEYS.items() if name != "runtime"},
+    "num_processes": "--num-processes",
+    "actor_train.data_args.file_name": "the files",
+    _TRUST: f"{_TRUST} in a config file and pass it with --config",
+}
+
 
 ROWS, WORKERS = "Rows and tokens", "Workers"
 
@@ -112,7 +140,7 @@ def prepare(
                 sequence_length=sequence_length,
                 truncation=cast("Truncation", truncation),  # DataSettings rejects other values
                 on_bad_row=cast("OnBadRow", on_bad_row),
-                special_tokens_in_text=_as_special_tokens_in_text(special_tokens_in_text),
+                special_tokens_in_text=cast("SpecialTokensInText", special_tokens_in_text),
                 chosen_key=chosen_key,
                 rejected_key=rejected_key,
                 prompt_key=prompt_key,
@@ -143,6 +171,43 @@ def prepare_from_config(path: Path, output: Path) -> None:
     _prepare_store(settings, str(model), output, trust_remote_code=trust_remote_code, overwrite=False, ray=ray)
 
 
+def reject_config_options(context: typer.Context, *, validation: bool) -> None:
+    """Reject options that the config would silently override, and name the key to set instead."""
+    from thresher.errors import UserError
+
+    for name in CONFIG_KEYS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            setting = spell_setting(name, in_config=True, validation=validation)
+            raise UserError(
+                f"{_option(name)} has no effect with --config; leave it out and pass {setting}{context.params[name]} "
+                "instead"
+            )
+
+
+def spell_setting(name: str, *, in_config: bool, validation: bool) -> str:
+    """Return how to set an option, up to its value: `--name ` or `key=`."""
+    role = "validation" if validation else "actor_train"
+    return f"{CONFIG_KEYS[name].format(role=role)}=" if in_config else f"{_option(name)} "
+
+
+@contextmanager
+def name_options_in_errors() -> Iterator[None]:
+    """Replace config keys by options in the message of a `UserError`; `key=value` becomes `--key value`."""
+    from thresher.errors import UserError
+
+    keys = "|".join(re.escape(key) for key in _IN_ERRORS)
+    try:
+        yield
+    except UserError as error:
+        named = re.sub(
+            rf"(?<![\w.-])({keys})\b(=?)",
+            lambda found: _IN_ERRORS[found[1]] + (" " if found[2] else ""),
+            str(error),
+        )
+        raise UserError(named) from error
+
+
 def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
     from thresher.errors import UserError
 
@@ -170,14 +235,6 @@ def _from_config(
     # not config.uses_ray: the number of training workers does not decide where to tokenize
     ray = RayCluster(config.ray_address) if config.runtime == "ray" or config.ray_address else None
     return data_settings(config, args), config.tokenizer_path, config.actor_train.model_args.trust_remote_code, ray
-
-
-def _as_special_tokens_in_text(value: str) -> SpecialTokensInText:
-    """Accept the values of earlier versions too; DataSettings rejects others."""
-    from thresher.config.aliases import ALIASES
-
-    _, value = ALIASES["DataArgs"].current("special_tokens_in_text", value)
-    return cast("SpecialTokensInText", value)
 
 
 def _prepare_store(
@@ -215,10 +272,11 @@ def build_and_report(
     in_full: bool = False,
     show_work: Callable[[str], bool] = lambda what: False,
 ) -> PrepareReport:
-    """Build a store with a progress display, then show its report, also if no pair is left.
+    """Build a store with a progress display, then show its report, even if no pair is left.
 
-    in_full: with tables; otherwise only warnings are shown, and the rest of the report is in `run.log`. show_work: see
-    `show_progress`.
+    Args:
+        in_full: With tables; otherwise only warnings are shown, and the rest of the report is in `run.log`.
+        show_work: See `show_progress`.
     """
     from thresher.data.prepare.prepare import NoPairsError
     from thresher.data.prepare.prepare import prepare as build

@@ -25,7 +25,8 @@ def show_progress(
 ) -> Iterator[Callable[[PrepareProgress], None]]:
     """Show a progress bar on a terminal, and log a line every few seconds elsewhere.
 
-    show_work: shows the progress in the display of a run, which has no room for another bar, and returns True.
+    Args:
+        show_work: Shows the progress in a run's display, which has no room for another bar, and returns True.
     """
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -134,6 +135,6 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
 
 
 def summarize_changes(report: PrepareReport) -> str:
-    """Name what became of rows that are not pairs as they were, as the end of a line."""
+    """Count the rows that were changed or dropped, as the end of a line."""
     _, _, *changes = report.count_rows()
     return "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""

@@ -17,7 +17,7 @@ def report(
     """Write a report on one run, or a comparison of several, as one HTML file that works offline."""
     from thresher.cli.terminal import print_line
     from thresher.errors import UserError
-    from thresher.report.write import write_report
+    from thresher.report.page import write_report
 
     if output.suffix not in (".html", ".htm"):
         raise UserError(f"--output {output} does not end in .html; a report is an HTML file")

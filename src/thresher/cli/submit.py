@@ -108,7 +108,7 @@ def _follow(server: JobClient, job: str) -> None:
         logger.error("job %s %s (exit code %d): %s", job, status, outcome.exit_code, message)
         if _PATH_ERROR.search(end_of_log):
             logger.error(
-                "paths are those of the cluster's nodes: keep files on a file system that all nodes mount at the same "
+                "paths are looked up on the nodes: keep files on a file system that all nodes mount at the same "
                 "path, or upload them with --working-dir DIR and give paths relative to it"
             )
         logger.info("see its log with: %s", server.command("logs", job))

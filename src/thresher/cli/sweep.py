@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,9 +15,8 @@ from thresher.cli.arguments import ConfigFile
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from thresher.config import DPOConfig
     from thresher.sweep.grid import Trial
-    from thresher.sweep.results import Group, Result
+    from thresher.sweep.results import Result
     from thresher.sweep.run import Sweep
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ def sweep(
     path: ConfigFile,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE,...", help="Settings; those with several values span the grid."),
+        typer.Argument(metavar="KEY=VALUE,...", help="Settings; the ones with several values span the grid."),
     ] = None,
     metric: Annotated[
         str | None,
@@ -42,28 +41,28 @@ def sweep(
         int | None, typer.Option(help="asha: steps before the first decision; eval_steps if absent.", min=1)
     ] = None,
     reduction_factor: Annotated[
-        float, typer.Option(help="asha: of each number of trials, one in this many continues.", min=1.01)
+        float, typer.Option(help="asha: keep the best 1/N of the trials at each rung.", min=1.01)
     ] = _REDUCTION_FACTOR,
     max_concurrent: Annotated[
         int | None, typer.Option(help="Trials at a time; one on CPUs, as many as fit on GPUs, if absent.", min=1)
     ] = None,
 ) -> None:
     """Run every combination of the listed values, resume after a kill, and compare the runs."""
-    from thresher.sweep.grid import make_trials
+    from thresher.errors import UserError
+    from thresher.sweep.grid import make_trials, trial_config
 
     trials = make_trials(overrides or [])
-
-    from thresher.errors import UserError
-    from thresher.sweep.run import Sweep, SweepSettings
-
     if scheduler not in ("fifo", "asha"):
         raise UserError(f"--scheduler is {scheduler!r}; use fifo or asha")
     if scheduler == "fifo" and (grace_steps is not None or reduction_factor != _REDUCTION_FACTOR):
         raise UserError("--grace-steps and --reduction-factor have no effect without --scheduler asha")
-    has_validation = _loads_validation(path, trials[0])
+    has_validation = trial_config(path, trials[0]).validation is not None
     metric = metric or ("eval/rewards/accuracies" if has_validation else "rewards/accuracies")
     if metric.startswith("eval/") and not has_validation:
         raise UserError(f"--metric {metric} needs validation pairs; set validation.data_args or validation.split")
+
+    from thresher.sweep.run import Sweep, SweepSettings  # imports torch
+
     settings = SweepSettings(
         metric, _mode(mode, metric), scheduler == "asha", grace_steps, reduction_factor, max_concurrent
     )
@@ -77,12 +76,6 @@ def sweep(
             f"{len(failed)} of {len(results)} trials failed, the first is {first.trial.name}: {first.end.message}\n"
             "rerun the same command to try them again"
         )
-
-
-def _loads_validation(path: Path, trial: Trial) -> bool:
-    from thresher.sweep.grid import trial_config
-
-    return trial_config(path, trial).validation is not None
 
 
 def _mode(mode: str | None, metric: str) -> Literal["max", "min"]:
@@ -107,54 +100,56 @@ def _prepare_in_child(path: Path, trials: Sequence[Trial]) -> None:
 
 def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
     """Check every trial; then prepare the pairs, and score the reference, once for all trials that share them."""
-    from thresher.cli.terminal import log_to_terminal, quiet_libraries
-    from thresher.sweep.grid import trial_config
-    from thresher.sweep.shared_inputs import check_trials, distinct_inputs
-
-    with log_to_terminal(level):
-        quiet_libraries()
-        configs = {trial.name: trial_config(path, trial) for trial in trials}
-        for text in check_trials(configs):
-            logger.warning("%s", text)
-        for config in distinct_inputs(list(configs.values())):
-            _prepare_inputs(config)
-
-
-def _prepare_inputs(config: DPOConfig) -> None:
     from thresher.builders.inputs import RunInputs
     from thresher.builders.objective import build_objective
-    from thresher.builders.reference import precompute_reference
+    from thresher.builders.preflight import check_run
     from thresher.builders.reference_mode import reference_mode
+    from thresher.cli.precompute_reference import fill_cache
     from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import progress_lines
-    from thresher.plan.budget import with_token_budget
-    from thresher.plan.hardware import gpu_of
+    from thresher.cli.terminal import log_to_terminal
+    from thresher.errors import UserError
+    from thresher.sweep.grid import distinct_inputs, trial_config
 
-    objective = build_objective(config)
-    # with workers, the first trial scores the reference, on the devices that the config gives it
-    if reference_mode(config, objective) != "precompute" or config.uses_ray:
-        RunInputs(config, build_and_report).open()
-        return
-    precompute_reference(
-        config,
-        all_pairs=False,
-        progress=progress_lines(),
-        build_store=build_and_report,
-        choose_budget=lambda inputs, device: with_token_budget(config, inputs, None, lambda: gpu_of(device)),
-    )
+    with log_to_terminal(level):
+        configs = [trial_config(path, trial) for trial in trials]
+        warnings: dict[str, None] = {}  # each once
+        for trial, config in zip(trials, configs, strict=True):
+            try:
+                warnings |= dict.fromkeys(check_run(config).warnings)
+            except UserError as error:
+                raise UserError(f"trial {trial.name}: {error}") from None
+        for text in warnings:
+            logger.warning("%s", text)
+        for config in distinct_inputs(configs):
+            objective = build_objective(config)
+            # with workers, the first trial scores the reference, on the devices that the config gives it
+            if reference_mode(config, objective) == "precompute" and not config.uses_ray:
+                fill_cache(config, all_pairs=False)
+            else:
+                RunInputs(config, build_and_report).open()
 
 
 def _show(planned: Sweep, results: Sequence[Result]) -> None:
     """Print the results, best first, and write the report that compares the runs."""
     from thresher.cli.terminal import print_line, result_console
     from thresher.errors import UserError
-    from thresher.report.write import write_report
-    from thresher.sweep.results import group_by_seed
+    from thresher.report.page import write_report
+    from thresher.sweep.results import group_by_seed, ranked, shown_metrics
 
-    console = result_console()
-    console.print(results_table(results, planned.settings.metric, planned.settings.mode))
+    metric, mode = planned.settings.metric, planned.settings.mode
+    metrics, console = shown_metrics(results, metric), result_console()
+    rows = [
+        (*each.trial.values.values(), each.end.state, str(each.step), *(_number(each.metrics.get(m)) for m in metrics))
+        for each in ranked(results, metric, mode)
+    ]
+    console.print(_table([*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
-        console.print(groups_table(groups, results, planned.settings.metric))
+        rows = [
+            (*group.values.values(), str(group.num_trials), *(_interval(group.metrics.get(m)) for m in metrics))
+            for group in groups
+        ]
+        title = "mean over seeds, with 95 % interval"
+        console.print(_table(list(groups[0].values), ["seeds", *metrics], rows, title))
     report = planned.directory / _REPORT
     try:
         logged = [run for run, result in zip(planned.run_dirs, results, strict=True) if result.metrics]
@@ -165,35 +160,18 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         print_line(str(report))
 
 
-def results_table(results: Sequence[Result], metric: str, mode: Literal["max", "min"]) -> Table:
-    """One row per trial, best first."""
+def _table(
+    texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+) -> Table:
     from rich.table import Table
 
-    from thresher.sweep.results import ranked, shown_metrics
-
-    names = shown_metrics(results, metric)
-    table = Table()
-    for heading in (*results[0].trial.values, "state", "step", *names):
-        table.add_column(heading, justify="right" if heading in ("step", *names) else "left")
-    for result in ranked(results, metric, mode):
-        numbers = [_number(result.metrics.get(name)) for name in names]
-        table.add_row(*result.trial.values.values(), result.end.state, str(result.step), *numbers)
-    return table
-
-
-def groups_table(groups: Sequence[Group], results: Sequence[Result], metric: str) -> Table:
-    """One row per combination of the settings other than the seed: means with 95 % intervals."""
-    from rich.table import Table
-
-    from thresher.sweep.results import shown_metrics
-
-    names = shown_metrics(results, metric)
-    table = Table(title="mean over seeds, with 95 % interval", title_justify="left")
-    for heading in (*groups[0].values, "seeds", *names):
-        table.add_column(heading, justify="right" if heading in ("seeds", *names) else "left")
-    for group in groups:
-        cells = [_interval(group.metrics.get(name)) for name in names]
-        table.add_row(*group.values.values(), str(group.num_trials), *cells)
+    table = Table(title=title, title_justify="left")
+    for heading in texts:
+        table.add_column(heading)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

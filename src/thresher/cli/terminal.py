@@ -1,4 +1,4 @@
-"""Terminal output: messages and progress on stderr, the results of a command on stdout, so that pipes get only results.
+"""Terminal output: messages and progress on stderr, the results of a command on stdout, so pipes get only results.
 
 Messages are the records of the `thresher` loggers. The results of a command are printed at every level.
 """
@@ -57,7 +57,7 @@ _handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_deta
 
 
 def _is_line(record: logging.LogRecord) -> bool:
-    """Whether a phase of a run is a line of its own, because no live display shows it."""
+    """Whether a run's phase gets its own line, because no live display shows it."""
     return is_phase(record) and not is_live()
 
 
@@ -110,7 +110,7 @@ def quiet_libraries() -> None:
 
 
 def use_plain_lines(plain: bool) -> None:
-    """Choose whether to print plain lines instead of a live display, also on a terminal."""
+    """Choose whether to print plain lines instead of a live display, even on a terminal."""
     global _is_plain  # one per process, as is the terminal
     _is_plain = plain
 

@@ -20,13 +20,10 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
-    from thresher.cli.terminal import print_line
     from thresher.config import load_config
     from thresher.runtime.open import lead
 
-    checkpoints = lead(lambda: load_config(path, overrides or []), run, _hide_all_but_errors) or []
-    for checkpoint in checkpoints[-1:]:  # there is none if a checkpoint of another run completed all steps
-        print_line(str(checkpoint))
+    lead(lambda: load_config(path, overrides or []), _train, _hide_all_but_errors)
 
 
 def _hide_all_but_errors() -> None:
@@ -36,13 +33,14 @@ def _hide_all_but_errors() -> None:
     show_errors_only()
 
 
-def run(config: DPOConfig) -> list[Path]:
-    """Run a config in the display of a run; return its checkpoints."""
+def _train(config: DPOConfig) -> None:
+    """Train in the run's display, and print the path of the last checkpoint."""
     from thresher.builders.preflight import check_files
 
     warnings = check_files(config)  # before torch is imported
 
-    from thresher.cli.run_display import run_display
+    from thresher.cli.run_display import run_display, silence_loud_loggers
+    from thresher.cli.terminal import print_line
 
     log_directory = Path(config.logging_dir or Path(config.output_dir) / "logs")
     with run_display(log_directory) as display:
@@ -50,7 +48,6 @@ def run(config: DPOConfig) -> list[Path]:
 
         from thresher.builders.checkpoints import build_checkpoint_manager
         from thresher.checkpoint.retention import list_checkpoints
-        from thresher.cli.library_messages import silence_loud_loggers
         from thresher.pipeline import DPOPipeline
 
         silence_loud_loggers()
@@ -59,4 +56,6 @@ def run(config: DPOConfig) -> list[Path]:
         ).train(warnings)
     if not config.export_model:
         logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
-    return list_checkpoints(build_checkpoint_manager(config).root)
+    # there is none if a checkpoint of a different run completed all steps
+    for checkpoint in list_checkpoints(build_checkpoint_manager(config).root)[-1:]:
+        print_line(str(checkpoint))

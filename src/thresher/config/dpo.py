@@ -7,152 +7,40 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PositiveInt,
     PrivateAttr,
-    StrictBool,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from thresher.config.aliases import resolve_loss_names
-from thresher.config.from_python import TRAINER_OPTIONS, as_in_trl
-from thresher.config.own_losses import with_digests
+from thresher.config.data import ValidationConfig
+from thresher.config.loss import LossConfig, Positive, with_digests
 from thresher.config.roles import (
     DType,
     Environment,
     PolicyConfig,
     ReferenceConfig,
-    StringList,
-    ValidationConfig,
     at_revision,
 )
 from thresher.config.samples import SamplesConfig
-from thresher.config.section import Section, no_effect, readable_errors
+from thresher.config.section import Section, StringList, also, no_effect, readable_errors
+from thresher.foreign_names import foreign
 
-# Parameters of the losses; None leaves the default of the loss.
-LOSS_PARAMETERS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
 EVAL_METRICS = tuple(
     f"eval/{name}"
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "sft_loss")
 )
+# the names of transformers
+_METRIC_SPELLINGS = {f"{prefix}{name.removeprefix('eval/')}": name for prefix in ("", "eval_") for name in EVAL_METRICS}
+_RESUME_SPELLINGS = {"false": False, "False": False, "": False, True: "auto"}
 _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
-# the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
-_SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
-Positive = Annotated[float, Field(gt=0)]
-
-
-def _check_weight(term: dict[str, float]) -> dict[str, float]:
-    if term.get("weight", 1.0) <= 0:
-        raise ValueError("weight must be above 0")
-    return term
-
-
-LossTerm = Annotated[dict[str, float], AfterValidator(_check_weight)]
 # YAML reads a bare `no` or `off` as false
 Health = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
 Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)]
-
-
-class LossConfig(Section):
-    """The objective. A parameter left out takes the default of the chosen loss (`thresher losses` lists them)."""
-
-    pref_loss: str | list[str] | dict[str, Positive | LossTerm] = "sigmoid"
-    """Name of a loss, a list of names, or a mapping from name to weight (MPO), or to `weight` and parameters of that
-    loss: `{sigmoid: 0.8, robust: {weight: 0.2, label_smoothing: 0.1}}`. `dpo` is another name of sigmoid. A loss of
-    your own is path/to/file.py:function or package.module:function; see docs/concepts/losses.md."""
-    pref_loss_digests: dict[str, str] = {}
-    """Recorded when a config is read, not to be set: SHA-256 of each Python file that pref_loss names, so that a
-    resumed run notices a change."""
-    ipo: StrictBool | None = None
-    """`true` is the same as pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
-    simpo_loss: StrictBool | None = None
-    """`true` is the same as pref_loss=simpo."""
-    beta: Positive | None = None
-    """DPO temperature: larger values keep the policy closer to the reference. The default of the loss when absent."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Assumed probability that a label is flipped. The default of the loss when absent."""
-    gamma: float | None = None
-    """Target reward margin: SimPO's gamma, or a constant that is subtracted from the logit of another logistic loss.
-    The default of the loss when absent, 0 for losses without one."""
-    length_normalization: bool | None = None
-    """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm and ipo_sum into ipo, `false`
-    turns ipo into ipo_sum."""
-    cpo_alpha: Annotated[float, Field(ge=0)] | None = None
-    """CPO: weight of the NLL term. The default of the loss when absent."""
-    discopop_tau: Positive | None = None
-    """DiscoPOP: temperature of the gate. The default of the loss when absent."""
-    rpo_alpha: Positive | None = None
-    """RPO: weight of an added NLL term on the chosen response."""
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """f-DPO: divergence between policy and reference."""
-    f_alpha_divergence_coef: float = 0.5
-    """f-DPO: alpha of alpha_divergence; 0 gives forward KL, 1 reverse KL."""
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    """LD-DPO: weight of the tokens beyond the length of the shorter response."""
-    use_wpo: bool = False
-    """WPO: weight each pair by its probability under the policy."""
-    length_penalty: Annotated[float, Field(ge=0)] | None = None
-    """R-DPO: reward subtracted per response token."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve_loss_aliases(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if "pref_loss" in values:
-            return {**values, "pref_loss": resolve_loss_names(values["pref_loss"])}
-        named = [names[0] for switch, names in _SWITCHES.items() if values.get(switch) is True]
-        return {**values, "pref_loss": named[0]} if named else values
-
-    @model_validator(mode="after")
-    def _validate_loss(self) -> LossConfig:
-        if self.ipo and self.simpo_loss:
-            raise ValueError("ipo and simpo_loss are both true; keep one")
-        for switch, names in _SWITCHES.items():
-            if getattr(self, switch) and self.pref_loss not in [*names, *([name] for name in names)]:
-                raise ValueError(f"{switch}: true contradicts pref_loss: {self.pref_loss}; keep one")
-        terms = [name for name, _ in self._terms]
-        if len(set(terms)) != len(terms):
-            raise ValueError(f"pref_loss repeats a loss: {' + '.join(terms)}; name each loss once, with its weight")
-        if self.non_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
-            raise ValueError("f_alpha_divergence_coef has no effect without f_divergence_type=alpha_divergence")
-        return self
-
-    @property
-    def loss_weights(self) -> dict[str, float]:
-        """Loss names with their weights, aliases resolved."""
-        return dict(self._terms)
-
-    @property
-    def _terms(self) -> list[tuple[str, float]]:
-        names = [self.pref_loss] if isinstance(self.pref_loss, str) else self.pref_loss
-        terms = names if isinstance(names, dict) else {}
-        weights = {name: term.get("weight", 1.0) if isinstance(term, dict) else term for name, term in terms.items()}
-        return [(self._normalised_name(name), weights.get(name, 1.0)) for name in names]
-
-    def _normalised_name(self, name: str) -> str:
-        renamed = {("sigmoid", True): "sigmoid_norm", ("ipo", False): "ipo_sum", ("ipo_sum", True): "ipo"}
-        return renamed.get((name, self.length_normalization), name) if self.length_normalization is not None else name
-
-    @property
-    def term_parameters(self) -> dict[str, dict[str, float]]:
-        """Parameters that pref_loss sets for one loss, by its name; they take precedence over given_parameters."""
-        terms = self.pref_loss.items() if isinstance(self.pref_loss, dict) else ()
-        return {
-            self._normalised_name(name): {key: value for key, value in term.items() if key != "weight"}
-            for name, term in terms
-            if isinstance(term, dict)
-        }
-
-    @property
-    def given_parameters(self) -> dict[str, float]:
-        """Loss parameters that the user set for all losses."""
-        return {name: getattr(self, name) for name in LOSS_PARAMETERS if getattr(self, name) is not None}
 
 
 class TrackerArgs(Section):
@@ -210,10 +98,10 @@ class DPOConfig(LossConfig):
     cache_dir: str | None = None
     """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
     reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[PositiveInt | None, also({-1: None})] = None
     """Maximum number of optimizer steps; no limit when absent or -1. Without num_train_epochs, the data repeats until
     then."""
-    num_train_epochs: Positive | None = None
+    num_train_epochs: Annotated[Positive | None, also({-1: None})] = None
     """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first, as in ROLL; TRL and
     transformers ignore the epochs, and so do `thresher import` and DPOConfig in Python. With neither, one epoch."""
     save_strategy: Cadence = "steps"
@@ -231,15 +119,15 @@ class DPOConfig(LossConfig):
     """Also evaluate before the first step."""
     logging_steps: PositiveInt = 1
     """Steps between log entries, which hold means since the previous entry. The final step is always logged."""
-    resume_from_checkpoint: Literal[False] | str | None = None
-    """Absent: resume from the newest checkpoint in output_dir, which must have the same config. `auto`: resume from it
-    even if the config changed. `false`: start from scratch. Otherwise the path of a checkpoint."""
+    resume_from_checkpoint: Annotated[Literal[False] | str | None, also(_RESUME_SPELLINGS)] = None
+    """Absent: resume from the newest checkpoint in output_dir, which must have the same config. `auto` or `true`:
+    resume from it even if the config changed. `false`: start from scratch. Otherwise the path of a checkpoint."""
     save_total_limit: PositiveInt = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
     export_model: bool = False
     """At the end, write the trained model to `model` in output_dir, as `thresher export` does: a Hugging Face directory
     with adapters merged. An earlier one there is replaced."""
-    metric_for_best_model: Literal[EVAL_METRICS] = "eval/loss"  # type: ignore[valid-type]
+    metric_for_best_model: Annotated[Literal[EVAL_METRICS], also(_METRIC_SPELLINGS)] = "eval/loss"  # type: ignore[valid-type]
     """Evaluation metric that selects the best checkpoint."""
     greater_is_better: bool = Field(default=None, validate_default=True)
     """Whether a higher metric_for_best_model is better. When absent: true for accuracies, margins and chosen rewards,
@@ -304,12 +192,7 @@ class DPOConfig(LossConfig):
 
     def __init__(self, **values: Any) -> None:
         given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
-        options = {name: given.pop(name) for name in TRAINER_OPTIONS if name in given}
-        given = as_in_trl(with_digests(given))
-        if given.keys() - type(self).model_fields.keys():
-            from thresher.config.flat import nest_flat_names  # large tables of other trainers' names
-
-            given = nest_flat_names(type(self), given)
+        given, options = foreign().from_python(type(self), with_digests(given))
         try:
             self.__pydantic_validator__.validate_python(given, self_instance=self, context=_FROM_PYTHON)
         except ValidationError as error:
@@ -321,17 +204,15 @@ class DPOConfig(LossConfig):
         def __getattr__(self, name: str) -> Any:
             """Read a setting under TRL's name, as programs do: `training_args.learning_rate`."""
             if not name.startswith("_"):
-                from thresher.config.flat import trl_arguments
-
-                found = vars(trl_arguments(self))
+                found = foreign().trl_arguments(self)
                 if name in found:
                     return found[name]
             return super().__getattr__(name)
 
     @property
     def trainer_options(self) -> dict[str, Any]:
-        """Settings of TRL that only `DPOTrainer` uses, with their defaults."""
-        return TRAINER_OPTIONS | self._trainer_options
+        """Settings of TRL that only `DPOTrainer` uses."""
+        return dict(self._trainer_options)
 
     # keeps pydantic from calling it for the plain values of a file, which have no flat names
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

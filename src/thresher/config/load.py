@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from thresher.config.dpo import DPOConfig
-from thresher.config.own_losses import with_digests
-from thresher.config.roll import translate
+from thresher.config.loss import with_digests
 from thresher.config.section import readable_errors
 from thresher.errors import UserError
+from thresher.foreign_names import foreign
 from thresher.redact import redact_overrides
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
     try:
         return parse_config(compose_yaml(Path(path), overrides))
     except UserError:
-        trainer = _find_foreign_trainer(Path(path))
+        trainer = foreign().find_trainer(Path(path))
         if trainer is None:
             raise
         raise UserError(
@@ -37,24 +37,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
         ) from None
 
 
-def _find_foreign_trainer(path: Path) -> str | None:
-    """Return the name of the trainer whose config an invalid file is; the keys of ROLL are ours."""
-    from thresher.config.dialects.read import read_foreign
-    from thresher.config.dialects.roll import ROLL
-
-    try:
-        dialect = read_foreign(path).dialect
-    except UserError:
-        return None
-    return None if dialect is None or dialect is ROLL else dialect.title
-
-
 def parse_config(values: Mapping[str, Any]) -> DPOConfig:
     """Validate plain values; all errors are reported in one message. Keys of ROLL are read, with a note on each."""
-    values, notes = translate(values) if isinstance(values, Mapping) else (values, [])
-    values = with_digests(values) if isinstance(values, Mapping) else values
-    for note in notes:
-        logger.info("config: %s", note)
+    if isinstance(values, Mapping):
+        values, notes = foreign().read_own_keys(values)
+        values = with_digests(values)
+        for note in notes:
+            logger.info("config: %s", note)
     try:
         return DPOConfig.model_validate(values)
     except ValidationError as error:

@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    JsonValue,
     PositiveInt,
     field_validator,
     model_validator,
 )
 
+from thresher.config.data import DataArgs
 from thresher.config.devices import parse_device_mapping
-from thresher.config.section import Section, no_effect
+from thresher.config.section import Section, also, no_effect
 from thresher.config.strategies import (
     DEFAULT_INFER,
     DEFAULT_TRAIN,
@@ -30,13 +30,13 @@ NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16", "fp16"]
 
 
-def _as_list(value: object) -> object:
-    # a string is one name, never a sequence of characters
-    return [value] if isinstance(value, str) else value
-
-
 def _split_names(value: object) -> object:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+def _as_targets(value: object) -> object:
+    names = _split_names(value)
+    return ["all-linear" if name == "all" else name for name in names] if isinstance(names, list) else names
 
 
 def _as_strings(value: object) -> object:
@@ -46,8 +46,8 @@ def _as_strings(value: object) -> object:
     return {key: json.dumps(each) if isinstance(each, bool | int | float) else each for key, each in value.items()}
 
 
-StringList = Annotated[list[str], BeforeValidator(_as_list)]
 Prefixes = Annotated[list[str], BeforeValidator(_split_names)]
+LoraTargets = Annotated[list[str], BeforeValidator(_as_targets)]
 Environment = Annotated[dict[str, str], BeforeValidator(_as_strings)]
 # auto is stored as no value, as in checkpoints that are older than the word
 TokenBudget = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if value == "auto" else value)]
@@ -100,8 +100,8 @@ class ModelArgs(Section):
     has the same adapter, so margins start at 0."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapters. All other dropout is disabled."""
-    lora_target: StringList = ["all-linear"]
-    """Names of the modules that get an adapter, or `all-linear`."""
+    lora_target: LoraTargets = ["all-linear"]
+    """Names of the modules that get an adapter, as a list or joined with commas, or `all-linear`; `all` is the same."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
@@ -220,7 +220,7 @@ class TrainingArgs(Section):
     """Minimum of `cosine_with_min_lr`, as a fraction of learning_rate."""
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
-    gradient_checkpointing: Literal["off", "selective", "full"] = "off"
+    gradient_checkpointing: Annotated[Literal["off", "selective", "full"], also({True: "full", False: "off"})] = "off"
     """Recompute activations in the backward pass to save memory. `full` (or true) keeps the input of each layer alone.
     `selective` also keeps the results of matrix products, attention and tensor-parallel sums, and recomputes norms,
     rotary embeddings and activation functions. `off` (or false) keeps everything."""
@@ -259,59 +259,6 @@ class TrainingArgs(Section):
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * num_steps)  # as transformers does: a warm-up never rounds to nothing
         return self.warmup_steps or 0
-
-
-class DataArgs(Section):
-    """Source files and tokenization of the pairs."""
-
-    file_name: StringList = []
-    """File, directory, glob or URL, or a list of them."""
-    dataset_dir: str | None = None
-    """Directory of relative file names that do not exist as given."""
-    revision: str | None = None
-    """Branch, tag or commit of the data sets of the Hugging Face Hub; `hf://OWNER/NAME@REVISION` sets it for one."""
-    store: str | None = None
-    """Store written by `thresher prepare`; replaces file_name."""
-    template: str = "auto"
-    """`auto`: chat template of the tokenizer; `raw`: plain text; a family: chatml, gemma, llama3, mistral, phi4,
-    qwen2_5, qwen3; otherwise the path of a Jinja file."""
-    template_arguments: dict[str, JsonValue] = {}
-    """Variables of the chat template, such as `enable_thinking: false`."""
-    system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """System message of rows that have none."""
-    truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
-    """Handling of pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the
-    responses."""
-    on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
-    """Handling of unreadable rows: stop, skip them, or write them to a separate file."""
-    special_tokens_in_text: Literal["keep_as_text", "reject"] = "keep_as_text"
-    """Handling of rows whose text contains a special token such as `<|im_end|>`: tokenize it as plain text, or treat
-    the row as bad (see on_bad_row)."""
-    max_samples: PositiveInt | None = None
-    """Number of rows to read of each file, from its start; all when absent."""
-    preprocessing_num_workers: PositiveInt = 1
-    """Number of tokenizing processes; does not change the result."""
-
-    @model_validator(mode="after")
-    def _validate_source(self) -> DataArgs:
-        if self.store and self.file_name:
-            raise ValueError("file_name and store are both set; keep one")
-        if self.revision is not None and not any(name.startswith("hf://") for name in self.file_name):
-            raise ValueError("revision has no effect without a data set of the Hub, hf://OWNER/NAME, in file_name")
-        for_files = (
-            "dataset_dir",
-            "template",
-            "template_arguments",
-            "system_prompt",
-            "truncation",
-            "on_bad_row",
-            "special_tokens_in_text",
-            "max_samples",
-            "preprocessing_num_workers",
-        )
-        if self.store and (unused := self.non_default(*for_files)):
-            raise ValueError(no_effect(unused, "on a store, which is already prepared; remove {it}"))
-        return self
 
 
 class RoleConfig(Section):
@@ -407,20 +354,4 @@ class ReferenceConfig(RoleConfig):
             raise ValueError(
                 f"sync_steps needs a reference in mode concurrent, not {self.mode}; set mode to concurrent"
             )
-        return self
-
-
-class ValidationConfig(Section):
-    """`validation`: the validation pairs."""
-
-    data_args: DataArgs = DataArgs()
-    split: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the training pairs to hold out for validation instead of data_args. It is chosen by prompt and seed: all
-    pairs of a prompt are on one side, whatever the order of files."""
-
-    @model_validator(mode="after")
-    def _validate_split(self) -> ValidationConfig:
-        if self.split is not None and (unused := self.data_args.non_default(*DataArgs.model_fields)):
-            names = [f"data_args.{name}" for name in unused]
-            raise ValueError(no_effect(names, "with split, which holds out training pairs; keep one"))
         return self

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
 from thresher.errors import UserError
+from thresher.foreign_names import foreign
 from thresher.redact import redact
 from thresher.spelling import nearest
+
+
+def also(spellings: Mapping[Any, Any]) -> BeforeValidator:
+    """Accept other spellings of a value."""
+    # compared, not looked up: a value of a wrong type may not be hashable
+    return BeforeValidator(lambda value: next((ours for other, ours in spellings.items() if value == other), value))
+
+
+# a string is one name, never a sequence of characters
+StringList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Section(BaseModel):
@@ -27,12 +37,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolve_aliases(cls, values: Any) -> Any:
+    def _leave_out_empty_sections(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        resolved = resolve_aliases(cls.__name__, values)
         # `strategy_config: ~`, or a section whose keys are all commented out
-        return {key: value for key, value in resolved.items() if value is not None or not cls._holds_keys(key)}
+        return {key: value for key, value in values.items() if value is not None or not cls._holds_keys(key)}
 
     @classmethod
     def _holds_keys(cls, key: str) -> bool:
@@ -56,17 +65,17 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
 
     A problem of the whole config may have several lines, one per setting.
     """
-    spellings = dict(_spellings(root))
+    known = [key for key, _ in known_keys(root)]
     lines: list[str] = []
     invalid: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{path}: unknown key; {_suggest(path, spellings)}")
+            lines.append(f"{path}: unknown key; {_suggest(path, known)}")
             continue
         # a union reports one problem per member, at a path that continues below the key with the member's type
-        key = next((key for key in _prefixes(problem["loc"]) if key in spellings), path)
+        key = next((key for key in _prefixes(problem["loc"]) if key in known), path)
         is_section = problem["type"] == "model_type"  # pydantic would name our class
         text = f"a section with keys below it, not a value; ~{key} leaves it out" if is_section else problem["msg"]
         invalid.setdefault(key, []).append(text.removeprefix("Value error, "))
@@ -97,45 +106,28 @@ def _shown(path: tuple[int | str, ...], value: Any) -> str:
 _REMOVED = {"spare_workers": "spare workers no longer exist: remove it, a restart starts new processes"}
 
 
-def _suggest(path: str, spellings: dict[str, str]) -> str:
+def _suggest(path: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown key: by its meaning here or in other trainers, then by its spelling."""
-    from thresher.config.dialects.hints import hint, names_of_other_trainers  # large tables, for a hint only
-
     if path in _REMOVED:
         return _REMOVED[path]
     parent, _, key = path.rpartition(".")
-    siblings = {_leaf(name): _leaf(meant) for name, meant in spellings.items() if name.rpartition(".")[0] == parent}
-    elsewhere = [meant for name, meant in spellings.items() if _leaf(name) == key]
+    siblings = [_leaf(name) for name in known if name.rpartition(".")[0] == parent]
+    elsewhere = [name for name in known if _leaf(name) == key]
     if elsewhere:
         inside = [name for name in elsewhere if name.startswith(f"{parent}.")]
         return f"it belongs at `{(inside or elsewhere)[0]}`"
-    if foreign := hint(path):
-        return foreign
+    if explained := foreign().hint(path):
+        return explained
     if meant := nearest(key, siblings):
-        return f"did you mean `{siblings[meant]}`?"
-    all_leaves = names_of_other_trainers() | {_leaf(name): meant for name, meant in spellings.items()}
+        return f"did you mean `{meant}`?"
+    all_leaves = foreign().names_of_other_trainers() | {_leaf(name): name for name in known}
     if meant := nearest(key, all_leaves):
         return f"did you mean `{all_leaves[meant]}`?"
-    return f"known keys here: {', '.join(sorted(set(siblings.values())))}"
+    return f"known keys here: {', '.join(sorted(siblings))}"
 
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _spellings(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every accepted dotted key, earlier names last, with the current dotted key."""
-    yield from ((key, key) for key, _ in known_keys(section, prefix))
-    for dotted, cls in _sections(section, prefix):
-        for old, new in ALIASES.get(cls.__name__, Aliases()).keys.items():
-            yield f"{dotted}{old}", f"{dotted}{new}"
-
-
-def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    yield prefix, section
-    for name in section.model_fields:
-        if (inner := inner_section(section, name)) is not None:
-            yield from _sections(inner, f"{prefix}{name}.")
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -153,3 +145,31 @@ def inner_section(section: type[Section], name: str) -> type[Section] | None:
         if isinstance(each, type) and issubclass(each, Section):
             return each
     return None
+
+
+def section_at(section: type[Section] | None, key: str) -> type[Section] | None:
+    """Return the section at a dotted key; None if it holds a value."""
+    for part in key.split("."):
+        section = None if section is None else inner_section(section, part)
+    return section
+
+
+def merge_settings(
+    values: Mapping[str, Any], added: Mapping[str, Any], root: type[Section], prefix: str = ""
+) -> dict[str, Any]:
+    """Add nested values; a key that is set already must have the same value."""
+    merged = dict(values)
+    for name, value in added.items():
+        present = merged.get(name)
+        # strategy_config is a plain mapping, because its keys depend on the engine
+        is_section = name == "strategy_config" or section_at(root, f"{prefix}{name}") is not None
+        if isinstance(present, Section):
+            present = present.model_dump(exclude_unset=True)
+        if present is None:
+            merged[name] = value
+        elif isinstance(value, dict) and is_section:
+            if isinstance(present, dict):  # else validation reports the wrong type
+                merged[name] = merge_settings(present, value, root, f"{prefix}{name}.")
+        elif present != value:
+            raise UserError(f"{prefix}{name} is set twice, to {present!r} and to {value!r}; keep one")
+    return merged

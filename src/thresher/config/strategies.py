@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
-from thresher.config.aliases import resolve_aliases
 from thresher.config.section import Section
 from thresher.errors import UserError
 from thresher.spelling import nearest
@@ -47,7 +46,7 @@ class StrategySettings(Section):
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values under the names of the fields."""
         named: dict[str, Any] = {}
-        for given, value in resolve_aliases(cls.__name__, values).items():
+        for given, value in values.items():
             name = cls.spellings.get(given, given)
             if name in named or (name != given and name in values):
                 raise ValueError(f"{given} and {name} are the same setting; keep one")

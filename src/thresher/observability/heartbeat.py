@@ -18,15 +18,12 @@ NUM_WARM_UP_OPERATIONS = 2
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The activity that a process started last; started_at is in seconds since the epoch.
-
-    progress: number of operations that the process has finished, such as micro-batches.
-    """
+    """The activity that a process started last."""
 
     activity: str
-    started_at: float
+    started_at: float  # seconds since the epoch
     process: int
-    progress: int = 0
+    progress: int = 0  # operations that the process has finished, such as micro-batches
     pace: Pace = "unknown"
 
 

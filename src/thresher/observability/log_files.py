@@ -1,4 +1,4 @@
-"""Names of the files in the log directory of a run, for those who write them and for `thresher report`."""
+"""Names of the files in a run's log directory, for their writers and for `thresher report`."""
 
 METRICS = "metrics.jsonl"
 DESCRIPTION = "run.json"

@@ -1,4 +1,4 @@
-"""The log files of a run: `run.log` beside the metrics, and one file per worker in `workers/`.
+"""A run's log files: `run.log` next to the metrics, and one file per worker in `workers/`.
 
 Both hold the records of the `thresher` loggers as plain text, masked, and are appended to by restarts and resumed runs.
 """
@@ -38,7 +38,7 @@ class LogFile(logging.StreamHandler[TextIO]):
         self._path = path
 
     def format(self, record: logging.LogRecord) -> str:
-        # indent continuation lines, so that none of them looks like a record
+        # indent continuation lines, so none of them looks like a record
         return super().format(record).replace("\n", "\n    ")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802

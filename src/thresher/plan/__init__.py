@@ -1,5 +1,5 @@
-"""Predict memory, communication and time of a run by formula, without a device.
+"""Predict memory, communication and time of a run, without a device.
 
-model.py lists the parameters of one process, workload.py the rows of a step; memory.py, traffic.py and compute.py are
-the formulas, and estimate.py applies them to a config.
+step.py has the closed forms of a step, next to those of memory in builders/memory.py, workload.py the rows of a step;
+estimate.py applies them to a config, and search.py compares settings. simulate/ counts what the code of a step does.
 """

@@ -1,49 +1,46 @@
-"""Build the estimate of a config on a cluster, and find changes that make a run fit."""
+"""Search settings: changes that make a run fit, and meshes that need fewer GPU-hours.
+
+A mesh is evaluated with its fastest choice of gradient checkpointing, ZeRO stage, sequence parallelism and token
+budget. The pairs per step stay the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
-from thresher.config import DPOConfig
+from thresher.builders.memory import held_memory
+from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
-from thresher.plan.compute import Cluster
 from thresher.plan.estimate import Estimate
-from thresher.plan.hardware import Hardware
-from thresher.plan.other_strategies import as_fsdp2
 
-GPUS_PER_NODE = 8
-
-
-def estimate_run(
-    config: DPOConfig, gpu: Hardware, nodes: int | None = None, gpus_per_node: int | None = None
-) -> Estimate:
-    """Estimate a run with one worker per GPU; nodes and gpus_per_node replace the number of workers of the config."""
-    per_node = gpus_per_node or GPUS_PER_NODE
-    is_given = nodes is not None or gpus_per_node is not None
-    num_gpus = (nodes or 1) * per_node if is_given else config.actor_train.num_processes
-    translated = as_fsdp2(config, num_gpus)
-    return Estimate(translated.config, Cluster(gpu, per_node, num_gpus), note=translated.note)
+# more rows neither make products faster nor save much communication
+_BUDGETS = (2048, 4096, 8192, 16384, 32768)
+# predictions that are closer are not worth a change of the config
+WORTHWHILE = 0.03
+_MOST_PROPOSALS = 3
+_STRATEGY, _TRAINING = "actor_train.strategy_args.strategy_config", "actor_train.training_args"
 
 
 class Change(NamedTuple):
     """A change of the config, as it is written, and the peak memory with it."""
 
     text: str
-    peak: int
+    peak: float
     fits: bool
 
 
 def changes_that_help(estimate: Estimate) -> list[Change]:
-    """Changes that lower the peak: those that fit, from the least intrusive on, or by peak if none fits."""
+    """Changes that lower the peak: the fitting ones from the least intrusive on, or all by peak if none fits."""
     found: list[Change] = []
-    for text, build in _candidates(estimate):
+    for text, changes in _candidates(estimate):
         if "GPUs" in text and any(change.fits and "GPUs" in change.text for change in found):
             break  # more GPUs than needed
         try:
-            other = build()
+            other = estimate.but(**changes)
             if other.peak < estimate.peak:
                 found.append(Change(text, other.peak, other.fits))
         except UserError:  # sizes that the model, the workers or the data do not allow
@@ -51,70 +48,162 @@ def changes_that_help(estimate: Estimate) -> list[Change]:
     return [change for change in found if change.fits] or sorted(found, key=lambda change: change.peak)
 
 
-def _candidates(estimate: Estimate) -> Iterator[tuple[str, Callable[[], Estimate]]]:
-    """From the least intrusive to the most expensive change; growing numbers of GPUs come last."""
+def _candidates(estimate: Estimate) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes and how they are written, from the least intrusive to the most expensive."""
     config, cluster, dims = estimate.config, estimate.cluster, estimate.dims
     training, budget = config.actor_train.training_args, estimate.largest_budget
-    recompute = {} if training.gradient_checkpointing == "full" else {"gradient_checkpointing": "full"}
+    lora = {} if config.uses_lora else {"lora_rank": 16}
+    full = {} if training.gradient_checkpointing == "full" else {"gradient_checkpointing": "full"}
+    splits_rows = estimate.allows_sequence_parallel and not estimate.settings.sequence_parallel
+    strategies: list[dict[str, Any]] = [{"sequence_parallel": True}] if splits_rows and dims.tp > 1 else []
+    strategies += [{"zero_stage": stage} for stage in range(estimate.settings.zero_stage + 1, 4)]
     if not estimate.parts.layout.needs_pair_attention:
         budget = 2048
     if budget is not None and budget < (training.max_tokens_per_micro_batch or estimate.workload.largest.total):
-        name = f"max_tokens_per_micro_batch={budget}"
-        yield name, partial(with_settings, estimate, training={"max_tokens_per_micro_batch": budget})
-    has_axes = estimate.note is None  # the settings of another strategy have other names
-    splits_rows = has_axes and estimate.allows_sequence_parallel
-    if splits_rows and dims.tp > 1 and not estimate.settings.sequence_parallel:
-        yield "sequence_parallel=true", partial(with_settings, estimate, strategy={"sequence_parallel": True})
-    for zero_stage in range(estimate.settings.zero_stage + 1, 4) if has_axes else ():
-        yield f"zero_stage={zero_stage}", partial(with_settings, estimate, strategy={"zero_stage": zero_stage})
-    # other strategies have a selective recomputation of their own
-    if has_axes and training.gradient_checkpointing == "off":
-        selective = {"gradient_checkpointing": "selective"}
-        yield "gradient_checkpointing=selective", partial(with_settings, estimate, training=selective)
-    if recompute:
-        yield "gradient_checkpointing=full", partial(with_settings, estimate, training=recompute)
-    if has_axes and dims.dp_replicate > 1:
-        yield "dp_replicate=1", partial(with_settings, estimate, strategy={"dp_replicate": 1})
+        yield _written(training={"max_tokens_per_micro_batch": budget})
+    yield from (_written(strategy=strategy) for strategy in strategies)
+    if training.gradient_checkpointing == "off":
+        yield _written(training={"gradient_checkpointing": "selective"})
+    if full:
+        yield _written(training=full)
+    if dims.dp_replicate > 1:
+        yield _written(strategy={"dp_replicate": 1})
     for tp in (2, 4, 8):
-        if has_axes and dims.tp < tp <= min(cluster.gpus_per_node, cluster.num_gpus):
-            axes = {"tp_size": tp, **({"sequence_parallel": True} if splits_rows else {})}
-            name = " and ".join(f"{key}={str(value).lower()}" for key, value in axes.items())
-            yield name, partial(with_settings, estimate, strategy=axes)
-    if not config.uses_lora:
-        yield "lora_rank=16", partial(with_settings, estimate, model={"lora_rank": 16})
-        if recompute:
-            both = partial(with_settings, estimate, training=recompute, model={"lora_rank": 16})
-            yield "lora_rank=16 and gradient_checkpointing=full", both
+        if dims.tp < tp <= min(cluster.gpus_per_node, cluster.num_gpus):
+            yield _written(strategy={"tp_size": tp, **({"sequence_parallel": True} if splits_rows else {})})
+    if lora:
+        yield _written(model=lora)
+        if full:
+            yield _written(model=lora, training=full)
     for factor in (2, 4, 8, 16):
         more = replace(cluster, num_gpus=factor * cluster.num_gpus)
-        yield f"{more.num_gpus} GPUs", partial(Estimate, config, more, estimate)
-        if recompute:
-            both = partial(with_settings, estimate, training=recompute, cluster=more)
-            yield f"{more.num_gpus} GPUs and gradient_checkpointing=full", both
+        yield f"{more.num_gpus} GPUs", {"cluster": more}
+        if full:
+            yield f"{more.num_gpus} GPUs and gradient_checkpointing=full", {"cluster": more, "training": full}
 
 
-def with_settings(
-    estimate: Estimate,
-    *,
-    training: dict[str, Any] | None = None,
-    strategy: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    cluster: Cluster | None = None,
-    is_condensed: bool = False,
-    budget_reason: str | None = None,
-) -> Estimate:
-    """The same run with other settings of the policy, or on other GPUs; budget_reason: of a chosen token budget."""
-    role = estimate.config.actor_train
-    changed: dict[str, Any] = {}
-    if training:
-        changed["training_args"] = role.training_args.model_copy(update=training)
-    if model:
-        changed["model_args"] = role.model_args.model_copy(update=model)
-    if strategy:
-        values = {**estimate.settings.model_dump(exclude_defaults=True), **strategy}
-        given = {"strategy_name": role.strategy_name, "strategy_config": values}
-        changed["strategy_args"] = type(role.strategy_args).model_validate(given)
-    config = estimate.config.model_copy(update={"actor_train": role.model_copy(update=changed)})
-    return Estimate(
-        config, cluster or estimate.cluster, estimate, is_condensed=is_condensed, budget_reason=budget_reason
-    )
+def _written(**changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    values = [f"{name}={str(value).lower()}" for section in changes.values() for name, value in section.items()]
+    return " and ".join(values), changes
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A mesh that fits."""
+
+    changes: dict[str, Any]  # keys of the config to set, with their values
+    estimate: Estimate
+
+    @property
+    def overrides(self) -> list[str]:
+        """The changes as they are written on the command line."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
+
+
+def cheaper_meshes(estimate: Estimate) -> list[Proposal]:
+    """Up to three meshes that need fewer GPU-hours, the cheapest first; if the run does not fit, any that fit."""
+    limit = (1 - WORTHWHILE) * estimate.step_seconds if estimate.fits else float("inf")
+    return [found for found in search_meshes(estimate) if found.estimate.step_seconds < limit][:_MOST_PROPOSALS]
+
+
+def search_meshes(estimate: Estimate) -> list[Proposal]:
+    """All meshes that fit, each with its fastest settings, the fastest first."""
+    fastest = [fastest_of_mesh(estimate, dims) for dims in possible_meshes(estimate)]
+    found = [_proposal(estimate, each) for each in fastest if each is not None]
+    return sorted(found, key=lambda proposal: proposal.estimate.step_seconds)
+
+
+def possible_meshes(estimate: Estimate) -> Iterator[ParallelDims]:
+    """Every division of the GPUs, with tp and cp within a node unless those of the config are not."""
+    cluster, own = estimate.cluster, estimate.dims
+    most_inner = max(min(cluster.gpus_per_node, cluster.num_gpus), own.tp * own.cp)
+    for tp in _divisors(cluster.num_gpus):
+        for cp in _divisors(cluster.num_gpus // tp):
+            if tp * cp > most_inner:
+                continue
+            for pp in _divisors(cluster.num_gpus // (tp * cp)):
+                num_data_ranks = cluster.num_gpus // (tp * cp * pp)
+                if num_data_ranks > estimate.pairs_per_step or pp > estimate.known.size.num_layers:
+                    continue
+                for replicas in _divisors(num_data_ranks):
+                    yield ParallelDims(pp, replicas, num_data_ranks // replicas, cp, tp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def fastest_of_mesh(estimate: Estimate, dims: ParallelDims) -> Estimate | None:
+    """The fastest settings of a mesh that fit; None if the run does not allow it, or it does not fit."""
+    strategy = {
+        "tp_size": dims.tp,
+        "cp_size": dims.cp,
+        "pp_size": dims.pp,
+        "dp_replicate": dims.dp_replicate,
+        "virtual_pp_size": estimate.settings.virtual_pp_size if dims.pp > 1 else 1,
+        "sequence_parallel": False,
+        "zero_stage": 3,
+    }
+    try:
+        least = estimate.but(strategy=strategy, training=_same_pairs_per_step(estimate, dims.num_data_ranks))
+    except UserError:  # sizes that the model, the layout of rows or the workers do not allow
+        return None
+    if any(held_memory(process).total > least.usable_memory for process in least.processes.values()):
+        return None
+    # without recomputation there are no inputs to offload
+    recomputations = ("off", "selective", "full")[estimate.config.actor_train.training_args.activation_offload :]
+    found: list[Estimate] = []
+    for changes in _strategies(estimate, dims):
+        try:
+            staged = least.but(strategy=changes)
+        except UserError:  # with other settings of the config
+            continue
+        for budget in _budgets(estimate):
+            candidates = (staged.but(training=_training(budget, recompute)) for recompute in recomputations)
+            # less recomputation is never slower
+            fitting = next((each for each in candidates if each.fits), None)
+            if fitting is not None:
+                found.append(fitting)
+            if dims.pp == 1 and (fitting is None or fitting.workload.most_micro_batches == 1):
+                break  # more rows need more memory, or change nothing; a pipeline also holds fewer micro-batches then
+    own = estimate.token_budget
+    return min(found, key=lambda each: (each.step_seconds, each.token_budget != own), default=None)
+
+
+def _strategies(estimate: Estimate, dims: ParallelDims) -> Iterator[dict[str, Any]]:
+    """ZeRO stages, from the least memory on, each with and without sequence parallelism."""
+    splits = (False, True) if dims.tp > 1 and estimate.allows_sequence_parallel else (False,)
+    for zero_stage, splits_rows in product((3,) if dims.fsdp_size == 1 else (3, 2, 1), splits):
+        yield {"zero_stage": zero_stage, "sequence_parallel": splits_rows}
+
+
+def _training(budget: int | None, recompute: str) -> dict[str, Any]:
+    return {"max_tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
+
+
+def _budgets(estimate: Estimate) -> Sequence[int | None]:
+    own = estimate.config.actor_train.training_args.max_tokens_per_micro_batch
+    if not estimate.parts.layout.needs_pair_attention and own is None:
+        return [None]  # padded rows are limited by a number of pairs
+    return sorted({*_BUDGETS, estimate.token_budget})
+
+
+def _same_pairs_per_step(estimate: Estimate, num_data_ranks: int) -> dict[str, Any]:
+    training, pairs = estimate.config.actor_train.training_args, estimate.pairs_per_step
+    if training.global_batch_size is not None:
+        return {}
+    accumulation, rest = divmod(pairs, training.per_device_train_batch_size * num_data_ranks)
+    if rest:
+        return {"global_batch_size": pairs, "gradient_accumulation_steps": 1}
+    return {"gradient_accumulation_steps": accumulation}
+
+
+def _proposal(estimate: Estimate, found: Estimate) -> Proposal:
+    """Name the settings in which a mesh differs from the config."""
+    own, other = estimate.config.actor_train.training_args, found.config.actor_train.training_args
+    changes: dict[str, Any] = {}
+    for prefix, before, after in ((_STRATEGY, estimate.settings, found.settings), (_TRAINING, own, other)):
+        for name in type(before).model_fields:
+            if getattr(before, name) != getattr(after, name):
+                changes[f"{prefix}.{name}"] = getattr(after, name)
+    return Proposal(changes, found)

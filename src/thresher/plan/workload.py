@@ -1,45 +1,90 @@
-"""The rows that each micro-batch of a step has in a layout, from the lengths of its pairs alone.
+"""The pairs of a run, and the rows that its steps have in a layout, from the lengths of the pairs alone.
 
 Every response token counts as scored: a store's lengths do not say which turns of a conversation are masked.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
+from thresher.builders.data import data_settings, find_store
+from thresher.config import DPOConfig
 from thresher.data.batching.micro_batches import MicroBatching
-from thresher.data.batching.plan import PairIds, Plan
-from thresher.data.store.reader import Lengths
+from thresher.data.batching.plan import Plan
+from thresher.data.prepare.prepare import prepare
+from thresher.data.store.reader import Lengths, PairStore
+from thresher.errors import UserError
 from thresher.models.layouts import Layout
 
-# what strategies/native/sequential.py scores in place of a batch without pairs
-_DUMMY = np.array([[2, 2, 2]], dtype=np.uint32)
+# of data files that are prepared for a plan: about ten seconds
+_BYTES_TO_PREPARE = 20e6
+_ASSUMED_STEPS = 100
 _SAMPLED_STEPS, _SAMPLED_RANKS = 8, 64
 
 
 @dataclass(frozen=True)
+class PairLengths:
+    lengths: Lengths  # [pairs, (prompt, chosen, rejected)]
+    source: str  # where they come from, for the report
+    is_assumed: bool = False
+
+
+def find_lengths(config: DPOConfig, tokenizer: PreTrainedTokenizerBase, pairs_per_step: int) -> PairLengths:
+    """Lengths of the training pairs. Writes nothing into the directories of the run."""
+    try:
+        store = find_store(config, config.actor_train.data_args, tokenizer)
+        if store is not None:
+            return PairLengths(_training_lengths(config, store), f"prepared pairs in {store.path}")
+        if _is_cheap(config):
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "store"
+                prepare(data_settings(config, config.actor_train.data_args), tokenizer, path)
+                lengths = np.array(_training_lengths(config, PairStore.open(path)))
+            return PairLengths(lengths, "pairs prepared for this plan")
+        reason = "the pairs are not prepared"
+    except (UserError, OSError) as error:
+        if config.actor_train.data_args.store:
+            raise
+        reason = f"the pairs cannot be read: {error}"
+    return _assumed(config, pairs_per_step, reason)
+
+
+def _training_lengths(config: DPOConfig, store: PairStore) -> Lengths:
+    if config.validation is not None and config.validation.split is not None:
+        store = store.split(config.validation.split, config.seed)[0]
+    return store.lengths
+
+
+def _is_cheap(config: DPOConfig) -> bool:
+    files = [Path(name) for name in data_settings(config, config.actor_train.data_args).file_name]
+    return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= _BYTES_TO_PREPARE
+
+
+def _assumed(config: DPOConfig, pairs_per_step: int, reason: str) -> PairLengths:
+    """Pairs as long as sequence_length allows, half of it prompt: an upper bound."""
+    half = config.sequence_length // 2
+    num_pairs = pairs_per_step * min(config.max_steps or _ASSUMED_STEPS, _ASSUMED_STEPS)
+    lengths = np.full((num_pairs, 3), half, dtype=np.uint32)
+    source = f"assumed: {num_pairs:,} pairs of sequence_length {config.sequence_length} tokens, because {reason}"
+    return PairLengths(lengths, source, is_assumed=True)
+
+
+@dataclass(frozen=True)
 class Rows:
-    """Rows of a micro-batch.
+    """Rows of micro-batches."""
 
-    total: in the model's input, padding included. scored: that reach the LM head. kept: that the last layer computes
-    if it skips others. attended: keys that its queries attend to, summed. useful: tokens of both sequences of pairs.
-    """
-
-    total: int
-    scored: int
-    kept: int
-    attended: int
-    useful: int
-    pairs: int
-
-    def padded_to(self, multiple: int) -> int:
-        return -(-self.total // multiple) * multiple
+    total: int  # in the model's input, padding included
+    scored: int  # that reach the LM head
+    attended: int  # keys that the queries attend to, summed
+    useful: int  # tokens of both sequences of the pairs
 
 
 def rows_of(lengths: Lengths, layout: Layout) -> Rows:
@@ -58,20 +103,13 @@ def rows_of_batches(lengths: Lengths, batches: Sequence[npt.NDArray[np.int64]], 
     useful = both[0] + both[1]
     scored = useful - 2 if layout.scores_prompt else chosen + rejected
     if layout.needs_pair_attention:
+        total, attended = useful - 2, _causal(both[0] - 1) + _causal(both[1] - 1)
         if layout.shares_prompt:
-            total = prompt + chosen - 1 + np.maximum(rejected - 1, 0)
-            kept = total if layout.scores_prompt else chosen + np.maximum(rejected - 1, 0)
-            attended = _causal(both[0] - 1) + _causal(both[1] - 1) - _causal(prompt)
-        else:
-            total = useful - 2
-            kept = total if layout.scores_prompt else scored
-            attended = _causal(both[0] - 1) + _causal(both[1] - 1)
+            total, attended = prompt + chosen - 1 + np.maximum(rejected - 1, 0), attended - _causal(prompt)
     else:
         width = np.maximum.reduceat(np.maximum(*both), starts).repeat(sizes)
-        total = kept = 2 * width
-        attended = 2 * _causal(width)
-    pairs = np.ones_like(total)
-    sums = np.add.reduceat(np.stack([total, scored, kept, attended, useful, pairs], axis=1), starts)
+        total, attended = 2 * width, 2 * _causal(width)
+    sums = np.add.reduceat(np.stack([total, scored, attended, useful], axis=1), starts)
     return tuple(Rows(*numbers) for numbers in sums.tolist())
 
 
@@ -80,72 +118,25 @@ def _causal(length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return length * (length + 1) // 2
 
 
-def dummy_rows(layout: Layout) -> Rows:
-    """The rows of a batch without pairs; none of them is useful."""
-    rows = rows_of(_DUMMY, layout)
-    return Rows(rows.total, rows.scored, rows.kept, rows.attended, useful=0, pairs=0)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The micro-batches of one data-parallel rank in a step, and how many the rank with most of them has."""
-
-    micro_batches: tuple[Rows, ...]
-    most_micro_batches: int
-
-    def in_lockstep(self, layout: Layout) -> Step:
-        """Add the dummy batches of a rank that has fewer micro-batches than another one."""
-        missing = self.most_micro_batches - len(self.micro_batches)
-        return Step((*self.micro_batches, *[dummy_rows(layout)] * missing), self.most_micro_batches)
-
-
-def step_of_rank(batching: MicroBatching, pair_ids: PairIds, layout: Layout, rank: int, num_ranks: int) -> Step:
-    return _steps_of_ranks(batching, pair_ids, layout, [rank], num_ranks)[0]
-
-
-def _steps_of_ranks(
-    batching: MicroBatching, pair_ids: PairIds, layout: Layout, ranks: Sequence[int], num_ranks: int
-) -> list[Step]:
-    split = batching.split_ranks(pair_ids, ranks, num_ranks)
-    rows = iter(rows_of_batches(batching.lengths, [ids for batches in split for ids in batches], layout))
-    return [Step(tuple(islice(rows, len(batches))), len(batches)) for batches in split]
-
-
 @dataclass(frozen=True)
 class Workload:
-    """Sampled steps of a run, each as its slowest data-parallel rank computes it.
+    """Steps of a run, sampled and averaged, as the slowest data-parallel rank computes them."""
 
-    largest: the micro-batch with most rows. most_micro_batches: of a rank in a step. is_assumed: the lengths are
-    assumed, not those of the pairs.
-    """
-
-    steps: tuple[Step, ...]
-    largest: Rows
-    most_micro_batches: int
-    plan: Plan
-    layout: str
-    useful_per_step: float
+    step: Rows
+    micro_batches: float
+    most_micro_batches: int  # of a rank in a step
+    largest: Rows  # the micro-batch with most rows
+    useful_per_step: float  # of all ranks
     rows_per_step: float
     padded_rows_per_step: float
-    is_assumed: bool
 
     @property
     def saved_rows(self) -> float:
         """Share of rows that the layout saves, compared with rows padded to the longest of each micro-batch."""
         return 1 - self.rows_per_step / self.padded_rows_per_step
 
-    @cached_property
-    def condensed(self) -> Workload:
-        """The median step alone, as equal micro-batches: the same sums up to rounding, in a fraction of the time."""
-        by_rows = sorted(self.steps, key=lambda step: sum(rows.total for rows in step.micro_batches))
-        step = by_rows[len(by_rows) // 2]
-        count = len(step.micro_batches)
-        sums = np.sum([astuple(rows) for rows in step.micro_batches], axis=0)
-        mean = Rows(*(max(1, round(number / count)) for number in sums.tolist()))
-        return replace(self, steps=(Step((mean,) * count, step.most_micro_batches),))
 
-
-def sampled_steps(plan: Plan, *, is_assumed: bool = False) -> list[int]:
+def sampled_steps(plan: Plan, *, is_assumed: bool) -> list[int]:
     """Evenly spaced steps of the first epoch; assumed pairs are alike, and so are their steps."""
     num_steps = min(plan.num_steps, plan.steps_per_epoch)
     numbers = np.unique(np.linspace(0, num_steps - 1, 1 if is_assumed else _SAMPLED_STEPS).astype(int))
@@ -153,36 +144,36 @@ def sampled_steps(plan: Plan, *, is_assumed: bool = False) -> list[int]:
 
 
 def sample_workload(
-    plan: Plan, batching: MicroBatching, layout: Layout, num_ranks: int, *, is_assumed: bool = False
+    plan: Plan, batching: MicroBatching, layout: Layout, num_ranks: int, *, is_assumed: bool
 ) -> Workload:
     """Split the sampled steps as training would."""
     numbers = sampled_steps(plan, is_assumed=is_assumed)
-    ranks = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int))
-    slowest, everything, padded, num_useful = [], [], 0.0, 0.0
+    ranks = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int)).tolist()
+    slowest, everything, counts, padded, useful = [], [], [], 0.0, 0
     for number in numbers:
         ids = plan.pair_ids(number)
-        steps = _steps_of_ranks(batching, ids, layout, ranks.tolist(), num_ranks)
-        most = max(len(step.micro_batches) for step in steps)
-        costliest = max(steps, key=lambda step: sum(rows.total for rows in step.micro_batches))
-        slowest.append(Step(costliest.micro_batches, most).in_lockstep(layout))
-        everything += [rows for step in steps for rows in step.micro_batches]
-        lengths = batching.lengths[ids].astype(np.int64)
-        num_useful += float((2 * lengths[:, 0] + lengths[:, 1] + lengths[:, 2]).sum())
-        padded += _padded_rows(batching.lengths[ids], max(1, round(len(ids) / num_ranks / max(1, most))))
-    share = num_ranks / len(ranks) / len(numbers)
-    largest = max(everything, key=lambda rows: rows.total)
-    rows = share * sum(rows.total for rows in everything)
+        split = batching.split_ranks(ids, ranks, num_ranks)
+        rows = iter(rows_of_batches(batching.lengths, [batch for batches in split for batch in batches], layout))
+        by_rank = [list(islice(rows, len(batches))) for batches in split]
+        counts.append(max(map(len, by_rank)))
+        slowest.append(max(map(sum_rows, by_rank), key=lambda each: each.total))
+        everything += [each for batches in by_rank for each in batches]
+        useful += rows_of(batching.lengths[ids], layout).useful
+        padded += _padded_rows(batching.lengths[ids], max(1, round(len(ids) / num_ranks / counts[-1])))
+    total, count = sum_rows(slowest), len(numbers)
     return Workload(
-        tuple(slowest),
-        largest,
-        max(step.most_micro_batches for step in slowest),
-        plan,
-        layout.name,
-        num_useful / len(numbers),
-        rows,
-        padded / len(numbers),
-        is_assumed,
+        Rows(*(round(each / count) for each in vars(total).values())),
+        sum(counts) / count,
+        max(counts),
+        max(everything, key=lambda each: each.total),
+        useful / count,
+        sum(each.total for each in everything) * num_ranks / len(ranks) / count,
+        padded / count,
     )
+
+
+def sum_rows(rows: Sequence[Rows]) -> Rows:
+    return Rows(*(sum(getattr(each, field.name) for each in rows) for field in fields(Rows)))
 
 
 def _padded_rows(lengths: Lengths, pairs_per_batch: int) -> float:

@@ -1,15 +1,111 @@
-"""Charts as Vega-Lite specifications. Colors, fonts and the width come from the page, which knows its theme and screen.
+"""Charts as Vega-Lite specifications, and their points, rounded and thinned to what a screen can show.
 
-A chart holds its points as columns; the page turns them into the rows that Vega reads.
+Colors, fonts and the width come from the page, which knows its theme and screen. A chart holds its points as columns;
+the page turns them into the rows that Vega reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thresher.report.series import MEAN, RAW, Series
+import numpy as np
+import numpy.typing as npt
+
+_DIGITS = 6
+_SMOOTHED_FROM = 60  # points of a line; shorter ones are readable as they are
+_SMOOTHED_SHARE = 0.04  # of a line, on each side of a point
+LINE, RAW, MEAN = "line", "raw", "mean"
+Point = tuple[float, float]
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a long line consists of."""
+
+    raw: bool  # its values, which hide the lines of other runs
+    mean: bool = True  # its moving mean
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that share labels."""
+
+    labels: Mapping[str, str]
+    columns: Mapping[str, Sequence[float | None]]  # by field, all of one length; None where a value is not finite
+
+    def rows(self) -> list[dict[str, object]]:
+        """One object per point, as Vega reads them."""
+        names, values = list(self.columns), list(self.columns.values())
+        return [{**self.labels, **dict(zip(names, each, strict=True))} for each in zip(*values, strict=True)]
+
+
+def lines(points: Sequence[Point], max_points: int, labels: Mapping[str, str], parts: Parts) -> list[Series]:
+    """Make a line of at most about max_points points; a long one becomes raw values and their moving mean."""
+    if len(points) < _SMOOTHED_FROM or not parts.mean:
+        return [_line(thin(points, max_points), {**labels, "part": LINE})]
+    means = _moving_means(points, max(1, int(len(points) * _SMOOTHED_SHARE)))
+    interval = -(-len(means) // max_points)
+    mean = _line([*means[:-1:interval], means[-1]], {**labels, "part": MEAN})
+    return [_line(thin(points, max_points), {**labels, "part": RAW}), mean] if parts.raw else [mean]
+
+
+def _line(points: Sequence[Point], labels: Mapping[str, str]) -> Series:
+    return Series(labels, {"x": [x for x, _ in points], "y": [rounded(y) for _, y in points]})
+
+
+def _moving_means(points: Sequence[Point], num_each_side: int) -> list[Point]:
+    """Mean of the finite values around each point."""
+    values = np.array([y for _, y in points])
+    is_finite = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(is_finite, values, 0.0), is_finite))
+    at = np.arange(len(points))
+    start, stop = np.maximum(at - num_each_side, 0), np.minimum(at + num_each_side + 1, len(points))
+    with np.errstate(invalid="ignore"):
+        means = (sums[stop] - sums[start]) / (counts[stop] - counts[start])
+    return [(x, float(mean)) for (x, _), mean in zip(points, means, strict=True)]
+
+
+def thin(points: Sequence[Point], max_points: int) -> list[Point]:
+    """Keep the first, the last, the smallest and the largest point of equal intervals: peaks must stay visible."""
+    if len(points) <= max_points:
+        return list(points)
+    num_intervals = max(1, max_points // 4)
+    kept: list[Point] = []
+    for part in np.array_split(np.arange(len(points)), num_intervals):
+        finite = [i for i in part.tolist() if math.isfinite(points[i][1])] or [int(part[0])]
+        lowest, highest = min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])
+        kept += [points[i] for i in sorted({int(part[0]), lowest, highest, int(part[-1])})]
+    return kept
+
+
+def histograms(samples: Iterable[tuple[Mapping[str, str], Values]], max_bins: int = 40) -> list[Series]:
+    """Shares of values in bins that all samples have in common; x is the middle of a bin."""
+    finite = [(labels, values[np.isfinite(values)]) for labels, values in samples]
+    finite = [(labels, values) for labels, values in finite if len(values)]
+    if not finite:
+        return []
+    together = np.concatenate([values for _, values in finite])
+    low, high = np.quantile(together, [0.0, 1.0])
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    width = (high - low) / int(np.clip(np.sqrt(len(together)), 8, max_bins))
+    # an empty bin on each side closes the outline
+    edges = np.arange(low - width, high + 1.5 * width, width)
+    middles = [rounded(float(x)) for x in (edges[:-1] + edges[1:]) / 2]
+    return [
+        Series(labels, {"x": middles, "y": [rounded(n / len(values)) for n in np.histogram(values, edges)[0].tolist()]})
+        for labels, values in finite
+    ]
+
+
+def rounded(value: float) -> float | None:
+    """Round to the digits that a chart can show; None if it is not finite."""
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
 
 Spec = dict[str, Any]
 _HEIGHT = 230
@@ -51,7 +147,10 @@ def line_chart(
 ) -> Spec:
     """Lines over steps; long ones are drawn faintly, below their moving mean.
 
-    color, dash: the labels that tell lines apart. order: of the colors. at: draw a horizontal line at this value.
+    Args:
+        color, dash: The labels that tell lines apart.
+        order: The order of the colors.
+        at: Draw a horizontal line at this value.
     """
     scale = {"type": "log"} if is_log else {"zero": False}
     y_axis = {"format": ".0%"} if is_percent else {"format": "~g", "grid": False} if is_log else {}
@@ -62,7 +161,7 @@ def line_chart(
         "color": _color(series, color, order),
     }
     labels = (color,) if dash is None else (color, dash)
-    # of lines alone: the legend would show the dashes of points, which have none
+    # for lines only: the legend would show the dashes of points, which have none
     dashes = {} if dash is None else {"strokeDash": {"field": dash, "type": "nominal", "title": None, "sort": None}}
     thin, thick = {"type": "line", "strokeWidth": 1, "opacity": 0.35}, {"type": "line", "strokeWidth": 2}
     faint = {"mark": thin, "transform": _filter(f"=== '{RAW}'"), "encoding": dashes}
@@ -107,7 +206,7 @@ def scatter_chart(series: Sequence[Series], *, x: str, y: str, color: str) -> Sp
 
 
 def path_chart(series: Sequence[Series], *, x: str, y: str, color: str, is_percent: bool) -> Spec:
-    """The way of each run through a plane, from evaluation to evaluation; the last one is a large point."""
+    """Each run's path through a plane, from evaluation to evaluation; the last one is a large point."""
     encoding = {
         "x": {"field": "x", "type": "quantitative", "title": x, "scale": {"zero": False}},
         "y": {
@@ -132,7 +231,7 @@ def path_chart(series: Sequence[Series], *, x: str, y: str, color: str, is_perce
 
 
 def _layered(encoding: Spec, layers: list[Spec], rules: list[Spec], height: int = _HEIGHT) -> Spec:
-    # in a group of their own: rules must not inherit the encoding of the points
+    # in their own group: rules must not inherit the encoding of the points
     return {"width": "container", "height": height, "layer": [*rules, {"encoding": encoding, "layer": layers}]}
 
 

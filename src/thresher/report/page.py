@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -17,14 +18,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from thresher import __version__
+from thresher import __version__, durable
 from thresher.config import parse_config
-from thresher.errors import UserError
+from thresher.errors import UserError, unusable_path
 from thresher.redact import escape_control_chars, redact_text
-from thresher.report.charts import Chart
-from thresher.report.curves import curve_charts
-from thresher.report.distributions import distribution_charts
-from thresher.report.frontier import frontier_charts
+from thresher.report.charts import MEAN, RAW, Chart
+from thresher.report.curves import curve_charts, distribution_charts, frontier_charts
 from thresher.report.records import (
     NUM_SHOWN_SAMPLES,
     data_reports,
@@ -34,15 +33,25 @@ from thresher.report.records import (
     samples_of,
     skipped_rows,
 )
-from thresher.report.run_files import RunFiles
-from thresher.report.series import MEAN, RAW
-from thresher.report.speed import speed_charts, speed_rows
-from thresher.report.tables import config_rows, environment_rows, fact_rows, metric_rows, outcome_rows, verdict
+from thresher.report.run_files import RunFiles, read_runs
+from thresher.report.tables import (
+    config_rows,
+    environment_rows,
+    fact_rows,
+    format_size,
+    metric_rows,
+    outcome_rows,
+    speed_charts,
+    speed_rows,
+    verdict,
+)
+
+logger = logging.getLogger(__name__)
 
 _FILES = Path(__file__).parent / "page_files"
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A part of the page: charts, and what else the template shows under this id."""
 
     id: str
@@ -82,15 +91,15 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
     return page
 
 
-def sections_of(runs: Sequence[RunFiles]) -> list[Section]:
-    """All sections in order, also those without content."""
+def sections_of(runs: Sequence[RunFiles]) -> list[PageSection]:
+    """All sections in order, including empty ones."""
     defaults = parse_config({}).model_dump(mode="json") if len(runs) == 1 else {}
     configs = config_rows(runs, defaults) if any(run.config for run in runs) else None
     events, quiet = health_events(runs), quiet_runs(runs)
     recoveries, skipped = recovery_rows(runs), skipped_rows(runs)
     curves = curve_charts(runs)
     return [
-        Section(
+        PageSection(
             "summary",
             "Summary",
             content={
@@ -99,21 +108,23 @@ def sections_of(runs: Sequence[RunFiles]) -> list[Section]:
                 "facts": fact_rows(runs),
             },
         ),
-        Section("health", "Health", content={"events": events, "quiet": quiet} if events or quiet else None),
-        Section("curves", "Curves", curves, _describe_lines(curves)),
-        Section("pairs", "Before and after", distribution_charts(runs)),
-        Section("frontier", "Reward against distance", frontier_charts(runs)),
-        Section("samples", "Answers", content=samples_of(runs)),
-        Section("speed", "Speed", speed_charts(runs), speed_rows(runs)),
-        Section(
+        PageSection("health", "Health", content={"events": events, "quiet": quiet} if events or quiet else None),
+        PageSection("curves", "Curves", curves, _describe_lines(curves)),
+        PageSection("pairs", "Before and after", distribution_charts(runs)),
+        PageSection("frontier", "Reward against distance", frontier_charts(runs)),
+        PageSection("samples", "Answers", content=samples_of(runs)),
+        PageSection("speed", "Speed", speed_charts(runs), speed_rows(runs)),
+        PageSection(
             "interruptions",
             "Failures and skipped steps",
             content={"recoveries": recoveries, "skipped": skipped} if recoveries or skipped else None,
         ),
-        Section("data", "Data", content=data_reports(runs)),
-        Section("config", "Settings", content=None if configs is None else {"rows": configs if len(runs) == 1 else []}),
-        Section("environment", "Environment", content=environment_rows(runs)),
-        Section("metrics", "All metrics", content=metric_rows(runs)),
+        PageSection("data", "Data", content=data_reports(runs)),
+        PageSection(
+            "config", "Settings", content=None if configs is None else {"rows": configs if len(runs) == 1 else []}
+        ),
+        PageSection("environment", "Environment", content=environment_rows(runs)),
+        PageSection("metrics", "All metrics", content=metric_rows(runs)),
     ]
 
 
@@ -162,3 +173,20 @@ def _masked(text: str) -> str:
 def _to_yaml(values: Mapping[str, Any]) -> str:
     text: str = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
     return text
+
+
+MAX_BYTES = 5_000_000
+
+
+def write_report(directories: Sequence[Path], output: Path) -> None:
+    """Read the runs and write the report in one piece: an existing file is replaced, or stays as it was."""
+    runs = read_runs(directories)
+    content = render_page(runs, datetime.now()).encode("utf-8", errors="replace")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        durable.replace(output, content)
+    except OSError as error:
+        raise unusable_path(str(output), error.strerror) from None
+    if len(content) > MAX_BYTES:
+        logger.warning("%s is larger than %s; report fewer runs at once", output, format_size(MAX_BYTES))
+    logger.info("report on %d run%s, %s", len(runs), "" if len(runs) == 1 else "s", format_size(len(content)))

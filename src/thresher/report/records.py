@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from thresher.data.prepare.report import PrepareReport, percentile_names
 from thresher.observability.health.history import pairs_before_comparison
-from thresher.report.distributions import newest_samples
-from thresher.report.numbers import format_number
-from thresher.report.rows import Row
+from thresher.report.curves import newest_samples
 from thresher.report.run_files import Record, RunFiles
+from thresher.report.tables import TableRow, format_number
 
 # of all runs together: the page must stay small however many runs it shows
 _MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
@@ -32,26 +31,26 @@ class Sample(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A health event; action: what the run did. style: note, warning or error."""
+    """A health event."""
 
     run: str
     step: str
     rule: str
-    action: str
-    style: str
+    action: str  # what the run did
+    style: str  # note, warning or error
     message: str
     evidence: str
     advice: str
 
 
 class DataReport(NamedTuple):
-    """What became of the rows of a source; runs: those that used it."""
+    """How the rows of a source were handled."""
 
     title: str
-    runs: list[str]
-    counts: list[Row]
+    runs: list[str]  # that used it
+    counts: list[TableRow]
     length_names: list[str]
-    lengths: list[Row]
+    lengths: list[TableRow]
     notes: list[tuple[str, str]]
 
 
@@ -72,7 +71,7 @@ def samples_of(runs: Sequence[RunFiles]) -> list[Sample]:
 
 
 def _remarks(row: Record, who: str) -> str:
-    """Numbers of a sample: those of one answer are named for it, as in policy_tokens."""
+    """A sample's numbers; the ones of one answer start with its name, as in policy_tokens."""
     named = {key.removeprefix(f"{who}_"): value for key, value in row.items() if key.startswith(f"{who}_")}
     if who == "policy":  # the others are about the pair
         known = ("step", "prompt", "policy", "reference")
@@ -135,11 +134,11 @@ def _describe(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {format_number(value)}" for name, value in values.items())
 
 
-def recovery_rows(runs: Sequence[RunFiles]) -> list[Row]:
+def recovery_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds, and where they went."""
     keys = ("cause", "step", "from_step", "steps_repeated", "seconds")
     return [
-        Row(run.name, [*(format_number(each.get(key)) for key in keys), _longest_phases(each.get("phases"))])
+        TableRow(run.name, [*(format_number(each.get(key)) for key in keys), _longest_phases(each.get("phases"))])
         for run in runs
         for each in run.recoveries[: _max_events(runs)]
     ]
@@ -154,10 +153,10 @@ def _longest_phases(phases: object) -> str:
     return ", ".join(f"{phase} {each:.1f}" for phase, each in longest)
 
 
-def skipped_rows(runs: Sequence[RunFiles]) -> list[Row]:
+def skipped_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Steps without an update: run, step, reason, gradient norm, pairs."""
     return [
-        Row(
+        TableRow(
             run.name,
             [
                 format_number(each["step"]),
@@ -205,9 +204,9 @@ def _data_report(title: str, run: str, section: Mapping[str, Any]) -> DataReport
     return DataReport(
         title,
         [run],
-        [Row(name, [f"{count:,}"]) for name, count in report.count_rows()],
+        [TableRow(name, [f"{count:,}"]) for name, count in report.count_rows()],
         percentile_names(),
-        [Row(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
+        [TableRow(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
         list(_notes(report)),
     )
 

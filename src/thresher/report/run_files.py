@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.retention import latest
 from thresher.config import DPOConfig
-from thresher.config.stored import from_stored
 from thresher.errors import UserError
 from thresher.observability.log_files import (
     DESCRIPTION,
@@ -30,14 +30,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run. name: the shortest end of its path that no other run of the report has.
+    """What one run left in its log directory."""
 
-    records: lines of the metrics. description: `run.json`, or only the config of a run that did not write it.
-    """
-
-    name: str
-    records: Sequence[Record]
-    description: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the shortest end of its path that no other run of the report has
+    records: Sequence[Record]  # lines of the metrics
+    description: Mapping[str, Any] = field(default_factory=dict)  # `run.json`, or only a config if there is none
     eval_pairs: Sequence[Record] = ()
     samples: Sequence[Record] = ()
     health: Sequence[Record] = ()
@@ -153,7 +150,7 @@ def _read_description(logs: Path, directory: Path) -> Mapping[str, Any]:
     checkpoint = latest(directory / "checkpoints", digests=False) if (directory / "checkpoints").is_dir() else None
     if checkpoint is None:
         return {}
-    return {"config": redact(from_stored(_mapping(load_json(checkpoint / "config.json"))))}
+    return {"config": redact(read_stored(_mapping(load_json(checkpoint / "config.json"))))}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

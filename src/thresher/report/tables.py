@@ -1,24 +1,185 @@
-"""The tables of a report that compare runs: one column per run."""
+"""Tables with one column per run, and throughput against its limit: the same steps without padding or waiting."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from thresher.report.numbers import MISSING, format_number, format_percent, format_seconds
-from thresher.report.rows import Row
-from thresher.report.run_files import RunFiles
-from thresher.report.speed import training_seconds
+from thresher.report.charts import Chart, Parts, line_chart, lines
+from thresher.report.curves import points_per_line
+from thresher.report.run_files import Record, RunFiles
 
-# where a run is stored says nothing about what it does, and every run has another place
+
+class TableRow(NamedTuple):
+    """A heading and one text per run."""
+
+    heading: str
+    cells: list[str]
+    differs: bool = False  # between the compared runs
+
+
+MISSING = "–"  # noqa: RUF001  # a dash in a table
+
+
+def format_number(value: object) -> str:
+    """Format a value with four significant digits; texts stay as they are, and None is a dash."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    if not math.isfinite(value) or not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def format_percent(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.1%}".replace("%", " %")
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with its two largest units."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def format_size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+MEASURED, LIMIT = "measured", "limit"
+_RATE = "useful_tokens_per_second"
+
+
+def useful_token_limit(record: Record) -> float | None:
+    """Useful tokens per second if no step waited for the reference and no padding was computed.
+
+    Padding is taken to cost as much per token as the tokens that are used. None if the record lacks what it needs.
+    """
+    useful, seconds = record.get("tokens/useful"), record.get("time/step")
+    if not useful or not seconds:
+        return None
+    padding, shared = record.get("tokens/padding", 0), record.get("tokens/shared", 0)
+    busy = (seconds - record.get("time/wait_reference", 0.0)) * (1 - padding / (useful + padding - shared))
+    return float(useful / busy) if busy > 0 else None
+
+
+def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
+    """Measured rate and limit over the steps."""
+    most = points_per_line(runs)
+    series = []
+    for run in runs:
+        limits = [(each["step"], limit) for each in run.records if (limit := useful_token_limit(each)) is not None]
+        for kind, points in ((MEASURED, run.points(_RATE)), (LIMIT, limits)):
+            series += lines(points, most, {"run": run.name, "rate": kind}, Parts(raw=len(runs) == 1)) if points else []
+    if not series:
+        return []
+    is_single = len(runs) == 1
+    spec = line_chart(
+        series,
+        title="useful tokens per second",
+        color="rate" if is_single else "run",
+        dash=None if is_single else "rate",
+        order=[MEASURED, LIMIT] if is_single else [],
+    )
+    caption = (
+        "Good: measured close to its limit, and level. The limit is the rate of the same steps without padding and "
+        "without time for the reference."
+    )
+    return [Chart("throughput", "Throughput", caption, spec, series)]
+
+
+def speed_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """Rates, and where tokens and time went, over the whole run."""
+    rows = [
+        TableRow("useful tokens per second", [format_number(_round(_mean(run, _RATE))) for run in runs]),
+        TableRow("pairs per second", [format_number(_mean(run, "pairs_per_second")) for run in runs]),
+        TableRow("share of the limit", [format_percent(share_of_limit(run)) for run in runs]),
+        TableRow("padding, share of computed tokens", [format_percent(_padding_share(run)) for run in runs]),
+        TableRow(
+            "prompt tokens not computed twice, share of useful", [format_percent(_shared_share(run)) for run in runs]
+        ),
+        TableRow("waiting for the reference, share of a step", [format_percent(_waiting_share(run)) for run in runs]),
+        TableRow("time per step", [_seconds(_mean(run, "time/step")) for run in runs]),
+        TableRow("time of all evaluations", [_seconds(_sum(run, "time/evaluate")) for run in runs]),
+        TableRow("peak memory of the process", [_gigabytes(run, "memory/peak_rss_gb") for run in runs]),
+        TableRow("peak memory of the GPU", [_gigabytes(run, "memory/peak_cuda_allocated_gb") for run in runs]),
+    ]
+    return [row for row in rows if any(cell != MISSING for cell in row.cells)]
+
+
+def training_seconds(run: RunFiles) -> float | None:
+    """Time of all logged steps; steps between two logs take the time of the later one."""
+    points, total, last = run.points("time/step"), 0.0, 0
+    for step, seconds in points:
+        total += seconds * (step - last)
+        last = step
+    return total if points else None
+
+
+def share_of_limit(run: RunFiles) -> float | None:
+    """Mean of measured rate over limit."""
+    shares = [
+        each[_RATE] / limit for each in run.records if (limit := useful_token_limit(each)) is not None and _RATE in each
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _mean(run: RunFiles, metric: str) -> float | None:
+    values = [value for _, value in run.points(metric)]
+    return sum(values) / len(values) if values else None
+
+
+def _sum(run: RunFiles, metric: str) -> float | None:
+    values = [value for _, value in run.points(metric)]
+    return sum(values) if values else None
+
+
+def _padding_share(run: RunFiles) -> float | None:
+    useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
+    computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
+    return padding / computed if padding is not None and computed > 0 else None
+
+
+def _shared_share(run: RunFiles) -> float | None:
+    useful, shared = _sum(run, "tokens/useful"), _sum(run, "tokens/shared")
+    return shared / useful if useful and shared is not None else None
+
+
+def _waiting_share(run: RunFiles) -> float | None:
+    waited, seconds = _sum(run, "time/wait_reference"), _sum(run, "time/step")
+    return waited / seconds if seconds and waited is not None else None
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value)
+
+
+def _seconds(value: float | None) -> str:
+    return MISSING if value is None else format_seconds(value)
+
+
+def _gigabytes(run: RunFiles, metric: str) -> str:
+    value = run.last(metric)
+    return MISSING if value is None else f"{value:.2f} GB"
+
+
+# where a run is stored says nothing about what it does, and differs for every run
 _PLACES = ("output_dir", "logging_dir")
 
 
-def outcome_rows(runs: Sequence[RunFiles]) -> list[Row]:
-    """What came of the runs: progress, and the first and last evaluation, or the first and last logged steps."""
-    rows = [Row("steps", [_progress(run) for run in runs])]
+def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """The outcome of the runs: progress, and the first and last evaluation, or the first and last logged steps."""
+    rows = [TableRow("steps", [_progress(run) for run in runs])]
     for heading, metric, is_percent in (
         ("reward accuracy", "rewards/accuracies", True),
         ("loss", "loss", False),
@@ -34,16 +195,16 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[Row]:
     ):
         cells = [first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
         if any(cell != MISSING for cell in cells):
-            rows.append(Row(heading, cells))
+            rows.append(TableRow(heading, cells))
     seconds = [training_seconds(run) for run in runs]
-    rows.append(Row("training time", [MISSING if each is None else format_seconds(each) for each in seconds]))
+    rows.append(TableRow("training time", [MISSING if each is None else format_seconds(each) for each in seconds]))
     for heading, records in (
         ("health events", [[each for each in run.health if "rule" in each] for run in runs]),
         ("recoveries", [run.recoveries for run in runs]),
         ("skipped steps", [run.skipped for run in runs]),
     ):
         if any(records):
-            rows.append(Row(heading, [format_number(len(each)) for each in records]))
+            rows.append(TableRow(heading, [format_number(len(each)) for each in records]))
     return rows
 
 
@@ -67,7 +228,7 @@ def verdict(run: RunFiles) -> str:
 
 
 def first_to_last(run: RunFiles, metric: str, *, is_percent: bool = False) -> str:
-    """A metric at the first and the last evaluation; of training steps without an evaluation."""
+    """A metric at the first and the last evaluation, or at training steps if there is no evaluation."""
     _, both = _first_and_last(run, metric)
     if both is None:
         return MISSING
@@ -102,33 +263,33 @@ def _progress(run: RunFiles) -> str:
     return f"{run.last_step:,} of {run.num_steps:,} steps"
 
 
-def fact_rows(runs: Sequence[RunFiles]) -> list[Row]:
+def fact_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """What was run: model, data, loss and so on; facts in which the runs differ come first."""
     return sorted(_compare([run.facts for run in runs]), key=lambda row: not row.differs)
 
 
-def environment_rows(runs: Sequence[RunFiles]) -> list[Row]:
+def environment_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Versions and hardware."""
     return _compare([run.environment for run in runs])
 
 
-def config_rows(runs: Sequence[RunFiles], defaults: Mapping[str, Any]) -> list[Row]:
-    """Settings in which the runs differ; of a single run, those that are not the default."""
+def config_rows(runs: Sequence[RunFiles], defaults: Mapping[str, Any]) -> list[TableRow]:
+    """Settings in which the runs differ; for a single run, settings that are not the default."""
     flat = [flatten(run.config) for run in runs]
     if len(runs) > 1:
         return [row for row in _compare(flat) if row.differs and row.heading not in _PLACES]
     (only,), usual = flat, flatten(defaults)
     return [
-        Row(key, [_text(value), _text(usual[key]) if key in usual else MISSING])
+        TableRow(key, [_text(value), _text(usual[key]) if key in usual else MISSING])
         for key, value in only.items()
         if key not in _PLACES and usual.get(key) != value
     ]
 
 
-def metric_rows(runs: Sequence[RunFiles]) -> list[Row]:
+def metric_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """The last value of every metric that was logged."""
     names = dict.fromkeys(name for run in runs for record in run.records for name in record if name != "step")
-    return [Row(name, [format_number(run.last(name)) for run in runs]) for name in sorted(names)]
+    return [TableRow(name, [format_number(run.last(name)) for run in runs]) for name in sorted(names)]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -142,12 +303,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _compare(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _compare(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = []
     for key in keys:
         cells = [_text(column[key]) if key in column else MISSING for column in columns]
-        rows.append(Row(str(key), cells, differs=len(set(cells)) > 1))
+        rows.append(TableRow(str(key), cells, differs=len(set(cells)) > 1))
     return rows
 
 

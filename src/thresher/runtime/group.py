@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from thresher.builders.engines import device_of
+from thresher.builders.hardware import Gpu
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import ProgressCallback, log_scored
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
 from thresher.builders.run import logging_dir
+from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
-from thresher.plan.budget import with_token_budget
-from thresher.plan.hardware import Gpu
 from thresher.reference.cache_admin import cache_root
 from thresher.runtime.rank import PolicyRank, RankReport
 from thresher.training.records import TrainingProgress

@@ -12,7 +12,7 @@ from thresher.runtime.launch import find_launch, fit_to_launch
 if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.builders.inputs import RunInputs
     from thresher.config import DPOConfig
-    from thresher.observability.phase_clock import PhaseClock
+    from thresher.observability.timing import PhaseClock
     from thresher.runtime.group import Runtime
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from thresher.builders.checked_engines import build_checked_policy
+from thresher.builders.hardware import Gpu, gpu_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import Reference, ScoringProgress, build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer, check_first_step, resume
@@ -31,8 +32,7 @@ from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
 from thresher.observability.heartbeat import heartbeat, set_activity
 from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
-from thresher.observability.throughput import TraceSpan
-from thresher.plan.hardware import Gpu, gpu_of
+from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
 from thresher.runtime.devices import prepare_cuda, write_flight_record

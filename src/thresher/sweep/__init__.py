@@ -1,1 +1,1 @@
-"""Sweeps: runs of a grid of settings, scheduled by Ray Tune, resumed after a kill, and compared at the end."""
+"""Sweeps: a run per combination of settings, scheduled by Ray Tune, resumed after a kill, and compared at the end."""

@@ -1,22 +1,27 @@
-"""The results of a sweep: the last metrics of each trial, and means with intervals over seeds."""
+"""Sweep results: each trial's last metrics, and means with intervals over seeds."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from thresher import durable
+from thresher.errors import UserError
 from thresher.observability.log_files import METRICS
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.sweep.grid import Trial
-from thresher.sweep.trial_end import TrialEnd
 
 Mode = Literal["max", "min"]
+State = Literal["finished", "stopped early", "stopped by health", "interrupted", "failed"]
 
-# shown beside the metric of the sweep, if they were logged
+_END_FILE = "trial.json"
+
+# shown next to the swept metric, if they were logged
 _SHOWN = (
     "eval/rewards/accuracies",
     "eval/loss",
@@ -32,35 +37,61 @@ _NOT_RESULTS = ("time/", "memory/", "tokens/", "pairs_per_second", "useful_token
 
 
 @dataclass(frozen=True)
+class TrialEnd:
+    """How a trial ended, as stored in its run directory."""
+
+    state: State
+    message: str = ""  # why it failed, or which health rule stopped it
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a resumed sweep leaves the trial as it is."""
+        return self.state not in ("interrupted", "failed")
+
+
+@dataclass(frozen=True)
 class Result:
-    """The outcome of one trial; metrics: the last logged value of each. step: the last one that was logged."""
+    """The outcome of one trial."""
 
     trial: Trial
     end: TrialEnd
-    step: int
-    metrics: Mapping[str, float]
+    step: int  # the last logged one
+    metrics: Mapping[str, float]  # the last logged value of each
 
     def to_json(self) -> dict[str, Any]:
-        """The part of `sweep.json` that describes the outcome."""
-        return {
-            "state": self.end.state,
-            "message": self.end.message,
-            "step": self.step,
-            "metrics": dict(self.metrics),
-        }
+        """The outcome as `sweep.json` stores it."""
+        return {**asdict(self.end), "step": self.step, "metrics": dict(self.metrics)}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Trials that differ only in their seed. metrics: mean, and half the width of the 95 % interval, NaN of one."""
+    """Finished trials that differ only in their seed."""
 
     values: Mapping[str, str]
     num_trials: int
-    metrics: Mapping[str, tuple[float, float]]
+    metrics: Mapping[str, tuple[float, float]]  # mean, and half the width of its 95 % interval (NaN for one trial)
+
+
+def write_end(directory: Path, end: TrialEnd) -> None:
+    durable.replace(directory / _END_FILE, json.dumps(asdict(end)).encode())
+
+
+def read_end(directory: Path) -> TrialEnd | None:
+    """Return how a trial ended; None if it has not ended."""
+    path = directory / _END_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or values.get("state") not in get_args(State):
+        raise UserError(f"{path} does not say how the trial ended; delete it to resume the trial")
+    return TrialEnd(values["state"], str(values.get("message", "")))
 
 
 def read_result(trial: Trial, end: TrialEnd, log_dir: Path) -> Result:
-    """Read what a trial logged; times and sizes are left out, since they say nothing about the settings."""
+    """Read what a trial logged, without times and sizes, which say nothing about the settings."""
     path = log_dir / METRICS
     metrics: dict[str, float] = {}
     for record in read_metrics(path) if path.is_file() else ():
@@ -70,7 +101,7 @@ def read_result(trial: Trial, end: TrialEnd, log_dir: Path) -> Result:
 
 
 def ranked(results: Sequence[Result], metric: str, mode: Mode) -> list[Result]:
-    """Sort by the metric, best first; trials without it come last, in the order of the grid."""
+    """Sort by the metric, best first; trials without it come last, in grid order."""
 
     def key(result: Result) -> tuple[bool, float]:
         value = result.metrics.get(metric, math.nan)
@@ -80,7 +111,7 @@ def ranked(results: Sequence[Result], metric: str, mode: Mode) -> list[Result]:
 
 
 def shown_metrics(results: Sequence[Result], metric: str) -> list[str]:
-    """The metrics of the table: that of the sweep, and the usual ones that were logged."""
+    """Choose the table's metrics: the swept one, and the usual ones that were logged."""
     logged = {name for result in results for name in result.metrics}
     others = [name for name in _SHOWN if name in logged]
     if not any(name.startswith("eval/") for name in logged):
@@ -96,6 +127,18 @@ def group_by_seed(results: Sequence[Result]) -> list[Group]:
             others = tuple((name, value) for name, value in result.trial.values.items() if name != "seed")
             members.setdefault(others, []).append(result)
     return [Group(dict(values), len(group), _summaries(group)) for values, group in members.items()]
+
+
+def describe_groups(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The means over seeds as `sweep.json` stores them."""
+    return [
+        {
+            "values": dict(group.values),
+            "num_trials": group.num_trials,
+            "metrics": {name: {"mean": mean, "half_width": width} for name, (mean, width) in group.metrics.items()},
+        }
+        for group in group_by_seed(results)
+    ]
 
 
 def _summaries(results: Sequence[Result]) -> dict[str, tuple[float, float]]:

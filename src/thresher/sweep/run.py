@@ -1,150 +1,176 @@
-"""A sweep from its grid to its results: checks, the trials on Ray Tune, and the files that a restart reads."""
+"""A sweep from its grid to its results: checks, the trials on Ray Tune, and `sweep.json`, which a restart reads."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thresher import durable
+from thresher.builders.checkpoints import changed_settings
 from thresher.builders.run import logging_dir
+from thresher.checkpoint.json_io import encode, load_json
 from thresher.config import DPOConfig
 from thresher.errors import UserError
+from thresher.observability.log_files import METRICS
+from thresher.redact import redact, redact_text
 from thresher.sweep.grid import Trial, trial_config
-from thresher.sweep.process import TrialRequest, open_trial
-from thresher.sweep.results import Mode, Result, group_by_seed, read_result
-from thresher.sweep.state import check_same_settings, write_sweep
-from thresher.sweep.trial_end import TrialEnd, read_end
+from thresher.sweep.results import Mode, Result, TrialEnd, describe_groups, read_end, read_result
+from thresher.sweep.trial import TrialRequest
 from thresher.training.run_lock import lock_run
 
 logger = logging.getLogger(__name__)
 
+_FILE_NAME, _VERSION = "sweep.json", 1
 _INTERRUPT_FILE = "stop"
+_DIED = TrialEnd("failed", "its process died; see output.log in its directory, and rerun the same command to try again")
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How trials are scheduled and compared. asha: stop trials early; grace_steps: None is the first evaluation."""
+    """How trials are scheduled and compared."""
 
     metric: str
     mode: Mode
     asha: bool = False
-    grace_steps: int | None = None
+    grace_steps: int | None = None  # None is the first evaluation
     reduction_factor: float = 4.0
     max_concurrent: int | None = None
 
 
 class Sweep:
-    """The trials of a grid in one directory. Loading checks every config, so that mistakes are reported at once."""
+    """The trials of a grid in one directory. Loading checks every config, so mistakes are reported at once."""
 
     def __init__(self, path: Path, trials: Sequence[Trial], settings: SweepSettings):
-        self.trials = trials
-        self.configs = [trial_config(path, trial) for trial in trials]
         self.settings = settings
         self._path = path
-        directories = {Path(config.output_dir).parent for config in self.configs}
+        self._trials = trials
+        self._configs = [trial_config(path, trial) for trial in trials]
+        self.run_dirs = [Path(config.output_dir) for config in self._configs]
+        directories = {run_dir.parent for run_dir in self.run_dirs}
         if len(directories) > 1:
             raise UserError("output_dir has several values; a sweep has one, with a directory per trial in it")
         (self.directory,) = directories
         if (self.directory / "checkpoints").is_dir():
-            raise UserError(f"{self.directory} is the directory of a run; set another output_dir for the sweep")
-        for config in self.configs:
+            raise UserError(f"{self.directory} is the directory of a run; set a different output_dir for the sweep")
+        for config in self._configs:
             _check_runtime(config)
-            if config.resume_from_checkpoint not in (None, "auto"):
-                raise UserError(
-                    "resume_from_checkpoint has no effect in a sweep, whose trials resume their own runs; remove it"
-                )
 
     def run(self, prepare: Callable[[], None]) -> list[Result]:
-        """Run the trials that have not ended; return the results in the order of the grid.
+        """Run the trials that have not ended; return the results in grid order.
 
-        prepare: called with the directory locked, before the first trial starts.
+        Args:
+            prepare: Called with the directory locked, before the first trial starts.
         """
         with lock_run(self.directory):
-            others = check_same_settings(self.directory, self.trials, self.configs)
-            if others:
-                logger.info("%d trials of an earlier grid stay as they are: %s", len(others), ", ".join(others[:3]))
-            ends = [read_end(Path(config.output_dir)) for config in self.configs]
-            if any(end is not None for end in ends):
-                logger.info("%d of %d trials have ended already", _count_final(ends), len(ends))
-            write_sweep(self.directory, self.trials, self.configs, self._description)
-            (self.directory / _INTERRUPT_FILE).unlink(missing_ok=True)
-            errors: dict[int, str] = {}
-            if self.settings.asha or _count_final(ends) < len(ends):
+            self._check_same_settings()
+            ends = [read_end(run_dir) for run_dir in self.run_dirs]
+            due = [index for index, end in enumerate(ends) if end is None or not end.is_final]
+            if len(due) < len(ends):
+                logger.info("%d of %d trials have ended already", len(ends) - len(due), len(ends))
+            self._write()
+            if due:
                 prepare()
-                errors = self._run_trials()
-            results = [self._result(index, errors) for index in range(len(self.trials))]
-            description = self._description | {"groups": _describe_groups(results)}
-            described = [result.to_json() for result in results]
-            write_sweep(self.directory, self.trials, self.configs, description, described)
+                # ASHA compares with the trials that have ended, which report what they logged
+                self._run_trials(range(len(ends)) if self.settings.asha else due)
+            results = [
+                read_result(trial, read_end(Path(config.output_dir)) or _DIED, logging_dir(config))
+                for trial, config in zip(self._trials, self._configs, strict=True)
+            ]
+            self._write(results)
             return results
 
-    @property
-    def run_dirs(self) -> list[Path]:
-        return [Path(config.output_dir) for config in self.configs]
-
-    @property
-    def _description(self) -> dict[str, Any]:
-        settings = self.settings
-        scheduler = {"scheduler": "asha", "reduction_factor": settings.reduction_factor} if settings.asha else {}
-        return {"config_file": str(self._path), "metric": settings.metric, "mode": settings.mode, **scheduler}
-
-    def _run_trials(self) -> dict[int, str]:
+    def _run_trials(self, indices: Sequence[int]) -> None:
         from thresher.runtime.ray.environment import set_environment
 
-        # before Ray's variables are set: those of the sweep's own cluster must not reach the clusters of trials
-        requests = [self._request(index) for index in range(len(self.trials))]
+        settings, interrupt_file = self.settings, (self.directory / _INTERRUPT_FILE).resolve()
+        interrupt_file.unlink(missing_ok=True)
+        # before Ray's variables are set: the ones for the sweep's cluster must not reach the clusters of its trials
+        environment = dict(os.environ)
+        if (concurrent := settings.max_concurrent or 1) > 1:  # concurrent trials divide the cores
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // concurrent)))
         set_environment(None)
-        from thresher.runtime.ray.tune import Asha, run_trials
+        from thresher.sweep.tune import asha, run_trials
 
-        settings = self.settings
-        asha = Asha(self._grace_steps, settings.reduction_factor, settings.mode) if settings.asha else None
-        return run_trials(
-            partial(open_trial, requests),
-            len(self.trials),
+        requests = {
+            index: TrialRequest(
+                command=self._command(index),
+                environment=environment,
+                working_dir=Path.cwd(),
+                directory=self.run_dirs[index].resolve(),
+                log=logging_dir(self._configs[index]).resolve() / METRICS,
+                metric=settings.metric,
+                interrupt_file=interrupt_file,
+            )
+            for index in indices
+        }
+        grace_steps = settings.grace_steps or max(1, *(config.eval_steps for config in self._configs))
+        run_trials(
+            requests,
             max_concurrent=settings.max_concurrent,
-            gpus_per_trial=max(_num_local_gpus(config) for config in self.configs),
-            asha=asha,
-            interrupt_file=(self.directory / _INTERRUPT_FILE).resolve(),
-            stop_seconds=max(config.graceful_stop_timeout for config in self.configs),
+            gpus_per_trial=max(len(_local_devices(config)) for config in self._configs),
+            scheduler=asha(grace_steps, settings.reduction_factor, settings.mode) if settings.asha else None,
+            interrupt_file=interrupt_file,
+            stop_seconds=max(config.graceful_stop_timeout for config in self._configs),
         )
 
-    @property
-    def _grace_steps(self) -> int:
-        if self.settings.grace_steps is not None:
-            return self.settings.grace_steps
-        return max(1, *(config.eval_steps for config in self.configs))
+    def _command(self, index: int) -> list[str]:
+        config = self._configs[index]
+        own = {"output_dir": config.output_dir, "logging_dir": config.logging_dir, "exp_name": config.exp_name}
+        settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items()]
+        train = [sys.executable, "-m", "thresher", "train", str(self._path)]
+        return [*train, *self._trials[index].overrides, *settings]
 
-    def _request(self, index: int) -> TrialRequest:
-        trial, config = self.trials[index], self.configs[index]
-        concurrent = self.settings.max_concurrent or 1
-        return TrialRequest(
-            config=str(self._path.resolve()),
-            name=trial.name,
-            overrides=trial.overrides,
-            directory=Path(config.output_dir).resolve(),
-            log_dir=logging_dir(config).resolve(),
-            working_dir=Path.cwd(),
-            metric=self.settings.metric,
-            environment=frozenset(os.environ),
-            # concurrent trials divide the cores; a single one uses as many as `thresher train`
-            threads=max(1, (os.cpu_count() or 1) // concurrent) if concurrent > 1 else None,
-            interrupt_file=(self.directory / _INTERRUPT_FILE).resolve(),
-        )
+    def _check_same_settings(self) -> None:
+        """Reject a trial that an earlier sweep in this directory ran with different settings."""
+        path = self.directory / _FILE_NAME
+        if not path.is_file():
+            return
+        stored = load_json(path)
+        known = stored.get("trials") if isinstance(stored, dict) else None
+        if not isinstance(known, list) or not all(isinstance(each, dict) and "name" in each for each in known):
+            raise UserError(f"{path} is not the state of a sweep; move it away or set a different output_dir")
+        earlier = {each["name"]: each.get("config", {}) for each in known}
+        for trial, config in zip(self._trials, self._configs, strict=True):
+            if trial.name not in earlier:
+                continue
+            for name, old, new in changed_settings(earlier.pop(trial.name), config):
+                raise UserError(
+                    f"{self.directory} contains a sweep with different settings ({name} was {old}, is {new}); set a "
+                    "different output_dir"
+                )
+        if earlier:
+            names = ", ".join(list(earlier)[:3])
+            logger.info("%d trials of an earlier grid stay as they are: %s", len(earlier), names)
 
-    def _result(self, index: int, errors: dict[int, str]) -> Result:
-        trial, config = self.trials[index], self.configs[index]
-        end = read_end(Path(config.output_dir))
-        if end is None:
-            end = TrialEnd("failed", errors.get(index, "it was not run; rerun the same command"))
-        return read_result(trial, end, logging_dir(config))
-
-
-def _count_final(ends: Sequence[TrialEnd | None]) -> int:
-    return sum(end is not None and end.is_final for end in ends)
+    def _write(self, results: Sequence[Result] = ()) -> None:
+        """Write the grid, and the results if there are any."""
+        settings = self.settings
+        content: dict[str, Any] = {
+            "version": _VERSION,
+            "config_file": str(self._path),
+            "metric": settings.metric,
+            "mode": settings.mode,
+            **({"scheduler": "asha", "reduction_factor": settings.reduction_factor} if settings.asha else {}),
+            **({"groups": describe_groups(results)} if results else {}),
+            "trials": [
+                {
+                    "name": trial.name,
+                    "overrides": [redact_text(text) for text in trial.overrides],
+                    "values": dict(trial.values),
+                    **(results[index].to_json() if results else {}),
+                    "config": redact(config.model_dump(mode="json")),
+                }
+                for index, (trial, config) in enumerate(zip(self._trials, self._configs, strict=True))
+            ],
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.replace(self.directory / _FILE_NAME, encode(content))
 
 
 def _check_runtime(config: DPOConfig) -> None:
@@ -156,6 +182,10 @@ def _check_runtime(config: DPOConfig) -> None:
             f"device_mapping uses device {max(devices)}, but a trial sees its {len(devices)} devices as 0 to "
             f"{len(devices) - 1}; map those, and Ray assigns free GPUs to each trial"
         )
+    if config.resume_from_checkpoint not in (None, "auto"):
+        raise UserError(
+            "resume_from_checkpoint has no effect in a sweep, whose trials resume their own runs; remove it"
+        )
 
 
 def _local_devices(config: DPOConfig) -> set[int]:
@@ -163,18 +193,3 @@ def _local_devices(config: DPOConfig) -> set[int]:
     if config.ray_address is not None:
         return set()
     return {*(config.actor_train.device_mapping or ()), *(config.reference.device_mapping or ())}
-
-
-def _num_local_gpus(config: DPOConfig) -> int:
-    return len(_local_devices(config))
-
-
-def _describe_groups(results: Sequence[Result]) -> list[dict[str, Any]]:
-    return [
-        {
-            "values": dict(group.values),
-            "num_trials": group.num_trials,
-            "metrics": {name: {"mean": mean, "half_width": width} for name, (mean, width) in group.metrics.items()},
-        }
-        for group in group_by_seed(results)
-    ]

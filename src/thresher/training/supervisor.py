@@ -18,7 +18,7 @@ from thresher.checkpoint.manifest import read_manifest, verify
 from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.errors import CheckpointError, RescaleRequested, ResourceError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
-from thresher.observability.phase_clock import PhaseClock
+from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.tracker import START_OVER
 from thresher.training.loop import MetricLogger
 

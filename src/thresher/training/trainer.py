@@ -33,8 +33,8 @@ from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
-from thresher.observability.memory import memory_metrics
-from thresher.observability.throughput import NUM_SPANS, ThroughputMeter, TraceSpan
+from thresher.observability.machine import memory_metrics
+from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
 from thresher.strategies.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.strategies.engine import TrainEngine

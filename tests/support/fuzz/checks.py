@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from thresher import importers
 from thresher.checkpoint.json_io import dumps, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
@@ -44,6 +45,8 @@ from thresher.errors import CheckpointError, UserError
 from thresher.reference.cache import ReferenceCache, ShardLimits, write_shard
 from thresher.reference.cache_admin import list_references, verify_cache
 from thresher.reference.fingerprint import ReferenceFingerprint
+
+importers.install()  # as the command line does: ROLL's keys are read
 
 
 def check_row(content: Any) -> bool:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from tests.support.strategies.config_runs import trainer_of_config
 from tests.support.strategies.parity import Case, load_parallel, make_policy, make_trainer
-from thresher.plan.simulate.counters import CommunicationCounter
+from thresher.plan.simulate.counters import Collective, CommunicationCounter
 
 
 def count_step(case: Case, model_dir: Path) -> dict[str, int]:
     """Count the bytes of the second optimizer step on this rank, with a loss without reference."""
-    return dict(_count_step(case, model_dir).bytes)
+    return by_kind(_count_step(case, model_dir).payloads)
 
 
 def count_calls_of_step(case: Case, model_dir: Path) -> dict[str, int]:
     """Count the collectives of the same step."""
-    return dict(_count_step(case, model_dir).calls)
+    return by_kind(_count_step(case, model_dir).calls_of)
 
 
 def _count_step(case: Case, model_dir: Path) -> CommunicationCounter:
@@ -28,13 +27,9 @@ def _count_step(case: Case, model_dir: Path) -> CommunicationCounter:
     return counter
 
 
-def count_step_of_config(model_dir: Path, axes: dict[str, int], layout: str, **settings: Any) -> dict[str, int]:
-    """Count the second optimizer step of a policy that `builders` makes, with the sigmoid loss.
-
-    The reference is the base of the adapter or, without one, a cache, which sends nothing.
-    """
-    _, trainer = trainer_of_config(model_dir, axes, layout, **settings)
-    trainer.training_step()
-    with CommunicationCounter() as counter:
-        trainer.training_step()
-    return dict(counter.bytes)
+def by_kind(counted: Counter[Collective]) -> dict[str, int]:
+    """Add up what was counted for each kind of collective."""
+    sums: Counter[str] = Counter()
+    for collective, count in counted.items():
+        sums[collective.kind] += count
+    return dict(sums)

@@ -15,9 +15,6 @@ from thresher.config import DPOConfig, parse_config
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
-from thresher.strategies.engine import TrainEngine
-from thresher.training.trainer import RankTrainer
 
 
 def config_of(
@@ -66,28 +63,6 @@ def train_from_config(
         norms.append(trainer.state.grad_norm)
     weights = {name: gather_full(weight) for name, weight in policy.weights().items()}
     return Outcome(metrics, norms, weights, trainer.state.skipped_steps)
-
-
-def trainer_of_config(
-    policy_dir: Path, axes: dict[str, int], layout: str, **settings: Any
-) -> tuple[TrainEngine, RankTrainer]:
-    """A policy with the sigmoid loss; its reference is the base of the adapter, or a cache of zeros."""
-    world = world_of_pool()
-    config = config_of(policy_dir, world.size, axes, **settings)
-    policy = build_policy(config, LAYOUTS[layout], device=torch.device("cpu"), world=world)
-    score = policy.score_base if "lora_rank" in settings else _cached_zeros
-    case = Case(ParallelDims(dp_replicate=policy.dp_group.size), layout)
-    return policy, make_trainer(policy, score, case)
-
-
-def _cached_zeros(batch: PairBatch) -> ChosenRejectedLogps:
-    def zeros(sides: list[Any]) -> ResponseLogps:
-        lengths = torch.tensor([len(ids) for ids in sides], dtype=torch.int64)
-        return ResponseLogps(torch.zeros(int(lengths.sum())), lengths)
-
-    return ChosenRejectedLogps(
-        zeros([pair.chosen_ids for pair in batch.pairs]), zeros([pair.rejected_ids for pair in batch.pairs])
-    )
 
 
 def start_against_one_process(policy_dir: Path, axes: dict[str, int], dtype: str) -> tuple[float, dict[str, float]]:

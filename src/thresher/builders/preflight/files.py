@@ -17,7 +17,7 @@ from thresher.data.settings import DataSettings, Section
 from thresher.data.sources.resolve import at_revision, find_in_directory, resolve_sources
 from thresher.errors import UserError, unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
-from thresher.observability.trackers.factory import check_name
+from thresher.observability.trackers.libraries import check_name
 
 _LARGEST_USUAL_RATE = 0.01  # of tiny models in tests and examples
 

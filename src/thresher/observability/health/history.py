@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 # A mean over 256 pairs has a standard error of 0.03 for an accuracy, and of about 0.05 nats per token for an NLL.
 WINDOW_PAIRS = 256
-# one batch alone is no trend, however large it is
+# one batch alone is not a trend, however large it is
 MIN_RECORDS = 3
 # a metric of every evaluation with sampled answers, and of every one with validation pairs
 SAMPLED, VALIDATED = "samples/repetition/policy", "eval/loss"
 
 
 def pairs_before_comparison(pairs_per_record: int) -> int:
-    """The number of pairs after which the first and the newest window are complete, so that rules compare them."""
+    """The number of pairs after which the first and the newest window are complete and rules compare them."""
     return 2 * pairs_per_record * max(MIN_RECORDS, -(-WINDOW_PAIRS // pairs_per_record))
 
 
@@ -56,23 +56,20 @@ class Window:
 
 @dataclass(frozen=True)
 class Validation:
-    """The newest evaluation on validation pairs with a finite loss, and the first and the lowest loss so far.
-
-    training: the newest training records at that time; fewer than a full window at the start of a run.
-    """
+    """The newest evaluation on validation pairs with a finite loss, and the first and the lowest loss so far."""
 
     metrics: Mapping[str, float]
-    training: Window
+    training: Window  # the newest training records at that time; fewer than a full window at the start of a run
     first_loss: float
     lowest_loss: float
     lowest_step: int
 
 
 class History:
-    """The first window of a run and the newest records; a function of the records alone, so that a replay restores it.
+    """A run's first window and newest records; a function of the records alone, so a replay restores it.
 
-    max_pairs, max_records: at least as many of the newest are kept. sampled: the metrics of the newest evaluation with
-    sampled answers. validation: the newest evaluation on validation pairs.
+    Args:
+        max_pairs, max_records: The newest records that are kept, at least.
     """
 
     def __init__(self, max_pairs: int, max_records: int) -> None:
@@ -80,7 +77,7 @@ class History:
         self._first: list[Record] = []
         self._newest: deque[Record] = deque()
         self._newest_pairs = self._pairs_seen = 0
-        self.sampled: Mapping[str, float] = {}
+        self.sampled: Mapping[str, float] = {}  # the newest evaluation with sampled answers
         self.validation: Validation | None = None
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -124,10 +121,6 @@ class History:
                 break
             found.append(record)
         return Window(found[::-1])
-
-    @property
-    def last(self) -> Record:
-        return self._newest[-1]
 
     @property
     def first(self) -> Window:

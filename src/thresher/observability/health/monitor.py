@@ -1,24 +1,77 @@
-"""HealthMonitor: passes the metrics of a run on to its trackers, and applies the rules to them.
+"""HealthMonitor: passes a run's metrics on to its trackers, applies the rules to them, and logs the events.
 
 Rules see the logged records and nothing else, so a resumed run restores their state by reading `metrics.jsonl` again:
-its events equal those of a run that was never interrupted.
+its events equal the events of a run that was never interrupted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from thresher.observability.health.events import Action, HealthEvent, HealthLog
+from thresher.observability import log_files
 from thresher.observability.health.history import History
 from thresher.observability.health.rules import CHANCE_PAIRS, METRIC_PREFIX, RULES, SPIKE_RECORDS, Rule, RunFacts
-from thresher.observability.trackers.jsonl import read_metrics
+from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_records
 
 logger = logging.getLogger(__name__)
 
+Action = Literal["warn", "stop"]
+
 # records in a row without the condition after which a rule may fire again
 REARM_RECORDS = 20
+
+
+@dataclass(frozen=True)
+class HealthEvent:
+    """A rule that fired after a step: what happened, the numbers that prove it, and what to change."""
+
+    step: int
+    rule: str
+    summary: str
+    evidence: Mapping[str, float]
+    advice: str
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.evidence.items())
+        return f"health: {self.rule} at step {self.step}: {self.summary} ({numbers}); {self.advice}"
+
+
+class HealthLog:
+    """Writes events to `health.jsonl` in the run's log directory.
+
+    The file exists only if a rule fired. A line with `continued` records that a run was resumed after a stop, and what
+    changed.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        self._log = StepLog(run_dir / log_files.HEALTH, resume_step)
+
+    def write(self, event: HealthEvent, action: Action) -> None:
+        self._log.write(asdict(event) | {"action": action})
+
+    def write_continued(self, step: int, changes: list[str]) -> None:
+        """Record that the run continues in spite of the events so far."""
+        self._log.write({"step": step, "continued": changes})
+
+
+def rules_that_stopped(run_dir: Path, step: int) -> list[str]:
+    """Return the rules that stopped a run up to a step and after which it was not continued."""
+    path = run_dir / log_files.HEALTH
+    if not path.exists():
+        return []
+    rules: list[str] = []
+    for line in read_records(path):
+        if line["step"] > step:
+            break
+        if "continued" in line:
+            rules = []
+        elif line["action"] == "stop":
+            rules.append(line["rule"])
+    return rules
 
 
 class RuleEngine:
@@ -62,7 +115,8 @@ def replay(facts: RunFacts, records: Sequence[Mapping[str, float]]) -> Iterator[
 class HealthMonitor:
     """A metric logger in front of another one. Each event is a warning, a line of `health.jsonl` and a metric.
 
-    stop: called after an event, if the run shall end.
+    Args:
+        stop: Called after an event, if the run has to end.
     """
 
     def __init__(

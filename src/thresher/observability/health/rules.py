@@ -1,6 +1,6 @@
 """The rules: each is a pure function of the records so far that returns the numbers that prove its condition.
 
-A limit is at least four standard errors of what it is compared with, in a window of history.py, so that the noise of a
+A limit is at least four standard errors of what it is compared with, in a window of history.py, so the noise of a
 healthy run does not reach it. docs/guides/health.md explains each limit. A rule whose metric a run does not have, such
 as `kl` without a reference, returns None.
 """
@@ -28,7 +28,7 @@ LENGTH_PAIRS = 512
 KL_PER_TOKEN = 1.5
 # share of the entropy of the first window
 ENTROPY_SHARE = 0.5
-# the loss of a logistic loss is then the weight of its gradient, so that steps hardly change the policy
+# the value of a logistic loss is then the weight of its gradient, so steps hardly change the policy
 SATURATED_ACCURACY, SATURATED_LOSS_SHARE = 0.99, 0.05
 # at 1,024 pairs the standard error is 0.016: an accuracy of 0.6, low for a run that learns, is 5 of them away
 CHANCE_ACCURACY, CHANCE_PAIRS = 0.52, 1024
@@ -41,7 +41,7 @@ SPIKE_FACTOR, SPIKE_RECORDS, SPIKE_START_RECORDS, SPIKE_START_FACTOR = 10.0, 50,
 # clipping absorbs a single spike
 NUM_SPIKES = 3
 DUPLICATE_SHARE = 0.05
-# share of repeated phrases in the policy's answers beyond that of the reference's: a third of what it says
+# excess of repeated phrases in the policy's answers over the reference's: a third of what it says
 REPETITION_EXCESS = 0.3
 # standard errors by which validation must differ from what training shows
 NUM_STANDARD_ERRORS = 4.0
@@ -53,34 +53,26 @@ MAX_INFORMATIVE_ACCURACY = 0.84
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that are not in its metrics.
-
-    initial_loss: the loss while policy equals reference, None if that is not a constant. starts_at_reference: both
-    start from the same weights; logp_noise: by how many nats per token their logps may differ nonetheless.
-    compares_sides: the objective compares chosen with rejected. duplicates: training pairs that repeat another one.
-    num_validation_pairs: 0 without validation.
-    """
+    """Facts about a run that are not in its metrics."""
 
     total_steps: int
     num_pairs: int
-    duplicates: int = 0
-    initial_loss: float | None = None
-    starts_at_reference: bool = False
-    logp_noise: float = 0.0
-    compares_sides: bool = True
+    duplicates: int = 0  # training pairs that repeat another one
+    initial_loss: float | None = None  # while policy equals reference; None if that is not a constant
+    starts_at_reference: bool = False  # policy and reference start from the same weights
+    logp_noise: float = 0.0  # nats per token by which their logps may differ nonetheless
+    compares_sides: bool = True  # the objective compares chosen with rejected
     num_validation_pairs: int = 0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A named condition. summary: what happened; advice: what to change, in config keys.
-
-    check returns the numbers that prove the condition while it holds; history is empty before the first step.
-    """
+    """A named condition."""
 
     name: str
-    summary: str
-    advice: str
+    summary: str  # what happened
+    advice: str  # what to change, in config keys
+    # returns the numbers that prove the condition while it holds; the history is empty before the first step
     check: Callable[[History, RunFacts], Evidence | None]
 
 
@@ -160,7 +152,7 @@ def saturated_rewards(history: History, facts: RunFacts) -> Evidence | None:
 
 
 def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
-    """The accuracy is no better than chance after the warm-up."""
+    """The accuracy is not better than chance after the warm-up."""
     window = history.recent(CHANCE_PAIRS)
     if not facts.compares_sides or window is None or window.records[0].step < CHANCE_FROM * facts.total_steps:
         return None
@@ -172,7 +164,7 @@ def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
 
 
 def initial_loss(history: History, facts: RunFacts) -> Evidence | None:
-    """The loss of the first step is not the one of a policy that equals its reference."""
+    """The first step's loss differs from the loss of a policy that equals its reference."""
     first = history.first.records[:1]
     if facts.initial_loss is None or not facts.starts_at_reference or not first or first[0].step != 1:
         return None
@@ -194,7 +186,7 @@ def mismatched_reference(history: History, facts: RunFacts) -> Evidence | None:
 
 
 def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
-    """Several gradient norms stand far above those around them and those of the start."""
+    """Several gradient norms stand far above their neighbors and the norms of the start."""
     norms = history.newest("grad_norm", SPIKE_RECORDS)
     start = [each.metrics["grad_norm"] for each in history.first.records if "grad_norm" in each.metrics]
     if not norms or not start:
@@ -225,7 +217,7 @@ def repetition(history: History, _facts: RunFacts) -> Evidence | None:
 def validation_below_chance(history: History, facts: RunFacts) -> Evidence | None:
     """Training separates the sides, and the same policy prefers the rejected side of validation pairs.
 
-    The accuracy or the margin on validation pairs is four standard errors below that of a coin.
+    The accuracy or the margin on validation pairs is four standard errors below a coin's.
     """
     validation = history.validation
     if validation is None or not facts.compares_sides or not facts.num_validation_pairs:
@@ -254,7 +246,7 @@ def validation_below_chance(history: History, facts: RunFacts) -> Evidence | Non
 
 
 def overfitting(history: History, facts: RunFacts) -> Evidence | None:
-    """The loss on validation pairs is far above its minimum, and that on training pairs is below it."""
+    """The validation loss is far above its minimum, and the training loss is below it."""
     validation = history.validation
     trained = None if validation is None else validation.training.mean("loss")
     if validation is None or trained is None or not facts.num_validation_pairs:
@@ -297,7 +289,7 @@ RULES = (
     ),
     Rule(
         "entropy_collapse",
-        "the policy's distribution has collapsed, so that it will repeat itself",
+        "the policy's distribution has collapsed, so it will repeat itself",
         f"lower {_LR}, raise beta, or set label_smoothing=0.1",
         entropy_collapse,
     ),

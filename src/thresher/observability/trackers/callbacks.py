@@ -26,8 +26,10 @@ _REQUESTS = ("should_save", "should_evaluate", "should_log", "should_epoch_stop"
 class CallbackTracker:
     """Calls the methods `on_*` of callbacks: instances or classes, of `TrainerCallback` or any other type.
 
-    args: settings under the names of TrainingArguments. stop_file: created when a callback sets
-    `control.should_training_stop`. checkpoints: lists the published checkpoints by step.
+    Args:
+        args: Settings under the names of TrainingArguments.
+        stop_file: Created when a callback sets `control.should_training_stop`.
+        checkpoints: Lists the published checkpoints by step.
     """
 
     name = "callbacks"

@@ -1,7 +1,7 @@
 """The local log: `metrics.jsonl`, one JSON object per line.
 
-Resuming from step k truncates the file to the records up to k, so that the complete log equals that of an uninterrupted
-run. JSON has no NaN and no infinities, so they are the strings `nan`, `inf` and `-inf`, which `float()` reads.
+Resuming from step k truncates the file to the records up to k, so the complete log equals an uninterrupted run's log.
+JSON has no NaN and no infinities, so they are the strings `nan`, `inf` and `-inf`, which `float()` reads.
 """
 
 import json
@@ -45,7 +45,7 @@ class JsonlTracker:
         self._file.flush()
 
     def log_table(self, step: int, table: Table) -> None:
-        """The rows are in a file of their own."""
+        """The rows have their own file."""
 
     def close(self, status: Status) -> None:  # noqa: ARG002
         """Flush to the disk and close."""
@@ -56,13 +56,13 @@ class JsonlTracker:
 
 
 class StepLog:
-    """Another log beside the metrics: one JSON object with a `step` per line, synced to disk.
+    """A log in addition to the metrics: one JSON object with a `step` per line, synced to disk.
 
     The file exists only if a record was written. Resuming truncates it like the metrics.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
-        """Start a new log, or continue after `resume_step`; the file of an earlier run is renamed, not overwritten."""
+        """Start a new log, or continue after `resume_step`; an earlier run's file is renamed, not overwritten."""
         self.path = path
         with translate_os_errors():
             if resume_step is None:
@@ -92,7 +92,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def find_holes(path: Path, until: int, interval: int) -> str | None:
     """Say which training records up to a step a log lacks or has twice; None if it is complete.
 
-    interval: steps between records. A log may start at a later step: that of a run from a checkpoint elsewhere.
+    A log may start at a later step, if the run started from a checkpoint elsewhere.
+
+    Args:
+        interval: Steps between records.
     """
     records = read_records(path) if path.exists() else []
     counts = Counter(record["step"] for record in records if "lr" in record and record["step"] <= until)

@@ -26,22 +26,19 @@ START_OVER = -1
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run for trackers. `run_dir` exists.
-
-    health_from: the pair from which most health rules compare; None with `health: off`.
-    """
+    """Description of a run for trackers."""
 
     exp_name: str
-    run_dir: Path
+    run_dir: Path  # exists
     config: Mapping[str, Any]
     total_steps: int
     total_pairs: int
-    health_from: int | None = None
+    health_from: int | None = None  # the pair from which most health rules compare; None with `health: off`
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts and numbers that belong to a step, under a name like that of a metric."""
+    """Rows of texts and numbers that belong to a step, under a name like a metric's."""
 
     name: str
     columns: Sequence[str]
@@ -69,9 +66,10 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. Errors of `required` trackers are raised, those of `optional` trackers logged once.
+    """Several trackers as one. Errors of `required` trackers are raised, errors of `optional` ones logged once.
 
-    callbacks: the user's code, called last; its errors are raised as they are.
+    Args:
+        callbacks: The user's code, called last; its errors are raised as they are.
     """
 
     name = "trackers"
@@ -106,11 +104,11 @@ class Trackers:
             tracker.log(step, metrics)
 
     def log_table(self, step: int, table: Table) -> None:
-        """Log a table to all trackers but the local log, which has files of its own for such rows."""
+        """Log a table to all trackers but the local log, which has its own files for such rows."""
         self._each_optional(lambda tracker: tracker.log_table(step, table))
 
     def close(self, status: Status) -> None:
-        """Close all trackers, also when the local log fails to close."""
+        """Close all trackers, even if the local log fails to close."""
         try:
             with translate_os_errors():
                 for tracker in self._required:

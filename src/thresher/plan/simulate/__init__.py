@@ -1,1 +1,1 @@
-"""Simulate one rank of a run on tensors without values: its own code, every operation counted, no GPU."""
+"""Simulate one rank of a run on fake tensors: its own code, every operation counted, no GPU."""

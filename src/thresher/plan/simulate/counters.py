@@ -1,6 +1,6 @@
 """Count what a step does, operation by operation: live bytes, collectives, FLOPs, and reads of device data by the host.
 
-The counters are dispatch modes, for real tensors and for the tensors without values of a simulation.
+The counters are dispatch modes, for real tensors and for the fake ones of a simulation.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from thresher.plan.traffic import Kind
-
-Cause = Literal["layers", "head", "copies", "optimizer"]
+from thresher.plan.simulate.request import Kind
 
 # for an all-gather count the output, for every other collective the input
 _KINDS: dict[str, Kind] = {
@@ -46,7 +44,6 @@ _KINDS: dict[str, Kind] = {
 _WITHOUT_PAYLOAD = {"wait_tensor", "barrier", "_wrap_tensor_autograd"}
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _OWN = str(Path(__file__).resolve().parent)
-_HEAD = "models/lm_head.py"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -127,7 +124,7 @@ def leave_shapes_uncounted() -> None:
 class Collective(NamedTuple):
     """ranks: of its process group, in the world. device: type of the device of the payload.
 
-    is_of_numbers: the payload is in fp64, so that it is no tensor of the model.
+    is_of_numbers: the payload is in fp64, so it is not a tensor of the model.
     """
 
     kind: Kind
@@ -143,16 +140,6 @@ class CommunicationCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.payloads: Counter[Collective] = Counter()
         self.calls_of: Counter[Collective] = Counter()
-
-    @property
-    def bytes(self) -> Mapping[str, int]:
-        """By kind."""
-        return _by_kind(self.payloads)
-
-    @property
-    def calls(self) -> Mapping[str, int]:
-        """By kind."""
-        return _by_kind(self.calls_of)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
@@ -172,13 +159,6 @@ class CommunicationCounter(TorchDispatchMode):
         return made
 
 
-def _by_kind(counted: Counter[Collective]) -> Counter[str]:
-    by_kind: Counter[str] = Counter()
-    for collective, count in counted.items():
-        by_kind[collective.kind] += count
-    return by_kind
-
-
 def _payload(name: str, args: Any) -> Any:
     """(output, input, group, ...) in c10d where there are two tensors."""
     has_two = name in ("_reduce_scatter_base_", "alltoall_base_")
@@ -194,20 +174,13 @@ def _group_of(args: Any) -> ProcessGroup:
     return _resolve_process_group(name)
 
 
-# operations that read as many bytes of a table as they return
-_LOOKUPS = ("embedding", "index", "index_select", "gather")
-
-
 class OperationCounter(TorchDispatchMode):
-    """Operations on a type of device: the FLOPs of matrix products by the dtype of their operands, and the bytes that
-    all others read and write.
-    """
+    """Operations on a type of device, and the FLOPs of matrix products by the dtype of their operands."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.flops: Counter[str] = Counter()
-        self.traffic: Counter[Cause] = Counter()
         self._device_type = device_type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,31 +192,7 @@ class OperationCounter(TorchDispatchMode):
             self.operations += not func.is_view
             if (count := flop_registry.get(func.overloadpacket)) is not None:
                 self.flops[str(tensors[0].dtype).removeprefix("torch.")] += count(*args, **(kwargs or {}), out_val=made)
-            elif not func.is_view:
-                self.traffic[_cause(func)] += self._moved(func, args, kwargs, made)
         return made
-
-    def _moved(self, func: Any, args: Any, kwargs: Any, made: Any) -> int:
-        name = func._schema.name.partition("::")[2]
-        if "empty" in name or name == "_unsafe_view":
-            return 0
-        written = self._bytes(made)
-        return 2 * written if name in _LOOKUPS else written + self._bytes((args, kwargs))
-
-    def _bytes(self, values: Any) -> int:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-        # an expanded tensor is smaller than its shape
-        on_device = [each for each in tensors if each.device.type == self._device_type]
-        return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in on_device)
-
-
-def _cause(func: Any) -> Cause:
-    """What the memory traffic of an operation is part of."""
-    if func.namespace == "fsdp":
-        return "copies"
-    if func.overloadpacket is torch.ops.aten._fused_adamw_:
-        return "optimizer"
-    return "head" if calling_line().startswith(_HEAD) else "layers"
 
 
 def calling_line() -> str:

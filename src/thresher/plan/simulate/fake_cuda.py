@@ -82,14 +82,13 @@ class _Event:
     def record(self, *_stream: Any) -> _Event:
         return self
 
-    def wait(self, *_stream: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
     def query(self) -> bool:
         return True
+
+    def _do_nothing(self, *_arguments: Any) -> None:
+        pass
+
+    wait = synchronize = _do_nothing
 
 
 class _Stream:
@@ -106,23 +105,16 @@ class _Stream:
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
-    def wait_stream(self, *_stream: Any) -> None:
-        pass
-
-    def wait_event(self, *_event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
     def is_capturing(self) -> bool:
         return False
 
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def _do_nothing(self, *_arguments: Any) -> None:
         pass
+
+    wait_stream = wait_event = synchronize = __exit__ = _do_nothing
 
 
 def pretend_one_gpu(memory: int) -> None:

@@ -1,65 +1,55 @@
-"""One rank of a simulated run: the code of training builds the policy and makes steps, on tensors without values.
+"""One rank of a simulated run: the code of training builds the policy and makes steps, on fake tensors.
 
-Runs in a process of its own, because it changes torch:
-
-    python -m thresher.plan.simulate.rank GUARD REQUEST RESULT
-
-GUARD: library of the device guard; empty for a build of torch with CUDA. REQUEST, RESULT: JSON, see request.py.
+Imported after __main__.py has changed torch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import cast
 
-from thresher.plan.simulate.fake_cuda import load_guard, pretend_one_gpu
-from thresher.plan.simulate.request import CountedCollective, RankRequest, RankResult
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-if TYPE_CHECKING:
-    from thresher.data.pair import PairBatch
-    from thresher.distributed.mesh import ParallelDims
-    from thresher.losses.pairs import ChosenRejectedLogps
-    from thresher.plan.simulate.counters import CommunicationCounter
-    from thresher.plan.traffic import Axis, Kind
-    from thresher.strategies.native.declaration import FSDP2Settings
+from thresher.builders.engines import policy_spec, reference_spec
+from thresher.builders.inputs import build_layout
+from thresher.builders.objective import build_objective
+from thresher.config import parse_config
+from thresher.data.pair import Pair, PairBatch
+from thresher.distributed.groups import Group
+from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.mesh import AXES, ParallelDims
+from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.models.attention.interface import KERNELS
+from thresher.observability.machine import peak_rss_bytes
+from thresher.plan.simulate.attention import attention_without_values
+from thresher.plan.simulate.counters import (
+    CommunicationCounter,
+    LiveBytes,
+    OperationCounter,
+    leave_shapes_uncounted,
+)
+from thresher.plan.simulate.host_side import HostSide
+from thresher.plan.simulate.request import CountedAxis, CountedCollective, Kind, RankRequest, RankResult
+from thresher.plan.simulate.source import SourceWithoutValues, TrainedPartsWithoutValues
+from thresher.strategies.accumulate import MicroBatch
+from thresher.strategies.native.build import axis_sizes, build_infer, build_train
+from thresher.strategies.native.declaration import FSDP2Settings
 
 # one token id for all tokens: no value is ever computed
 _TOKEN = 3
 
 
-def main(guard: str, request_file: str, result_file: str) -> None:
-    if guard:
-        load_guard(Path(guard))
-    request = RankRequest(**json.loads(Path(request_file).read_text(encoding="utf-8")))
-    Path(result_file).write_text(json.dumps(asdict(run_rank(request))), encoding="utf-8")
-
-
 def run_rank(request: RankRequest) -> RankResult:
     """Build the policy of a rank, make a step that allocates its optimizer state, and count a second one."""
     started = time.process_time()
-    pretend_one_gpu(request.memory)
-    import torch
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from thresher.models.attention.interface import KERNELS
-    from thresher.observability.memory import peak_rss_bytes
-    from thresher.plan.simulate.attention import attention_without_values
-    from thresher.plan.simulate.counters import (
-        CommunicationCounter,
-        LiveBytes,
-        OperationCounter,
-        leave_shapes_uncounted,
-    )
-    from thresher.plan.simulate.host_side import HostSide
-
     device = torch.device("cuda", 0)
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
     KERNELS["cuda"] = attention_without_values
@@ -81,7 +71,6 @@ def run_rank(request: RankRequest) -> RankResult:
         _counted(communication, request, step.settings),
         dict(host.reads),
         dict(counted.flops),
-        {str(cause): moved for cause, moved in counted.traffic.items()},
         counted.operations,
         time.process_time() - started,
         peak_rss_bytes(),
@@ -91,17 +80,7 @@ def run_rank(request: RankRequest) -> RankResult:
 class _Step:
     """The policy of a rank, its reference, and the steps that it makes."""
 
-    def __init__(self, request: RankRequest, device: Any):
-        import torch.distributed as dist
-
-        from thresher.builders.engines import policy_spec, reference_spec
-        from thresher.builders.inputs import build_layout
-        from thresher.builders.objective import build_objective
-        from thresher.config import parse_config
-        from thresher.distributed.groups import Group
-        from thresher.plan.simulate.source import SourceWithoutValues, TrainedPartsWithoutValues
-        from thresher.strategies.native.build import build_infer, build_train
-
+    def __init__(self, request: RankRequest, device: torch.device):
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
         layout = build_layout(config)[1]
         spec = policy_spec(config, layout, device, world)
@@ -126,8 +105,6 @@ class _Step:
 
     def run(self, num_micro_batches: int) -> None:
         """Make a step, with the reference scored first if these processes do it."""
-        from thresher.strategies.accumulate import MicroBatch
-
         self._policy.train_step(
             [MicroBatch(batch, self._reference(batch)) for batch in self._batches[:num_micro_batches]],
             self._objective,
@@ -136,11 +113,6 @@ class _Step:
         )
 
     def _reference(self, batch: PairBatch) -> ChosenRejectedLogps | None:
-        import torch
-
-        from thresher.distributed.host_copies import copy_to_device
-        from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
-
         if not self._objective.needs_reference:
             return None
         if self._score is not None:
@@ -158,11 +130,6 @@ class _Step:
 
 
 def _batch(lengths: list[list[int]]) -> PairBatch:
-    import numpy as np
-    import numpy.typing as npt
-
-    from thresher.data.pair import Pair, PairBatch
-
     def ids(size: int) -> npt.NDArray[np.int32]:
         return np.full(size, _TOKEN, dtype=np.int32)
 
@@ -173,14 +140,14 @@ def _batch(lengths: list[list[int]]) -> PairBatch:
 def _counted(
     communication: CommunicationCounter, request: RankRequest, settings: FSDP2Settings
 ) -> list[CountedCollective]:
-    from thresher.strategies.native.build import axis_sizes
-
     dims = axis_sizes(settings, request.num_processes)
-    found: Counter[tuple[Axis, Kind, int, bool]] = Counter()
-    calls: Counter[tuple[Axis, Kind, int, bool]] = Counter()
+    found: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
+    calls: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
     for each, payload in communication.payloads.items():
         on_host = each.device == "cpu"
-        axis: Axis = "step" if on_host or each.is_of_numbers else axis_of(each.kind, each.ranks, dims, request.rank)
+        axis: CountedAxis = (
+            "step" if on_host or each.is_of_numbers else axis_of(each.kind, each.ranks, dims, request.rank)
+        )
         key = axis, each.kind, len(each.ranks), on_host
         found[key] += payload
         calls[key] += communication.calls_of[each]
@@ -190,12 +157,8 @@ def _counted(
     ]
 
 
-def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> Axis:
+def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedAxis:
     """The axis whose processes exchange device data in a group of ranks."""
-    import numpy as np
-
-    from thresher.distributed.mesh import AXES
-
     if kind in ("send", "receive", "broadcast"):
         return "pp"
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
@@ -204,11 +167,9 @@ def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
             # FSDP2 shards over dp_shard and cp
-            return "dp_shard" if axis == "cp" and kind in ("all_gather", "reduce_scatter") else cast("Axis", axis)
+            return (
+                "dp_shard" if axis == "cp" and kind in ("all_gather", "reduce_scatter") else cast("CountedAxis", axis)
+            )
     if kind in ("all_gather", "reduce_scatter"):
         return "dp_shard"
     raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:  # torch is imported after the device guard is loaded
-    from thresher.plan.traffic import Axis, Kind
+# mesh dimensions, and `step`: the norms and metrics that all ranks agree on
+CountedAxis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,24 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class CountedCollective:
-    """Collectives of one kind in a group of `size` processes; axis: `step` if the payload is on the host."""
+    """Collectives of one kind in a group of `size` processes.
 
-    axis: Axis
+    payload: bytes of the output of an all-gather, of the input of others.
+    """
+
+    axis: CountedAxis
     kind: Kind
     size: int
     calls: int
     payload: int
     on_host: bool
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that the process sends, in ring collectives."""
+        if self.kind in ("send", "receive"):
+            return float(self.payload) if self.kind == "send" else 0.0
+        return (2 if self.kind == "all_reduce" else 1) * (self.size - 1) / self.size * self.payload
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,7 @@ class RankResult:
     """Counts of one optimizer step. Bytes are those of the device.
 
     held: weights and optimizer state, between steps. reads: by file and line, how often the host waits for the device.
-    flops: of matrix products by dtype. traffic: bytes that other operations read and write, in layers, head, copies of
-    FSDP2 and optimizer. seconds, resident: CPU time and memory of the simulation itself.
+    flops: of matrix products by dtype. seconds, resident: CPU time and memory of the simulation itself.
     """
 
     rank: int
@@ -53,10 +63,18 @@ class RankResult:
     collectives: list[CountedCollective]
     reads: dict[str, int]
     flops: dict[str, int]
-    traffic: dict[str, int]
     operations: int
     seconds: float
     resident: int
+
+    @property
+    def wire_bytes(self) -> dict[str, float]:
+        """Bytes that the process sends along each mesh dimension, without the messages of a step."""
+        sent: dict[str, float] = {}
+        for each in self.collectives:
+            if each.axis != "step":
+                sent[each.axis] = sent.get(each.axis, 0.0) + each.wire_bytes
+        return sent
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> RankResult:

@@ -1,4 +1,4 @@
-"""Simulate ranks of an estimated run, each in a process of its own, and compare the counts with the formulas."""
+"""Simulate ranks of an estimated run, each in its own process."""
 
 from __future__ import annotations
 
@@ -7,62 +7,49 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from thresher.builders.memory import Memory, peak_memory
 from thresher.data.store.cache import user_cache_dir
 from thresher.errors import UserError
-from thresher.plan.elementwise import elementwise_bytes
 from thresher.plan.estimate import Estimate
-from thresher.plan.memory import Memory, peak_memory
 from thresher.plan.simulate.fake_cuda import compile_guard
 from thresher.plan.simulate.request import RankRequest, RankResult
-from thresher.plan.traffic import Axis, Message, step_messages, wire_bytes
-from thresher.plan.workload import Rows, dummy_rows, rows_of, sampled_steps
+from thresher.plan.step import Axis, step_flops, wire_bytes
+from thresher.plan.workload import Rows, rows_of, sampled_steps, sum_rows
 
 PairSizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """A rank of a pipeline stage: what was counted, and what the formulas give for the same micro-batches.
-
-    elementwise: bytes that layers and LM head read and write beside their products.
-    """
+    """A rank of a pipeline stage: what was counted, and what the closed forms give for the same micro-batches."""
 
     stage: str
     counted: RankResult
     memory: Memory
-    messages: list[Message]
-    elementwise: float
-
-    @property
-    def wire_bytes(self) -> dict[Axis, tuple[float, float]]:
-        """By axis: counted, by formula."""
-        counted = [Message(e.axis, e.kind, e.payload, e.size) for e in self.counted.collectives]
-        found, by_formula = wire_bytes(counted), wire_bytes(self.messages)
-        return {axis: (found.get(axis, 0.0), by_formula.get(axis, 0.0)) for axis in found | by_formula}
+    wire_bytes: Mapping[Axis, float]
+    flops: float  # of products outside of attention, which the simulation replaces
 
 
-def simulate_stage(
-    estimate: Estimate, stage: str, index: int, micro_batches: Sequence[Sequence[PairSizes]]
-) -> SimulatedRank:
-    """Simulate the first rank of a stage."""
-    rank = index * (estimate.dims.num_processes // estimate.dims.pp)
-    counted = _run(estimate, rank, micro_batches)
-    layout = estimate.parts.layout
+def simulate_stage(estimate: Estimate, stage: str, micro_batches: Sequence[Sequence[PairSizes]]) -> SimulatedRank:
+    """Simulate the first rank of a stage of `estimate.processes`."""
+    process, layout = estimate.processes[stage], estimate.parts.layout
+    counted = _run(estimate, process.stage * (estimate.dims.num_processes // estimate.dims.pp), micro_batches)
     rows = [rows_of(np.array(sizes, dtype=np.uint32), layout) for sizes in micro_batches]
-    settings = replace(estimate.memory_settings, micro_batches=len(rows))
-    messages = step_messages(estimate.stage(index), rows, dummy_rows(layout), estimate.traffic_settings)
-    memory = peak_memory(estimate.stage(index), max(rows, key=lambda each: each.total), settings)
-    scores = estimate.reference_in_step is not None
-    # a compiler needs values, so that nothing is compiled in a simulation
-    moved = elementwise_bytes(estimate.stage(index), rows, settings, compiled="nothing", scores_reference=scores)
-    return SimulatedRank(stage, counted, memory, messages, moved)
+    largest, step = max(rows, key=lambda each: each.total), sum_rows(rows)
+    return SimulatedRank(
+        stage,
+        counted,
+        peak_memory(process, largest.total, largest.scored, len(rows)),
+        wire_bytes(process, step, len(rows)),
+        step_flops(process, replace(step, attended=0)).total,
+    )
 
 
 def typical_micro_batches(estimate: Estimate) -> list[list[PairSizes]]:
@@ -90,14 +77,14 @@ def _run(estimate: Estimate, rank: int, micro_batches: Sequence[Sequence[PairSiz
         estimate.dims.num_processes,
         [[list(pair) for pair in sizes] for sizes in micro_batches],
         estimate.pairs_per_step,
-        estimate.reference_in_step,
+        estimate.process.reference,
         int(estimate.cluster.gpu.memory),
     )
     guard = "" if torch.version.cuda else str(compile_guard(user_cache_dir() / "simulate"))
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory) / name for name in ("request", "result")]
         files[0].write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [sys.executable, "-W", "ignore", "-m", "thresher.plan.simulate.rank", guard, *map(str, files)]
+        command = [sys.executable, "-W", "ignore", "-m", "thresher.plan.simulate", guard, *map(str, files)]
         ended = subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
         )

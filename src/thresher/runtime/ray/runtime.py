@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 
+from thresher.builders.hardware import Gpu
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import look_up
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
 from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
-from thresher.observability.phase_clock import PhaseClock
-from thresher.plan.hardware import Gpu
+from thresher.observability.timing import PhaseClock
 from thresher.runtime.devices import CPU
 from thresher.runtime.group import Runtime, with_absolute_cache_dir
 from thresher.runtime.rank import RankReport

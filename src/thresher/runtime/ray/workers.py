@@ -34,7 +34,7 @@ from thresher.observability.heartbeat import (
     report_progress,
     set_activity,
 )
-from thresher.observability.throughput import NUM_SPANS, TraceSpan
+from thresher.observability.timing import NUM_SPANS, TraceSpan
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT

@@ -1,0 +1,344 @@
+"""Memory of a training process by closed form: what it holds between steps, and the peak of a step.
+
+One page for the token budget of a run and for `thresher plan`. What it does not state, `thresher plan --simulate`
+counts: peaks are within 15 % of the counted ones, most of them above (tests/plan/test_simulation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from thresher.config.roles import TrainingArgs
+from thresher.distributed.mesh import ParallelDims
+from thresher.errors import UserError
+from thresher.models.lm_head import slice_width
+from thresher.models.loading.narrow import widest_dtype
+from thresher.models.logps import base_model
+from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.recompute import Recompute
+from thresher.models.pipeline_chunk import decoder_of
+from thresher.models.router import num_experts
+from thresher.strategies.native.declaration import FSDP2Settings
+from thresher.strategies.native.pipeline_parallel import partition_layers
+
+# share of a GPU for its context, fragmentation and the workspaces of kernels
+RESERVED = 0.08
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements of some parameters."""
+
+    total: float = 0
+    trained: float = 0
+    narrow: float = 0  # frozen, and stored in the compute precision
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.total + other.total, self.trained + other.trained, self.narrow + other.narrow)
+
+    def __mul__(self, share: float) -> Elements:
+        return Elements(share * self.total, share * self.trained, share * self.narrow)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a model, adapters included."""
+
+    matrices: Elements  # of all layers
+    active: Elements  # of them, what a token multiplies with: of experts, the chosen ones
+    embedding: Elements
+    head: Elements  # equal to the embedding if tied
+    others: Elements  # norms and biases
+    tied: bool
+    num_layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int  # columns of the MLP that a token computes
+    experts_per_token: int  # 0 in a dense model
+    adapted_inputs: int  # adapters of a layer that read a norm
+    is_llama_like: bool  # the memory-efficient layers support it
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelSize:
+        """Read the sizes of a model on the meta device."""
+        base = base_model(model)
+        config = base.config.get_text_config()
+        layers = getattr(decoder_of(base), "layers", None)
+        if not layers:
+            family = base.config.model_type
+            raise UserError(f"its memory is not known: the model family {family} has no list of decoder layers")
+        stored, experts = widest_dtype(base), num_experts(config)
+        heads, chosen = int(config.num_attention_heads), int(getattr(config, "num_experts_per_tok", None) or 1)
+        names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
+        width = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
+        embedding, head = (_weight(each) for each in (base.get_input_embeddings(), base.get_output_embeddings()))
+        matrices = [p for layer in layers for p in layer.parameters() if p.ndim > 1]
+        known = {id(p) for p in (*matrices, embedding, head)}
+        adapted = [name for name, _ in layers[0].named_modules() if name.endswith("_proj.lora_A")]
+
+        def count(parameters: Iterable[nn.Parameter], experts_share: float = 1.0) -> Elements:
+            found = Elements()
+            for p in parameters:
+                numel = p.numel() * (experts_share if p.ndim == 3 else 1.0)
+                found += Elements(numel, numel * p.requires_grad, numel * (p.dtype != stored))
+            return found
+
+        return cls(
+            matrices=count(matrices),
+            active=count(matrices, chosen / experts if experts else 1.0),
+            embedding=count([embedding]),
+            head=count([head]),
+            others=count(p for p in base.parameters() if id(p) not in known),
+            tied=embedding is head,
+            num_layers=len(layers),
+            hidden=int(config.hidden_size),
+            vocab=head.shape[0],
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            width=int(width) * (chosen if experts else 1),
+            experts_per_token=chosen if experts else 0,
+            adapted_inputs=sum(not name.startswith(("self_attn.o_proj", "mlp.down_proj")) for name in adapted),
+            is_llama_like=is_llama_like(layers[0]),
+        )
+
+    @property
+    def parameters(self) -> Elements:
+        return self.matrices + self.embedding + self.others + (Elements() if self.tied else self.head)
+
+
+def _weight(module: Any) -> nn.Parameter:
+    """The matrix of an embedding or a head; PEFT wraps one that has an adapter."""
+    weight: nn.Parameter = getattr(module, "base_layer", module).weight
+    return weight
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a pipeline stage, and the settings that its memory depends on."""
+
+    size: ModelSize
+    dims: ParallelDims
+    settings: FSDP2Settings
+    training: TrainingArgs
+    stored: int  # bytes of an element of the weights and of the residual stream
+    compute: int  # bytes of an element of products
+    packs_rows: bool  # the layout packs rows; a padded one needs more per row
+    reference: Literal["adapter", "copy"] | None = None  # how these processes score it in each step
+    stage: int = 0
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.training.gradient_checkpointing
+
+    @property
+    def num_layers(self) -> int:
+        chunks = partition_layers(self.size.num_layers, self.dims.pp * self.settings.virtual_pp_size)
+        return sum(map(len, chunks[self.stage :: self.dims.pp]))
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.dims.pp - 1
+
+    @property
+    def matrices(self) -> Elements:
+        """Of its layers, before FSDP2 shards them."""
+        return self.size.matrices * (self.num_layers / self.size.num_layers / self.dims.tp)
+
+    @property
+    def embedding(self) -> Elements:
+        return self.size.embedding * (self.is_first / self.dims.tp)
+
+    @property
+    def head(self) -> Elements:
+        return self.size.head * (self.is_last / self.dims.tp)
+
+    @property
+    def elements(self) -> Elements:
+        """All elements, before FSDP2 shards them."""
+        one_matrix = self.size.tied and self.dims.pp == 1
+        outer = self.embedding if one_matrix else self.embedding + self.head
+        return self.matrices + outer + self.size.others * (self.num_layers / self.size.num_layers)
+
+    @property
+    def row_columns(self) -> float:
+        """Columns of the residual stream; sequence parallelism splits its rows, which costs as much as columns."""
+        return self.size.hidden / (self.dims.tp if self.settings.sequence_parallel else 1)
+
+    @property
+    def query_columns(self) -> float:
+        return self.size.heads * self.size.head_dim / self.dims.tp
+
+    @property
+    def key_columns(self) -> float:
+        """Of keys, and of values; padded rows repeat them for each query head."""
+        heads = self.size.kv_heads if self.packs_rows else self.size.heads
+        return heads * self.size.head_dim / self.dims.tp
+
+    def in_flight(self, micro_batches: int) -> float:
+        """Micro-batches whose activations it holds at once."""
+        pp, chunks = self.dims.pp, self.settings.virtual_pp_size
+        if pp == 1:
+            return 1
+        if chunks == 1:
+            return min(pp if self.settings.pp_schedule == "zero_bubble" else pp - self.stage, micro_batches)
+        scheduled = max(micro_batches, pp)
+        warm_up = (chunks - 1) * pp + 2 * (pp - 1 - self.stage)
+        return min(warm_up + 1, scheduled * chunks) / chunks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by category, at the moment of the peak."""
+
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    reference: float = 0
+    gather_buffers: float = 0
+    activations: float = 0
+    lm_head: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_category.values())
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        return dict(vars(self))
+
+
+def held_memory(process: Process) -> Memory:
+    """Shards of weights, gradients and AdamW's two moments; offloaded ones are in host memory."""
+    if process.settings.cpu_offload:
+        return Memory()
+    elements, stored = process.elements * (1 / process.dims.fsdp_size), process.stored
+    weights = stored * elements.total - (stored - process.compute) * elements.narrow
+    reference = stored * elements.total if process.reference == "copy" else 0
+    return Memory(weights, stored * elements.trained, 2 * stored * elements.trained, reference)
+
+
+def peak_memory(process: Process, rows: int, scored: int, micro_batches: int) -> Memory:
+    """The peak of a step of several micro-batches, the largest with these rows and scored rows."""
+    held, in_flight = held_memory(process), process.in_flight(micro_batches)
+    gradients = held.gradients
+    if process.settings.zero_stage == 1 and process.dims.fsdp_size > 1 and micro_batches > 1:
+        gradients = process.stored * process.elements.trained  # whole ones, added up before they are reduced
+    if (process.dims.tp > 1 and gradients > held.gradients) or process.dims.fsdp_size == 1:
+        # the embedding's gradient is a partial sum of the whole matrix until the end of a step
+        gradients += process.stored * (process.dims.tp - 1) * process.embedding.trained
+    # gradients exist from the first backward on, when one micro-batch less is in flight
+    cases = [(in_flight, gradients)] if micro_batches > in_flight else [(in_flight, 0.0), (in_flight - 1, gradients)]
+    peaks = [
+        Memory(held.weights, gradient, held.optimizer, held.reference, *moment)
+        for number, gradient in cases
+        for moment in _moments(process, rows, scored, number, micro_batches)
+    ]
+    return max(peaks, key=lambda memory: memory.total)
+
+
+def _moments(
+    process: Process, rows: int, scored: int, in_flight: float, micro_batches: int
+) -> Iterator[tuple[float, float, float]]:
+    """(gather buffers, activations, LM head) in the backward of a layer, in the LM head, and in the embedding."""
+    size, dims, stored, compute = process.size, process.dims, process.stored, process.compute
+    rows, scored = -(-rows // dims.cp), -(-scored // dims.cp)
+    kept_layers, of_layer = _gathered(process)
+    hidden = stored * rows * process.row_columns
+    whole, kept = rows * _saved_per_row(process, "off"), rows * _saved_per_row(process, process.recompute)
+    saved = in_flight * process.num_layers * kept + _pipeline_buffers(process, hidden, in_flight, micro_batches)
+    saved += 2 * stored * rows * size.head_dim  # rotary embeddings
+    # gradients of gate, up and their product, and of the residual stream; the layer's activations, computed again
+    working = 2 * compute * rows * size.width / dims.tp + 2 * hidden + whole - kept
+    if process.settings.sequence_parallel:
+        working += 2 * compute * rows * size.hidden
+    yield kept_layers + of_layer, saved + working, 0.0
+    is_sharded = dims.fsdp_size > 1
+    if process.is_last and in_flight >= 1:
+        vocab, head = size.vocab // dims.tp, process.head
+        columns = slice_width(vocab, max(1, scored), on_gpu=True)
+        logits, scored_rows = _FP32 * scored * min(vocab, 2 * columns), scored * size.hidden
+        buffer = stored * head.total if is_sharded and not size.tied else 0.0
+        gathered = 0.0 if process.settings.zero_stage == 1 else buffer
+        # in the forward with the buffer of the all-gather, in the backward with gradients
+        rounded = compute * (scored + columns) * size.hidden
+        yield kept_layers, saved + 3 * hidden, gathered + buffer + stored * scored_rows + rounded + logits
+        if head.trained:
+            logits = max(logits, (_FP32 + compute) * columns * (scored + size.hidden))
+        gradients = 3 * _FP32 * scored_rows + stored * head.trained
+        yield kept_layers, saved + 3 * hidden, gathered + stored * scored_rows + gradients + logits
+    if process.is_first and is_sharded:
+        # gathered twice like the head; its gradient, of the whole matrix under tp, and a copy to reduce
+        copies = 1 + dims.tp + (dims.tp > 1 and dims.pp > 1)
+        gathered = stored * max(2 * process.embedding.total, copies * process.embedding.trained)
+        yield kept_layers + gathered, max(0.0, saved - process.num_layers * kept) + 2 * hidden, 0.0
+
+
+def _gathered(process: Process) -> tuple[float, float]:
+    """Bytes of weights in the compute precision that stay from forward to backward, and of a layer's backward."""
+    compute, matrices = process.compute, process.matrices
+    layer = matrices * (1 / process.num_layers)
+    if process.dims.fsdp_size > 1:
+        gradients = (process.stored + compute) * layer.trained
+        # a tied matrix stays gathered, and with ZeRO-1 everything does
+        outer = process.stored * (process.head.total if process.size.tied else 0)
+        if process.settings.zero_stage == 3:
+            return outer, 2 * compute * layer.total + gradients  # the next layer is gathered ahead
+        if process.settings.zero_stage == 1:
+            outer = process.stored * (process.elements.total - matrices.total)
+        return compute * matrices.total + outer, gradients
+    if compute == process.stored:
+        return 0.0, 0.0
+    # autocast keeps copies of all matrices, or of a layer if it is computed again
+    copies = layer if process.recompute != "off" else matrices
+    return compute * (copies.total - copies.narrow), 0.0
+
+
+def _saved_per_row(process: Process, recompute: Recompute) -> float:
+    """Bytes that a layer keeps of a row for the backward, its input included."""
+    size, stored, compute, tp = process.size, process.stored, process.compute, process.dims.tp
+    width, queries, keys = size.width / tp, process.query_columns, process.key_columns
+    kept_input = stored * process.row_columns
+    if recompute != "off":
+        kept_input = 0 if process.training.activation_offload else kept_input
+    if recompute == "full":
+        return kept_input
+    attention = compute * (2 * queries + 2 * keys) + _FP32 * size.heads / tp
+    if recompute == "selective":
+        exchanged = 2 * queries + 2 * keys if process.dims.cp > 1 else 0
+        outputs = (2 if size.adapted_inputs else 1) * process.row_columns
+        return kept_input + attention + compute * (exchanged + outputs + 2 * width)
+    is_lean = process.packs_rows and size.is_llama_like
+    # inputs of the matrices that read a norm: one per norm, or one per matrix; PEFT casts one per adapter
+    inputs = 2.0 if is_lean else 5.0
+    if size.adapted_inputs and process.dims.fsdp_size == 1 and compute != stored:
+        inputs = size.adapted_inputs
+    norms = stored * process.row_columns + compute * inputs * size.hidden
+    if not is_lean and size.others.trained:
+        norms += 2 * stored * size.hidden  # their normalized inputs
+    # gate, up and their product; the activation unless it is computed again, and copies of the input of each expert
+    mlp = compute * ((3 if is_lean else 4) * width + 2 * size.hidden * size.experts_per_token)
+    return kept_input + attention + norms + mlp + (compute * queries if process.dims.cp > 1 else 0)
+
+
+def _pipeline_buffers(process: Process, hidden: float, in_flight: float, micro_batches: int) -> float:
+    """Hidden states that a stage receives and sends. hidden: bytes of one."""
+    if process.dims.pp == 1:
+        return 0.0
+    if process.settings.pp_dtype == "bf16":
+        hidden *= 2 / process.stored
+    if process.settings.virtual_pp_size > 1:  # torch's schedule waits for all sends at its end
+        return 2 * process.settings.virtual_pp_size * max(micro_batches, process.dims.pp) * hidden
+    return hidden * (micro_batches if process.is_last else in_flight + 2)

@@ -1,0 +1,176 @@
+"""The token budget of micro-batches: as set, as recorded in a checkpoint, or chosen by formula for a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from transformers.initialization import no_init_weights
+
+from thresher.builders.hardware import COMPUTE_RATES, Gpu, Hardware
+from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
+from thresher.builders.memory import RESERVED, ModelSize, Process, peak_memory
+from thresher.builders.reference_mode import reference_has_workers
+from thresher.checkpoint.json_io import load_json
+from thresher.config import DPOConfig
+from thresher.data.batching.balance import CostModel
+from thresher.data.store.reader import Lengths
+from thresher.errors import UserError
+from thresher.models.layouts import Layout
+from thresher.models.loading.load import DTYPES
+from thresher.observability.details import DETAIL
+from thresher.strategies.native.build import axis_sizes
+
+logger = logging.getLogger(__name__)
+
+GPUS_PER_NODE = 8
+# of the memory that is not reserved: peaks by formula are at most 10 % below counted ones (tests/plan)
+_SHARE_OF_MEMORY = 0.9
+_STEP, _LARGEST = 256, 1 << 20
+_DOUBLINGS = 3
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    tokens: int | None  # None: the default of the layout
+    reason: str
+
+
+@dataclass(frozen=True)
+class BudgetInputs:
+    """What a budget is chosen from."""
+
+    processes: Sequence[Process]  # of the first and the last pipeline stage
+    longest_pair: int  # tokens, with padding
+    tokens_per_step: float  # of a data-parallel rank
+
+    @classmethod
+    def of(cls, processes: Sequence[Process], lengths: Lengths, layout: Layout, pairs_per_step: int) -> BudgetInputs:
+        if layout.needs_pair_attention:
+            tokens = CostModel(attention_per_key=0, shares_prompt=layout.shares_prompt).tokens(lengths)
+        else:
+            tokens = 2 * (lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1))
+        pairs_per_rank = pairs_per_step / processes[0].dims.num_data_ranks
+        return cls(processes, int(tokens.max()), pairs_per_rank * float(tokens.mean()))
+
+
+def with_token_budget(
+    config: DPOConfig, inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Gpu | None]
+) -> RunInputs:
+    """Choose the token budget of a run once, for all ranks; a resumed run keeps the one of its checkpoint."""
+    if inputs.max_tokens is not None:
+        return inputs
+    if checkpoint is not None:
+        budget = _recorded(checkpoint)
+    elif (gpu := find_gpu()) is None:
+        budget = TokenBudget(None, "the default on CPUs")
+    else:
+        budget = choose_budget(config, inputs.train.lengths, gpu.hardware)
+    packed = DEFAULT_TOKENS_PER_MICRO_BATCH if inputs.layout.needs_pair_attention else None
+    tokens, extra = budget.tokens or packed, DETAIL if budget.tokens in (None, packed) else {}
+    shown = "no limit" if tokens is None else f"{tokens:,}"
+    logger.info("max_tokens_per_micro_batch: auto -> %s, %s", shown, budget.reason, extra=extra)
+    return inputs.replace(max_tokens=budget.tokens)
+
+
+def _recorded(checkpoint: Path) -> TokenBudget:
+    values = load_json(checkpoint / "trainer.json")
+    tokens = values.get("max_tokens_per_micro_batch") if isinstance(values, dict) else None
+    return TokenBudget(tokens if isinstance(tokens, int) else None, f"as in {checkpoint}")
+
+
+def choose_budget(config: DPOConfig, lengths: Lengths, gpu: Hardware) -> TokenBudget:
+    """Choose for the workers of a config, each with such a GPU."""
+    parts, num_gpus = RunInputs(config), config.actor_train.num_processes
+    try:
+        first = policy_process(config, parts, model_size(parts), num_gpus)
+        given = BudgetInputs.of(
+            [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
+            lengths,
+            parts.layout,
+            config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
+        )
+        return budget_for(given, gpu, config.num_gpus_per_node or GPUS_PER_NODE)
+    except UserError as error:
+        return TokenBudget(None, f"the default, because {error}")
+
+
+def model_size(parts: RunInputs) -> ModelSize:
+    """Read the sizes of the policy; UserError for strategies whose memory has no closed form."""
+    if (name := parts.config.actor_train.strategy_name) != "fsdp2_train":
+        raise UserError(f"memory and time are known for fsdp2_train, and actor_train uses {name}")
+    with no_init_weights():  # tensors on the meta device have no values to initialize
+        return ModelSize.of(parts.policy)
+
+
+def policy_process(config: DPOConfig, parts: RunInputs, size: ModelSize, num_gpus: int) -> Process:
+    """A process of the first pipeline stage of the policy."""
+    role = config.actor_train
+    is_copied = parts.mode == "concurrent" and not reference_has_workers(config, parts.mode)
+    return Process(
+        size,
+        axis_sizes(role.strategy_args.settings, num_gpus),
+        role.strategy_args.settings,
+        role.training_args,
+        DTYPES[role.model_args.master_dtype].itemsize,
+        DTYPES[role.model_args.dtype].itemsize,
+        parts.layout.needs_pair_attention,
+        "adapter" if parts.mode == "adapter" else "copy" if is_copied else None,
+    )
+
+
+def budget_for(given: BudgetInputs, gpu: Hardware, gpus_per_node: int) -> TokenBudget:
+    """The budget that a run without one gets, at least as large as the longest pair."""
+    process, longest = given.processes[0], given.longest_pair
+    if not process.packs_rows and fits(given, process.training.per_device_train_batch_size * longest, gpu):
+        return TokenBudget(None, f"per_device_train_batch_size pairs fit into {gpu.name}")
+    largest = largest_budget(given, gpu)
+    if largest is None:
+        budget = TokenBudget(None, f"although it does not fit into {gpu.name} by formula")
+    elif process.packs_rows and largest >= DEFAULT_TOKENS_PER_MICRO_BATCH:
+        sizes = [DEFAULT_TOKENS_PER_MICRO_BATCH * 2**i for i in range(_DOUBLINGS + 1)]
+        fitting, wanted = (
+            [size for size in sizes if size <= largest],
+            _tokens_that_hide_fsdp(process, gpu, gpus_per_node),
+        )
+        tokens = next((size for size in fitting if size >= wanted), fitting[-1])
+        budget = TokenBudget(tokens, f"by formula: up to about {largest:,} fit into {gpu.name}")
+    else:
+        budget = TokenBudget(largest, f"by formula the largest that fits into {gpu.name}")
+    # a longer pair gets a micro-batch to itself, so a smaller budget would only make others smaller
+    return budget if longest <= (budget.tokens or 0) else TokenBudget(longest, f"the longest pair; {budget.reason}")
+
+
+def largest_budget(given: BudgetInputs, gpu: Hardware) -> int | None:
+    """The largest token budget that fits; None: not even one of 256."""
+    low, high = 0, _LARGEST // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(given, middle * _STEP, gpu) else (low, middle - 1)
+    return low * _STEP or None
+
+
+def fits(given: BudgetInputs, tokens: int, gpu: Hardware) -> bool:
+    """Whether micro-batches of these tokens fit, with every row scored and some memory to spare."""
+    micro_batches = max(2, round(given.tokens_per_step / tokens))
+    usable = _SHARE_OF_MEMORY * (1 - RESERVED) * gpu.memory
+    return all(peak_memory(process, tokens, tokens, micro_batches).total <= usable for process in given.processes)
+
+
+def _tokens_that_hide_fsdp(process: Process, gpu: Hardware, gpus_per_node: int) -> float:
+    """Tokens of a micro-batch whose products take as long as its messages of FSDP2.
+
+    Without such messages 0, and in a pipeline too: larger micro-batches leave too few of them.
+    """
+    dims, trained = process.dims, process.size.active.trained / process.size.active.total
+    if dims.fsdp_size == 1 or process.settings.zero_stage == 1 or dims.pp > 1:
+        return 0.0
+    gathers = 2 if process.settings.zero_stage == 3 else 1
+    bytes_per_element = gathers * process.compute + process.stored * trained
+    products_per_token = 4 + 2 * trained + (2 if process.recompute == "full" else 0)
+    experts = process.size.matrices.total / process.size.active.total
+    seconds_per_element = bytes_per_element * experts / gpu.link(dims.fsdp_size * dims.tp, gpus_per_node)
+    return seconds_per_element * COMPUTE_RATES["layers"] * gpu.peak_flops / products_per_token

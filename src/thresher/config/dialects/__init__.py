@@ -1,1 +1,0 @@
-"""Configs of other trainers: tables of their keys, and their translation to ours."""

@@ -1,0 +1,358 @@
+"""Translate another trainer's config: a rule per key, values under our keys, and an entry for what each key became.
+
+A dialect's table maps each key that matters to a rule: the key here, a function that translates the value, or the
+reason why there is no equivalent. Keys that only steer memory, placement, logging or other methods are patterns in
+`neutral`: one rule says that they change nothing here. Any other key is unknown, and stops an import if it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+MODEL = "actor_train.model_args."
+TRAINING = "actor_train.training_args."
+DATA = "actor_train.data_args."
+STRATEGY = "actor_train.strategy_args."
+AXES = f"{STRATEGY}strategy_config."
+FILES = f"{DATA}file_name"
+EVAL_FILES = "validation.data_args.file_name"
+EVAL_SPLIT = "validation.split"
+
+Outcome = Literal[
+    "kept", "renamed", "translated", "different meaning", "no equivalent", "no effect", "changes nothing here"
+]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+_UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one key is handled."""
+
+    targets: tuple[str, ...] = ()  # keys here
+    note: str = ""
+    function: Callable[[Any, Translation], None] | None = None  # without one, the value is copied to the first target
+    differs: bool = False
+    changes_numbers: bool = False  # without a target: whether the setting changes the training
+    neutral: tuple[Any, ...] = ()  # values that change nothing
+
+
+NEUTRAL = Rule(note="changes nothing here")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Another trainer's config language."""
+
+    name: str
+    title: str
+    table: Mapping[str, Rule]
+    neutral: tuple[str, ...]  # patterns of keys that change nothing here
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # those that differ from ours, given the config's keys
+    marks: tuple[frozenset[str], ...] = ()  # sets of keys, each of which identifies a config
+    programs: tuple[str, ...] = ()  # what a shell script runs, as words
+
+    def find(self, key: str) -> Rule | None:
+        """Return the rule for a key; None for a key that is not known here."""
+        if key in self.table:
+            return self.table[key]
+        return NEUTRAL if any(fnmatchcase(key, pattern) for pattern in self.neutral) else None
+
+
+@dataclass
+class Entry:
+    """How one key was handled."""
+
+    key: str
+    value: Any
+    is_default: bool = False
+    outcome: Outcome = "translated"
+    targets: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changes_numbers: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the setting changes the training and has no equivalent."""
+        return self.outcome == "no equivalent" and self.changes_numbers
+
+
+class Translation:
+    """A config under translation: rules read `get` and write `set`."""
+
+    def __init__(self, dialect: Dialect, given: Mapping[str, Any], defaults: Mapping[str, Any], num_devices: int):
+        self.dialect = dialect
+        self.num_devices = num_devices
+        self.entries: list[Entry] = []
+        self._source = {**defaults, **given}
+        self._given = given
+        self._flat: dict[str, Any] = {}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The config under our keys."""
+        return nest(self._flat)
+
+    @property
+    def lost(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.is_lost]
+
+    @property
+    def defaults_written(self) -> dict[str, str]:
+        """Our keys that hold a default of the trainer, with the trainer's key."""
+        return {target: entry.key for entry in self.entries if entry.is_default for target in entry.targets}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of another key of the source, or the trainer's default."""
+        return self._source.get(key, default)
+
+    def gives(self, key: str) -> bool:
+        return key in self._given
+
+    def value(self, target: str) -> Any:
+        """Return what was set under one of our keys."""
+        return self._flat.get(target)
+
+    def set(self, target: str, value: Any) -> None:
+        self._flat[target] = value
+        self.use(target)
+
+    def use(self, target: str) -> None:
+        """Record that the current key is expressed by one of ours."""
+        entry = self.entries[-1]
+        if target not in entry.targets:
+            entry.targets.append(target)
+
+    def note(self, text: str) -> None:
+        self.entries[-1].notes.append(text)
+
+    def differs(self, note: str) -> None:
+        """Record that the current key means something else here."""
+        self.entries[-1].outcome = "different meaning"
+        self.note(note)
+
+    def drop(self, note: str, *, changes_numbers: bool = False) -> None:
+        """Record that the current key has no equivalent."""
+        entry = self.entries[-1]
+        entry.outcome, entry.changes_numbers = "no equivalent", changes_numbers
+        entry.notes.append(note)
+
+    def lacks(self, note: str) -> None:
+        """Record that the current key has no equivalent and changes the training."""
+        self.drop(note, changes_numbers=True)
+
+    def ignore(self, note: str) -> None:
+        """Record that the current key has no effect with its value."""
+        self.entries[-1].outcome = "no effect"
+        self.note(note)
+
+    def unset(self, target: str, note: str) -> None:
+        """Remove one of our keys again; the entries that set it alone get the note."""
+        if target not in self._flat:
+            return
+        del self._flat[target]
+        for entry in self.entries:
+            if target in entry.targets:
+                entry.targets.remove(target)
+                if not entry.targets and entry.outcome != "no equivalent":
+                    entry.outcome = "no effect"
+                    entry.notes.append(note)
+
+    def apply(self, key: str, value: Any, rule: Rule | None) -> None:
+        """Apply the rule of one key."""
+        entry = Entry(key, value, is_default=key not in self._given)
+        self.entries.append(entry)
+        if rule is None:
+            if any(value is unset or value == unset for unset in _UNSET):
+                self.ignore("not set")
+            else:
+                self.lacks(f"not a key of {self.dialect.title} that is known here")
+        elif rule is NEUTRAL:
+            entry.outcome = "changes nothing here"
+        elif rule.function is not None:
+            try:
+                rule.function(value, self)
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+                self.lacks(f"a value that {self.dialect.title} would not accept")
+            self._compare(entry)
+        elif rule.targets and value in rule.neutral:
+            self.ignore("neutral value")
+        elif rule.targets:
+            self.set(rule.targets[0], value)
+            self._compare(entry)
+            if rule.differs:
+                self.differs(rule.note)
+            elif rule.note:
+                self.note(rule.note)
+        elif rule.changes_numbers and any(value is each or value == each for each in (*_UNSET, *rule.neutral)):
+            self.ignore("neutral value")
+        else:
+            self.drop(rule.note, changes_numbers=rule.changes_numbers)
+
+    def _compare(self, entry: Entry) -> None:
+        """Call a value that did not change kept or renamed."""
+        if entry.outcome != "translated" or len(entry.targets) != 1 or entry.notes:
+            return
+        target = entry.targets[0]
+        ours = self._flat.get(target)
+        if type(ours) is type(entry.value) and ours == entry.value:
+            entry.outcome = "kept" if _leaf(entry.key) == _leaf(target) else "renamed"
+
+    def add_devices(self) -> None:
+        """Give each process of the launcher a device; without it, the number of pairs per step would change."""
+        if self.num_devices > 1 and "actor_train.device_mapping" not in self._flat:
+            devices = f"list(range(0,{self.num_devices}))"
+            self.entries.append(Entry("processes", self.num_devices))
+            self.set("actor_train.device_mapping", devices)
+            if self.value(f"{MODEL}lora_rank") is None and self.needs_reference:
+                self.set("reference.device_mapping", devices)
+
+    def add_empty(self, key: str) -> None:
+        """Report an option without a value; a path must be set before the run can start, so it is not lost."""
+        rule = self.dialect.find(key)
+        target = rule.targets[0] if rule is not None and rule.targets else None
+        self.entries.append(Entry(key, ""))
+        self.drop(
+            f"empty in the script{f'; set `{target}`' if target else ''}",
+            changes_numbers=target
+            not in (None, "pretrain", "output_dir", "logging_dir", f"{MODEL}tokenizer_name_or_path"),
+        )
+
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether the launcher or the config names more than one device."""
+        nodes = self.get("cluster.gpus_per_node", 1), self.get("cluster.num_nodes", 1)
+        return self.num_devices > 1 or bool(self.get("actor_train.device_mapping")) or max(nodes) > 1
+
+    @property
+    def losses(self) -> list[str]:
+        names = self.value("pref_loss") or "sigmoid"
+        return [names] if isinstance(names, str) else list(names)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares with a reference; this imports torch."""
+        from thresher.losses import loss_class, loss_names
+
+        return any(loss not in loss_names() or loss_class(loss).needs_reference for loss in self.losses)
+
+    def tidy(self) -> None:
+        """Remove settings that have no effect together with the others, which validation would reject."""
+        from thresher.losses import loss_names, parameter_defaults
+
+        known = [parameter_defaults(loss) for loss in self.losses if loss in loss_names()]
+        for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau"):
+            if not any(parameter in parameters for parameters in known):
+                self.unset(parameter, f"{' + '.join(self.losses)} has no {parameter}")
+        has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
+        if has_adapter:
+            for name in ("lora_rank", "lora_alpha", "lora_target", "lora_init"):
+                self.unset(f"{MODEL}{name}", "read from the adapter")
+        if has_adapter or self.value(f"{MODEL}lora_rank") is not None:
+            self.unset(f"{MODEL}freeze_module_prefix", "LoRA trains adapters only")
+        else:
+            for name in ("lora_alpha", "lora_dropout", "lora_target", "lora_init"):
+                self.unset(f"{MODEL}{name}", "LoRA is off")
+        self._tidy_schedule()
+        for tracker in ("wandb", "mlflow", "tensorboard"):
+            for key in [key for key in self._flat if key.startswith(f"tracker_kwargs.{tracker}_")]:
+                if tracker not in (self.value("track_with") or ()):
+                    self.unset(key, f"{tracker} is off")
+        if not {"wandb", "mlflow"} & set(self.value("track_with") or ()):
+            for name in ("name", "notes", "tags"):
+                self.unset(f"tracker_kwargs.{name}", "wandb and mlflow are off")
+        if self.value(EVAL_FILES):
+            for name in ("template", "template_arguments", "system_prompt", "truncation"):
+                if self.value(f"{DATA}{name}") is not None:
+                    self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
+        elif not self.value(EVAL_SPLIT):
+            for name in ("eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
+                self.unset(name, "there is no validation data")
+            self.unset(f"{TRAINING}per_device_eval_batch_size", "there is no validation data")
+            self.unset("samples.num_prompts", "there is no validation data")
+
+    def settle(self) -> None:
+        """Leave out targets that were not set after all."""
+        for entry in self.entries:
+            entry.targets = [target for target in entry.targets if target in self._flat]
+            if not entry.targets and entry.outcome in ("kept", "renamed", "translated"):
+                entry.outcome = "no effect"
+
+    def _tidy_schedule(self) -> None:
+        schedule, steps = self.value(f"{TRAINING}lr_scheduler_type"), self.value(f"{TRAINING}warmup_steps")
+        if schedule == "constant":
+            for name in ("warmup_steps", "warmup_ratio"):
+                self.unset(f"{TRAINING}{name}", "the schedule `constant` has no warm-up, there and here")
+        elif steps:
+            self.unset(f"{TRAINING}warmup_ratio", "warmup_steps takes precedence")
+        elif self.value(f"{TRAINING}warmup_ratio"):
+            self.unset(f"{TRAINING}warmup_steps", "warmup_ratio is set")
+        if schedule != "cosine_with_min_lr":
+            self.unset(f"{TRAINING}min_lr_ratio", "the schedule has no minimum")
+        if self.value(f"{TRAINING}global_batch_size"):
+            self.unset(f"{TRAINING}gradient_accumulation_steps", "follows from the global batch")
+
+
+def translate(
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    *,
+    num_devices: int = 1,
+    empty: Iterable[str] = (),
+    with_defaults: bool = True,
+) -> Translation:
+    """Translate a config of another trainer.
+
+    num_devices: processes that its launcher starts. empty: options of a script that have no value.
+    Without `with_defaults`, the config is a part of one: only the given keys are translated, the rest keeps our
+    defaults, and settings without effect are left to validation.
+    """
+    flat = flatten(config, {*dialect.table, *dialect.neutral})
+    given = {key: value for key, value in flat.items() if value is not None}
+    defaults = dialect.defaults({"processes": num_devices, **given}) if with_defaults else {}
+    run = Translation(dialect, given, {key: value for key, value in defaults.items() if key not in given}, num_devices)
+    # in the order of the table: a rule may read what the rules above it have set
+    order = {key: position for position, key in enumerate(dialect.table)}
+    source = {**given, **{key: value for key, value in defaults.items() if key not in given}}
+    for key in sorted(source, key=lambda key: order.get(key, len(order))):
+        run.apply(key, source[key], dialect.find(key))
+    run.add_devices()
+    for key in empty:
+        run.add_empty(key)
+    if with_defaults:
+        run.tidy()
+    run.settle()
+    run.entries = [entry for entry in run.entries if entry.targets or entry.is_lost or not entry.is_default]
+    return run
+
+
+def flatten(values: Mapping[str, Any], whole: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with dots; a key in `whole` keeps its mapping."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in whole:
+            flat |= flatten(value, whole, f"{key}.")
+        else:
+            flat[key] = value
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo the dots of flat keys."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        section = nested
+        for name in sections:
+            section = section.setdefault(name, {})
+        # a section can be set as a whole, and a key of it by another rule
+        section[last] = {**value, **section.get(last, {})} if isinstance(value, Mapping) else value
+    return nested
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,199 @@
+"""TRL (`trl dpo`), and alignment-handbook, which adds its own datasets to TRL's keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from thresher.importers import huggingface
+from thresher.importers import rules as r
+from thresher.importers.huggingface import set_weight_dtype
+from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, Translation
+
+_TRUNCATION = {"keep_start": "response_end", "keep_end": "prompt_start"}
+
+
+def set_files(run: Translation, train: list[str], test: list[str]) -> None:
+    """Set the sources; validation data only if the config evaluates."""
+    r.set_sources(run, FILES, train)
+    run.differs(
+        "TRL trains on rows of plain strings as raw text, here they get the chat template: set "
+        f"{DATA}template=raw for such rows; conversations are the same"
+    )
+    if test and run.get("eval_strategy", run.get("evaluation_strategy", "no")) != "no":
+        r.set_sources(run, EVAL_FILES, test)
+
+
+def _set_dataset(value: Any, run: Translation) -> None:
+    config = run.get("dataset_config")
+    train, test = run.get("dataset_train_split", "train"), run.get("dataset_test_split", "test")
+    set_files(run, [r.source_name(value, train, config)], [r.source_name(value, test, config)])
+
+
+def _set_mixture(value: Any, run: Translation) -> None:
+    """Read a list of datasets: alignment-handbook's `dataset_mixture` or TRL's `datasets`."""
+    parts = value.get("datasets", []) if isinstance(value, Mapping) else value
+    names = [
+        r.source_name(part.get("id") or part.get("path"), part.get("split"), part.get("config") or part.get("name"))
+        for part in parts
+    ]
+    set_files(run, names, [])
+    if any((part.get("weight") or part.get("fraction") or 1.0) != 1.0 for part in parts):
+        run.lacks(r.MIXED)
+    held_out = value.get("test_split_size") if isinstance(value, Mapping) else run.get("test_split_size")
+    if held_out and run.get("eval_strategy", "no") != "no":
+        r.set_split(held_out, run)
+
+
+def _set_mixer(value: Any, run: Translation) -> None:
+    """Read alignment-handbook's `dataset_mixer`, a mapping from name to fraction, with `dataset_splits`."""
+    splits = run.get("dataset_splits") or ["train"]
+    train = [r.source_name(name, split) for name in value for split in splits if not split.startswith("test")]
+    test = [r.source_name(name, split) for name in value for split in splits if split.startswith("test")]
+    set_files(run, train, test)
+    if any(fraction != 1.0 for fraction in value.values()):
+        run.lacks(r.MIXED)
+
+
+def _is_lora(run: Translation) -> bool:
+    return bool(run.get("use_peft"))
+
+
+def _set_truncation(value: Any, run: Translation) -> None:
+    run.set(f"{DATA}truncation", _TRUNCATION.get(str(value), "response_end"))
+    if value == "keep_end":
+        run.differs("TRL keeps the last max_length tokens; here the start of the prompt is cut, never a response")
+
+
+def _set_template(value: Any, run: Translation) -> None:
+    if str(value).endswith((".jinja", ".j2")):
+        run.set(f"{DATA}template", value)
+    else:
+        run.lacks("write the template to a file and set data_args.template to its path")
+
+
+def _set_sync(value: Any, run: Translation) -> None:
+    if value:
+        run.set("reference.sync_steps", int(run.get("ref_model_sync_steps", 512)))
+        run.set("reference.sync_alpha", run.get("ref_model_mixup_alpha", 0.6))
+    else:
+        run.ignore("the reference is frozen")
+
+
+def _set_model_arguments(value: Any, run: Translation) -> None:
+    """Read the arguments of from_pretrained that have a setting here."""
+    value = json.loads(value) if isinstance(value, str) else value
+    arguments = {name: each for name, each in value.items() if each is not None}
+    dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
+    if dtype not in (None, "auto"):
+        set_weight_dtype(lambda run: not _is_lora(run))(dtype, run)
+    for name, default in (("attn_implementation", None), ("revision", "main"), ("trust_remote_code", False)):
+        if arguments.pop(name, default) != default:
+            run.set(f"{MODEL}{name}", value[name])
+    others = arguments.keys() - {"use_cache", "device_map", "low_cpu_mem_usage"}
+    if others:
+        run.lacks(f"{', '.join(sorted(others))} of the model's class cannot be set")
+    elif not run.entries[-1].targets and run.entries[-1].outcome == "translated":
+        run.ignore("the defaults")
+
+
+_weight_dtype = r.by(set_weight_dtype(lambda run: not _is_lora(run)), f"{MODEL}dtype", f"{MODEL}master_dtype")
+TABLE: r.Table = {
+    "model_name_or_path": r.to("pretrain"),
+    "loss_type": r.losses("loss_weights"),
+    "loss_weights": r.part_of("loss_type", "pref_loss"),
+    **r.kept("", "beta ld_alpha f_divergence_type"),
+    "label_smoothing": r.label_smoothing(),
+    "discopop_tau": r.if_loss("discopop_tau", "discopop"),
+    "rpo_alpha": r.switch("rpo_alpha"),
+    "f_alpha_divergence_coef": r.only_if(
+        lambda run: run.get("f_divergence_type") == "alpha_divergence",
+        "f_alpha_divergence_coef",
+        "only for alpha_divergence",
+    ),
+    "use_weighting": r.to("use_wpo"),
+    "generate_during_eval": r.samples(),
+    "reference_free": r.switch("reference.mode", "none", off="there is a reference"),
+    "sync_ref_model": r.by(_set_sync, "reference.sync_steps", "reference.sync_alpha"),
+    "ref_model_sync_steps": r.part_of("sync_ref_model", "reference.sync_steps"),
+    "ref_model_mixup_alpha": r.part_of("sync_ref_model", "reference.sync_alpha"),
+    "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
+    "precompute_ref_batch_size": r.to("reference.infer_batch_size"),
+    "use_peft": r.lora_switch("with `lora_r`"),
+    **r.lora_rules(
+        _is_lora,
+        rank="lora_r",
+        alpha="lora_alpha",
+        dropout="lora_dropout",
+        targets="lora_target_modules",
+        rslora="use_rslora",
+    ),
+    "use_dora": r.lacks(r.DORA),
+    "lora_target_parameters": r.lacks("adapters are on modules, not on parameters"),
+    "lora_modules_to_save": r.lacks(r.TRAINED_MODULES),
+    **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
+    "dtype": _weight_dtype,
+    "torch_dtype": _weight_dtype,
+    **r.kept(MODEL, "attn_implementation trust_remote_code pad_token"),
+    "model_revision": r.to(f"{MODEL}revision", neutral=("main",)),
+    "router_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
+    "model_init_kwargs": r.by(
+        _set_model_arguments,
+        *(f"{MODEL}{name}" for name in ("dtype", "master_dtype", "attn_implementation", "revision")),
+        note="dtype, attn_implementation, revision and trust_remote_code",
+    ),
+    "ref_model_init_kwargs": r.lacks("arguments of the model's class cannot be set"),
+    "disable_dropout": r.by(
+        lambda value, run: (
+            run.ignore("dropout is always off")
+            if value
+            else run.differs("dropout is always off, so a model whose config has dropout trains without it")
+        ),
+        note="dropout is always off",
+    ),
+    **r.lack(r.REFERENCE_ADAPTER, "model_adapter_name ref_adapter_name"),
+    "dataset_name": r.by(_set_dataset, FILES, EVAL_FILES),
+    "dataset_config": r.part_of("dataset_name", FILES),
+    "dataset_train_split": r.part_of("dataset_name", FILES),
+    "dataset_test_split": r.part_of("dataset_name", EVAL_FILES),
+    "datasets": r.by(_set_mixture, FILES, EVAL_SPLIT),
+    "dataset_mixture": r.by(_set_mixture, FILES, EVAL_SPLIT),
+    "dataset_mixer": r.by(_set_mixer, FILES, EVAL_FILES),
+    "dataset_splits": r.part_of("dataset_mixer", FILES),
+    "test_split_size": r.part_of("datasets", EVAL_SPLIT),
+    "max_length": r.to("sequence_length"),
+    "truncation_mode": r.by(_set_truncation, f"{DATA}truncation"),
+    "chat_template": r.by(_set_template, f"{DATA}template"),
+    "chat_template_path": r.by(_set_template, f"{DATA}template"),
+    **r.kept(DATA, "preprocessing_num_workers"),
+    "max_prompt_length": r.lacks("prompt and response share sequence_length; prompts have no limit"),
+    "max_completion_length": r.lacks("prompt and response share sequence_length; responses have no limit"),
+    "tools": r.lacks("add a `tools` column to the rows"),
+    **huggingface.TABLE,
+}
+NEUTRAL = f"""{huggingface.NEUTRAL}
+activation_offloading bnb_4bit_quant_* dataset_streaming force_use_ref_model ignore_bias_buffers is_encoder_decoder
+label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming use_bnb_nested_quant
+use_liger_loss use_logits_to_keep
+"""
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of TRL 1.16 that differ from ours."""
+    lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    return {
+        "loss_type": ["sigmoid"],
+        "beta": 0.1,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "linear",
+        "num_train_epochs": 3.0,
+        "per_device_train_batch_size": 8,
+        "gradient_checkpointing": True,
+        "bf16": not given.get("fp16"),
+        "max_length": 1024,
+        "truncation_mode": "keep_start",
+        "logging_steps": 10,
+        "save_steps": 500,
+        **(lora if given.get("use_peft") else {}),
+    }

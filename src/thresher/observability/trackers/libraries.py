@@ -1,0 +1,340 @@
+"""Trackers of other libraries (TensorBoard, MLflow, Weights & Biases), and all trackers by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from thresher.errors import UserError
+from thresher.observability.trackers.console import ConsoleTracker
+from thresher.observability.trackers.jsonl import JsonlTracker
+from thresher.observability.trackers.tracker import (
+    RunInfo,
+    Status,
+    Table,
+    Tracker,
+    Trackers,
+    import_tracker_library,
+    rotate,
+)
+from thresher.spelling import nearest
+
+logger = logging.getLogger(__name__)
+
+# ASCII punctuation that TensorBoard could read as Markdown or HTML
+_MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
+
+
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+
+@dataclass(frozen=True)
+class TrackerSettings:
+    """Settings of the trackers other than the local log."""
+
+    wandb_project: str = "thresher"
+    wandb_entity: str | None = None
+    wandb_mode: WandbMode = "auto"
+    wandb_api_key: str | None = None
+    mlflow_tracking_uri: str | None = None
+    tensorboard_dir: str | None = None
+    name: str | None = None
+    notes: str | None = None
+    tags: Sequence[str] = ()
+
+
+class TensorBoardTracker:
+    """Event files of torch's SummaryWriter, in `tensorboard/` in the run directory or in a given directory."""
+
+    name = "tensorboard"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self._library = import_tracker_library("torch.utils.tensorboard", "tensorboard")
+        self._directory = settings.tensorboard_dir
+        self._writer: Any = None
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Open a new event file; when resuming, one that hides the points after `resume_step`."""
+        directory = Path(self._directory) / run.exp_name if self._directory else run.run_dir / "tensorboard"
+        if resume_step is None:
+            rotate(directory)
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = self._library.SummaryWriter(str(directory), purge_step=purge_step)
+        if resume_step is None:
+            text = json.dumps(dict(run.config), indent=2, default=str)
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        # A killed run loses unflushed points, and a resume would not log them again.
+        self._writer.flush()
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Write a table as Markdown, which the page of texts shows with a slider over steps."""
+        lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+        text = "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+        self._writer.add_text(table.name, text, step)
+        self._writer.flush()
+
+    def close(self, status: Status) -> None:  # noqa: ARG002
+        """Close the event file."""
+        self._writer.close()
+
+
+def _cell(value: str | float) -> str:
+    """Write a value so that no character of it is Markdown, HTML or the end of the cell."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    escaped = _MARKUP.sub(lambda match: f"&#{ord(match[0])};", text)
+    return "<br>".join(escaped.splitlines())
+
+
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+# limits of a `log_batch` call and of a parameter's length
+_MAX_PARAMS = 100
+_MAX_METRICS = 1000
+_MAX_PARAM_CHARS = 6000
+
+
+class MlflowTracker:
+    """An SQLite store `mlflow.db` in the run directory, or any tracking server.
+
+    A resumed run keeps its run id, stored in `mlflow_run.json`. MLflow cannot delete points, so points that it already
+    has are not sent again. SQLite, because MLflow's file store is deprecated and refuses to open. Its client has no
+    global state and collects nothing automatically.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        # MLflow sends usage statistics by default, and reads this once, on import.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        self._library = import_tracker_library("mlflow", "mlflow")
+        self._entities = import_tracker_library("mlflow.entities", "mlflow")
+        # Creating the store logs every table, which would break the progress bar.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        if settings.mlflow_tracking_uri is None:
+            # mlflow-skinny needs these for an SQLite store, but does not depend on them.
+            import_tracker_library("sqlalchemy", "mlflow")
+            import_tracker_library("alembic", "mlflow")
+        self._tracking_uri = settings.mlflow_tracking_uri
+        self._name = settings.name
+        # MLflow shows this tag as the description of the run; its tags are pairs, so ours get an empty value
+        notes = {"mlflow.note.content": settings.notes} if settings.notes else {}
+        self._tags = notes | dict.fromkeys(settings.tags, "")
+        self._client: Any = None
+        self._run_id = ""
+        self._present: set[tuple[str, int]] = set()
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Create a run, or reopen the run directory's run."""
+        directory = run.run_dir.resolve()
+        uri = self._tracking_uri or f"sqlite:///{directory / 'mlflow.db'}"
+        self._client = self._library.MlflowClient(tracking_uri=uri)
+        state_path = run.run_dir / "mlflow_run.json"
+        if resume_step is not None and state_path.exists():
+            self._run_id = json.loads(state_path.read_text())["run_id"]
+            self._client.update_run(self._run_id, status="RUNNING")
+            self._present = self._points_after(resume_step)
+            return
+        # Artifacts of a local store are saved next to it; a server has a default location.
+        artifacts = (directory / "mlflow-artifacts").as_uri() if self._tracking_uri is None else None
+        experiment = self._client.get_experiment_by_name(run.exp_name)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(run.exp_name, artifact_location=artifacts)
+        )
+        self._run_id = self._client.create_run(
+            experiment_id, run_name=self._name or run.exp_name, tags=self._tags
+        ).info.run_id
+        state_path.write_text(json.dumps({"run_id": self._run_id}))
+        params = [self._entities.Param(k, v[:_MAX_PARAM_CHARS]) for k, v in _flatten(run.config)]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step that MLflow does not have yet."""
+        now = int(time.time() * 1000)
+        points = [
+            self._entities.Metric(name, float(value), now, step)
+            for name, value in metrics.items()
+            if (name, step) not in self._present
+        ]
+        for start in range(0, len(points), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=points[start : start + _MAX_METRICS])
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Store a table as an artifact per step, in the form that MLflow's page shows as a table."""
+        content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
+        self._client.log_dict(self._run_id, content, f"{table.name}/step-{step:08d}.json")
+
+    def close(self, status: Status) -> None:
+        """Set the run's final status."""
+        self._client.set_terminated(self._run_id, _STATUS[status])
+
+    def _points_after(self, step: int) -> set[tuple[str, int]]:
+        names = self._client.get_run(self._run_id).data.metrics
+        return {
+            (name, point.step)
+            for name in names
+            for point in self._client.get_metric_history(self._run_id, name)
+            if point.step > step
+        }
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+class WandbTracker:
+    """Weights & Biases: online if an API key is configured, otherwise offline in `wandb/` in the run directory.
+
+    A resumed run keeps its id, stored in `wandb_run.json`. W&B's history is append-only, so steps that it already has
+    are not sent again. The command line, the code and the git remote are not collected, because they may contain
+    secrets. There are no interactive prompts.
+    """
+
+    name = "wandb"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self._library = import_tracker_library("wandb", "wandb")
+        self._settings = settings
+        self._run: Any = None
+        self._state_path = Path()
+        self._run_id = ""
+        self._last_step = -1
+        self._skip_through = -1
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Create a run, or resume the run directory's run."""
+        self._state_path = run.run_dir / "wandb_run.json"
+        has_state = resume_step is not None and self._state_path.exists()
+        state: dict[str, Any] | None = json.loads(self._state_path.read_text()) if has_state else None
+        self._run_id = state["id"] if state else secrets.token_hex(4)
+        self._skip_through = self._last_step = state["complete_through"] if state else -1
+        mode = self._choose_mode()
+        self._run = self._library.init(
+            project=self._settings.wandb_project,
+            entity=self._settings.wandb_entity,
+            name=self._settings.name or run.exp_name,
+            notes=self._settings.notes,
+            tags=list(self._settings.tags),
+            id=self._run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            # a separate run, even if the calling program has an open one
+            reinit="create_new",
+            settings=self._library.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,
+                # seconds of data that a killed offline run loses; the default is 15
+                x_transaction_log_flush_interval=0.1,
+            ),
+        )
+        self._write_state(self._skip_through)
+        if mode in ("offline", "dryrun"):  # two names of one mode
+            self._announce_offline()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step, unless W&B has them from before a resume."""
+        self._send(step, {name: float(value) for name, value in metrics.items()})
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Send a table of a step, which the page of the run shows per step, unless W&B has it from before a resume."""
+        rows = [list(row) for row in table.rows]
+        # mixed: a log ratio that is not finite is a text
+        self._send(step, {table.name: self._library.Table(list(table.columns), rows, allow_mixed_types=True)})
+
+    def close(self, status: Status) -> None:
+        """Finish the run."""
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._write_state(self._last_step)
+
+    def _send(self, step: int, values: Mapping[str, Any]) -> None:
+        if step <= self._skip_through or step < self._run.step:
+            return
+        if step > self._last_step:
+            # W&B writes a step when the next one starts; until then it is not stored
+            self._write_state(self._last_step)
+            self._last_step = step
+        self._run.log(dict(values), step=step)
+
+    def _choose_mode(self) -> str:
+        chosen = self._settings.wandb_mode
+        mode = os.environ.get("WANDB_MODE", "auto") if chosen == "auto" else chosen
+        if mode in ("offline", "dryrun", "disabled"):
+            return mode
+        if self._library.login(key=self._settings.wandb_api_key, prompt=False, verify=False):
+            return "online"
+        if mode == "online":
+            raise UserError(
+                "wandb mode is online, but no API key is configured; "
+                "run `wandb login`, set WANDB_API_KEY, or use mode `offline`"
+            )
+        return "offline"
+
+    def _announce_offline(self) -> None:
+        is_chosen = self._settings.wandb_mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+        logger.log(
+            logging.INFO if is_chosen else logging.WARNING,
+            "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
+            "" if is_chosen else "no API key is configured, so ",
+            Path(self._run.dir).parent,
+        )
+
+    def _write_state(self, complete_through: int) -> None:
+        temporary = self._state_path.with_name(f".{self._state_path.name}.new")
+        temporary.write_text(json.dumps({"id": self._run_id, "complete_through": complete_through}))
+        temporary.replace(self._state_path)
+
+
+_FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
+    "console": lambda _, console: console,
+    "jsonl": lambda _, __: JsonlTracker(),
+    "tensorboard": lambda settings, _: TensorBoardTracker(settings),
+    "wandb": lambda settings, _: WandbTracker(settings),
+    "mlflow": lambda settings, _: MlflowTracker(settings),
+}
+
+
+def make_trackers(
+    names: Sequence[str],
+    settings: TrackerSettings | None = None,
+    *,
+    console: ConsoleTracker | None = None,
+    callbacks: Tracker | None = None,
+) -> Trackers:
+    """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
+    for name in names:
+        check_name(name)
+    settings = settings or TrackerSettings()
+    console = console or ConsoleTracker()
+    optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
+    return Trackers([JsonlTracker()], optional, callbacks)
+
+
+def check_name(name: str) -> None:
+    """Reject a tracker that does not exist."""
+    if name not in _FACTORIES:
+        meant = nearest(name, _FACTORIES)
+        hint = f"did you mean {meant}? " if meant else ""
+        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")

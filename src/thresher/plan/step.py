@@ -1,0 +1,182 @@
+"""A step of one process by closed form: FLOPs, bytes sent along each mesh dimension, and seconds.
+
+`thresher plan --simulate` counts what the code of a step really does: FLOPs and bytes are within 15 % of its counts
+(tests/plan/test_simulation.py). Seconds are within 15 % of steps that others have published
+(tests/plan/test_published_steps.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from thresher.builders.hardware import COMPUTE_RATES, MEMORY_RATE, Compiled, Hardware
+from thresher.builders.memory import Process
+from thresher.distributed.mesh import ParallelDims
+from thresher.models.optimizations.recompute import Recompute
+from thresher.plan.workload import Rows
+
+Axis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp"]
+# share of a layer's forward that the backward repeats; selective recomputation keeps the results of products
+RECOMPUTED: Mapping[Recompute, float] = {"off": 0.0, "selective": 0.0, "full": 1.0}
+# AdamW reads weights, gradients and two moments, and writes all but the gradients
+_OPTIMIZER_PASSES = 7
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, and how many of them share a node."""
+
+    gpu: Hardware
+    gpus_per_node: int
+    num_gpus: int
+
+    def bandwidth(self, axis: Axis, dims: ParallelDims) -> float:
+        """Bytes per second of a group. Inner mesh dimensions are on adjacent ranks."""
+        inner = dims.tp * dims.cp * dims.dp_shard
+        extents = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp_shard": inner, "dp_replicate": inner * dims.dp_replicate}
+        return self.gpu.link(extents.get(axis, self.num_gpus), self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a step."""
+
+    model: float  # what forward and backward need: the numerator of MFU
+    recomputed: float  # layers, attention scores and logits, computed again in the backward
+    reference: float  # of a reference that these processes score
+
+    @property
+    def total(self) -> float:
+        return self.model + self.recomputed + self.reference
+
+
+def step_flops(process: Process, rows: Rows, recomputed: float | None = None) -> Flops:
+    """FLOPs for the rows of a step. recomputed: share of a layer's forward that is repeated, if not the setting's."""
+    dims, active = process.dims, process.size.active
+    share = process.num_layers / process.size.num_layers / dims.tp
+    per_element = 2 * rows.total / dims.cp
+    products, weights = per_element * share * active.total, per_element * share * active.trained
+    # scores and weighted values; the backward computes gradients of both, and the scores once more
+    attention = 4 * rows.attended * process.query_columns * process.num_layers / dims.cp
+    head = 2 * rows.scored / dims.cp * process.head.total
+    head_weight = 2 * rows.scored / dims.cp * process.head.trained
+    again = RECOMPUTED[process.recompute] if recomputed is None else recomputed
+    return Flops(
+        model=2 * products + weights + 3 * attention + 2 * head + head_weight,
+        recomputed=again * (products + attention) + attention / 2 + head,
+        reference=products + attention + head if process.reference is not None else 0.0,
+    )
+
+
+def pipeline_model_flops(process: Process, rows: Rows) -> float:
+    """Model FLOPs of one process of each stage together."""
+    return step_flops(replace(process, dims=replace(process.dims, pp=1), stage=0), rows).model
+
+
+def wire_bytes(process: Process, rows: Rows, micro_batches: float) -> dict[Axis, float]:
+    """Bytes that a process sends in a step, in ring collectives."""
+    dims, size, settings, compute = process.dims, process.size, process.settings, process.compute
+    stored, full = process.stored, process.recompute == "full"
+    scores = process.reference is not None
+    hidden = rows.total / dims.cp * size.hidden
+    sent: dict[Axis, float] = {}
+    if dims.fsdp_size > 1:
+        # layers in the compute precision, with ZeRO-3 again in the backward; embedding and head once, as stored
+        layers, outer = compute * process.matrices.total, stored * (process.elements.total - process.matrices.total)
+        times = 1 if settings.zero_stage == 1 else micro_batches
+        gathered = times * ((2 if settings.zero_stage == 3 else 1) * layers + outer)
+        gathered += scores * micro_batches * (layers + outer)
+        reduced = times * (2 if settings.reduce_dtype == "bf16" else stored) * process.elements.trained
+        sent["dp_shard"] = _ring(dims.fsdp_size) * (gathered + reduced)
+    if dims.dp_replicate > 1:
+        shard = stored * process.elements.trained / dims.fsdp_size
+        sent["dp_replicate"] = 2 * _ring(dims.dp_replicate) * shard
+    if dims.tp > 1:
+        sent["tp"] = _ring(dims.tp) * (_tensor_parallel(process) * hidden + 2 * _FP32 * rows.scored * size.hidden)
+    if dims.cp > 1:
+        # queries, keys, values and outputs in each pass; keys and values repeated if there are fewer heads than ranks
+        keys = process.key_columns * max(1, dims.cp * dims.tp // size.kv_heads)
+        exchanged = compute * rows.total / dims.cp * process.num_layers * 2 * (process.query_columns + keys)
+        sent["cp"] = _ring(dims.cp) * (2 + full + scores) * exchanged
+    if dims.pp > 1:
+        between = (2 if settings.pp_dtype == "bf16" else stored) * rows.total / dims.cp * process.row_columns
+        chunks = settings.virtual_pp_size
+        sent["pp"] = between * ((1 + scores) * (chunks - process.is_last) + chunks - process.is_first)
+        if size.tied:  # its two gradients are summed
+            sent["pp"] += stored * (process.embedding + process.head).trained / dims.fsdp_size
+    return sent
+
+
+def _ring(size: int) -> float:
+    """Share of its payload that a process sends in an all-gather or a reduce-scatter, twice in an all-reduce."""
+    return (size - 1) / size
+
+
+def _tensor_parallel(process: Process) -> float:
+    """Payload bytes of the messages of tp per element of the hidden states; an all-reduce counts twice."""
+    layers, compute, stored = process.num_layers, process.compute, process.stored
+    full, scores = process.recompute == "full", process.reference is not None
+    outside = 2 * stored * process.is_first
+    if process.settings.sequence_parallel:
+        # two gathers and two reductions in each pass; recomputation keeps one of these, or both
+        again = {"off": 0, "selective": 2, "full": 3}[process.recompute]
+        outside += stored * (process.is_first + process.is_last)
+        return layers * (8 + again + 4 * scores) * compute + outside
+    # sums after two matrices in the forward, and of the gradients of five inputs in the backward
+    gradients = compute if process.packs_rows and process.size.is_llama_like else stored
+    return layers * (2 * (2 + full + 2 * scores) * compute + 2 * 5 * gradients) + outside
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected seconds of a step by kind of work."""
+
+    compute: float
+    optimizer: float
+    communication: dict[Axis, float]
+    exposed: float  # communication that nothing hides
+    bubble: float  # idle time of a pipeline
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.optimizer + self.exposed + self.bubble
+
+
+def step_time(
+    process: Process,
+    cluster: Cluster,
+    rows: Rows,
+    micro_batches: float,
+    compiled: Compiled,
+    *,
+    flops: Flops | None = None,
+    exposed_tp: float = 1.0,
+) -> StepTime:
+    """Expected time of a step.
+
+    FSDP2 gathers and reduces while layers compute: what takes longer than they do is exposed. Products wait for the
+    messages of tp, cp and pp, and the optimizer for the sum over replicas.
+
+    Args:
+        flops: if not those of the process's settings.
+        exposed_tp: share of the messages of tp that products wait for; one half with async TP, as torchtitan has it.
+    """
+    gpu, dims = cluster.gpu, process.dims
+    flops = flops or step_flops(process, rows)
+    compute = flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
+    trained = process.stored * process.elements.trained / dims.fsdp_size
+    optimizer = _OPTIMIZER_PASSES * trained / (MEMORY_RATE * gpu.memory_bandwidth)
+    sent = wire_bytes(process, rows, micro_batches)
+    seconds = {axis: size / cluster.bandwidth(axis, dims) for axis, size in sent.items()}
+    # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward
+    covering = compute / max(1.0, micro_batches) if process.settings.zero_stage == 1 else compute
+    waiting = exposed_tp * seconds.get("tp", 0.0) + seconds.get("cp", 0.0)
+    exposed = waiting + seconds.get("pp", 0.0) + seconds.get("dp_replicate", 0.0)
+    exposed += max(0.0, seconds.get("dp_shard", 0.0) - covering)
+    idle = (dims.pp - 1) / (max(dims.pp, micro_batches) * process.settings.virtual_pp_size)
+    if process.settings.pp_schedule == "zero_bubble":
+        idle /= 3  # gradients of weights, a third of the products, fill a bubble of both passes
+    return StepTime(compute, optimizer, seconds, exposed, idle * (compute + waiting))
