@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from thresher.plan.compute import Cluster
-from thresher.plan.pairs import PairLengths
 
 from tests.support.compared_runs import merge
 from tests.support.published_models import save_config
@@ -21,6 +19,8 @@ from thresher.builders.memory import peak_memory
 from thresher.builders.token_budget import TokenBudget, budget_for, choose_budget, with_token_budget
 from thresher.config import parse_config
 from thresher.plan.estimate import Estimate, KnownRun
+from thresher.plan.step import Cluster
+from thresher.plan.workload import PairLengths
 from thresher.runtime.group import LocalRanks, Runtime
 from thresher.runtime.rank import PolicyRank
 

@@ -23,7 +23,7 @@ from thresher.models.optimizations.recompute import Recompute
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import num_experts
 from thresher.strategies.native.declaration import FSDP2Settings
-from thresher.strategies.native.pipeline_parallel import partition_layers
+from thresher.strategies.native.parallelize import partition_layers
 
 # share of a GPU for its context, fragmentation and the workspaces of kernels
 RESERVED = 0.08
