@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from contestants import LEARNING_RATE, Column, write_store
 
-from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.save import Write
 from thresher.data.batching.balance import CostModel
 from thresher.data.batching.blocks import ScoringBatching
 from thresher.data.batching.micro_batches import MicroBatching

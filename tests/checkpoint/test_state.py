@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from thresher.checkpoint.json_io import dumps, load_json, loads, save_json
-from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng, restore_rng_of_rank
-from thresher.checkpoint.safetensors_io import save_tensors
-from thresher.checkpoint.sharded_reader import load_tensors
-from thresher.checkpoint.state import State, load_state, save_state
+from thresher.checkpoint.state import (
+    State,
+    capture_rng,
+    load_optimizer_state,
+    load_state,
+    merge_rng,
+    optimizer_state,
+    restore_rng,
+    restore_rng_of_rank,
+    save_state,
+)
+from thresher.checkpoint.tensor_files import load_tensors, save_tensors
 from thresher.errors import CheckpointError
 
 DTYPES = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thresher.checkpoint.safetensors_io import save_tensors
-from thresher.checkpoint.weights import STEM, load_weights
+from thresher.checkpoint.state import STEM, load_weights
+from thresher.checkpoint.tensor_files import save_tensors
 from thresher.errors import CheckpointError
 
 

@@ -8,7 +8,8 @@ import pytest
 import thresher.losses
 from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES
 from thresher.errors import UserError
-from thresher.losses import Loss, Sigmoid, describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
+from thresher.losses import Loss, describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
+from thresher.losses.margin import Sigmoid
 from thresher.losses.registry import register
 
 

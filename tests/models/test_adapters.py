@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_models import MIXED, batch_of, tiny_model
 from thresher.errors import UserError
+from thresher.losses.margin import Sigmoid
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
 from thresher.strategies.native.infer import NativeInfer

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen
 from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import shared_path
 from tests.support.small_runs import write_rows
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 

@@ -24,7 +24,7 @@ from thresher.api.results import Metrics, TrainResult, mean_loss, read_records, 
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective
-from thresher.checkpoint.retention import latest
+from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.flat import merge_settings, trl_arguments
 from thresher.errors import RunStopped, UserError

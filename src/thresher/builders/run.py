@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.inputs import RunInputs
+from thresher.checkpoint.manager import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.manifest import read_manifest
-from thresher.checkpoint.retention import DamagedCheckpoints, list_checkpoints
-from thresher.checkpoint.staging import step_of
+from thresher.checkpoint.save import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.errors import RescaleRequested, RunStopped, UserError

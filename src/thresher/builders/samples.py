@@ -13,7 +13,7 @@ from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import ReferenceBundle, reference_digest
 from thresher.builders.reference_mode import initial_adapter
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig
 from thresher.config.samples import SamplesConfig
 from thresher.data.tokenization.chat_template import load_template

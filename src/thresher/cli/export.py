@@ -33,8 +33,8 @@ def export(
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged."""
     from thresher.builders.export import export_checkpoint
     from thresher.checkpoint.json_io import load_json
-    from thresher.checkpoint.retention import best as best_checkpoint
-    from thresher.checkpoint.retention import latest
+    from thresher.checkpoint.manager import best as best_checkpoint
+    from thresher.checkpoint.manager import latest
     from thresher.cli.terminal import quiet_libraries
     from thresher.config.stored import from_stored
     from thresher.errors import UserError

@@ -62,7 +62,7 @@ def run(config: DPOConfig) -> list[Path]:
         logger.info("importing torch and transformers", extra=PHASE)
 
         from thresher.builders.checkpoints import build_checkpoint_manager
-        from thresher.checkpoint.retention import list_checkpoints
+        from thresher.checkpoint.manager import list_checkpoints
         from thresher.cli.library_messages import silence_loud_loggers
         from thresher.pipeline import DPOPipeline
 

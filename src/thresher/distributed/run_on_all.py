@@ -17,6 +17,9 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def size(self) -> int: ...
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         ...

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.strategies.strategy import InferStrategy, TrainStrategy
 
 STEM = "reference"

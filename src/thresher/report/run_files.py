@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.retention import latest
+from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig
 from thresher.config.stored import from_stored
 from thresher.errors import UserError

@@ -16,7 +16,7 @@ from thresher.builders.precompute import ProgressCallback
 from thresher.builders.reference import build_reference_bundle
 from thresher.builders.run import logging_dir
 from thresher.builders.trainer import build_trainer
-from thresher.checkpoint.collective_verify import find_damage
+from thresher.checkpoint.manifest import find_damage
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.observability.details import DETAIL

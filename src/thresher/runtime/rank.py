@@ -25,8 +25,7 @@ from thresher.builders.precompute import look_up_splits, open_cache
 from thresher.builders.reference import ReferenceBundle, build_reference_bundle
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.builders.trainer import TrainerBundle, build_trainer
-from thresher.checkpoint.collective_verify import find_damage
-from thresher.checkpoint.manifest import read_manifest
+from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Metrics
 from thresher.errors import UserError

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
-from thresher.checkpoint.rng import capture_rng, restore_rng
+from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.data.pair import Pair, PairBatch
 from thresher.models.layouts import Layout
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt

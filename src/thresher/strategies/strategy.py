@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
+from thresher.checkpoint.save import Write
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.objective import Objective

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thresher.checkpoint.retention import list_checkpoints
-from thresher.checkpoint.staging import step_of
+from thresher.checkpoint.manager import list_checkpoints
+from thresher.checkpoint.save import step_of
 from thresher.observability.log_files import METRICS
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.sweep.child import CONTINUE, STOP

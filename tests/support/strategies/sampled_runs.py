@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.support.strategies import parity
 from tests.support.strategies.saved_runs import Run, build_policy, build_trainer
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.prompts import Prompt

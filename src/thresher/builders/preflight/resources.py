@@ -15,7 +15,7 @@ from thresher.builders.preflight.files import existing_parent
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.run import build_tracking
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.manager import list_checkpoints
 from thresher.models.layouts.choose import VARLEN
 from thresher.models.loading.load import DTYPES
 

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.optimizer import check_groups
-from thresher.checkpoint.sharded import FlatShard, Shard
-from thresher.checkpoint.sharded_reader import ShardedReader
-from thresher.checkpoint.weights import STEM, check_specs
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.state import STEM, check_groups, check_specs
+from thresher.checkpoint.tensor_files import FlatShard, Shard, ShardedReader
 from thresher.distributed.groups import Group
 from thresher.errors import CheckpointError
 from thresher.strategies.deepspeed.optimizer import PartitionedAdamW

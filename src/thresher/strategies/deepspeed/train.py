@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
+from thresher.checkpoint.save import Write
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.objective import Objective

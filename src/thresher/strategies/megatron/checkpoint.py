@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.optimizer import check_groups, join_values
-from thresher.checkpoint.sharded import TensorShard
-from thresher.checkpoint.sharded_reader import ShardedReader
-from thresher.checkpoint.weights import STEM, check_specs
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.state import STEM, check_groups, check_specs, join_values
+from thresher.checkpoint.tensor_files import ShardedReader, TensorShard
 from thresher.distributed.groups import Group
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.megatron.parameter_state import MOMENTS, STEP, WEIGHT, ParameterState

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
+from thresher.checkpoint.save import Write
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics

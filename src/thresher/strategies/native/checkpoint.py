@@ -11,14 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.sharded import TensorShard, shards_to_write
-from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
-from thresher.checkpoint.state import State
-from thresher.checkpoint.weights import STEM, load_weights
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
+from thresher.checkpoint.tensor_files import LocalShards, Shape, ShardedReader, Slices, TensorShard, shards_to_write
 from thresher.distributed.sharded_tensor import local_slices
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.parallelize import ParallelContext

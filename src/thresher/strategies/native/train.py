@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
+from thresher.checkpoint.save import Write
 from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
