@@ -42,9 +42,7 @@ from thresher.builders.engines import build_policy
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.cli.timed_steps import time_steps
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps

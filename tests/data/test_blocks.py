@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import Blocks, ScoringBatching
+from thresher.data.batching.batches import Blocks, CostModel, ScoringBatching
 
 TOKENS = np.random.default_rng(0).integers(1, 400, 1000)
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data.batching.balance import CostModel, assign_ranks, bin_by_tokens
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, assign_ranks, bin_by_tokens
 from thresher.data.batching.plan import make_plan, permuted
 
 unhurried = settings(deadline=None, max_examples=60)

@@ -14,8 +14,7 @@ from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import find_template_file, load_template, render
-from thresher.data.tokenization.control_tokens import ControlTokens
-from thresher.data.tokenization.placeholders import PlaceholderTokenizer
+from thresher.data.tokenization.control_tokens import ControlTokens, PlaceholderTokenizer
 from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
 from thresher.errors import UserError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thresher.data.pair import Pair
-from thresher.data.tokenization.truncation import needed_length, pair_length, truncate
+from thresher.data.tokenization.tokenizer import needed_length, pair_length, truncate
 
 BOS, EOS = 1, 2
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
-from thresher.data.sources.arrow_types import strip_extension_types
+from thresher.data.sources.readers import strip_extension_types
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.loading.load import load_tokenizer
@@ -196,7 +196,7 @@ def tokenizer_setting(
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """What a tokenizer does with text: the vocabulary and rules, special tokens and the chat template."""
-    from thresher.data.prepare.fingerprint import tokenizer_digest
+    from thresher.data.prepare.prepare import tokenizer_digest
 
     settings = [tokenizer_digest(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
     return json.dumps(settings, sort_keys=True, default=str).encode()

@@ -9,9 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError

@@ -12,7 +12,7 @@ import torch
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs, scoring_batching
 from thresher.config import DPOConfig
-from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.reference.cache import ReferenceCache

@@ -12,7 +12,7 @@ import numpy as np
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
+from thresher.data.batching.batches import CostModel
 from thresher.data.store.reader import Lengths
 from thresher.errors import UserError
 from thresher.models.layouts import Layout

@@ -15,8 +15,7 @@ from thresher.builders.preflight.parts import RunParts
 from thresher.builders.reference_mode import reference_has_workers
 from thresher.config import DPOConfig
 from thresher.config.roles import ModelArgs
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError

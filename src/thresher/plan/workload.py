@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.store.reader import Lengths
 from thresher.models.layouts import Layout

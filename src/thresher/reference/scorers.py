@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair

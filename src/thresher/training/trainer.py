@@ -21,8 +21,7 @@ from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.save import Write
 from thresher.checkpoint.state import capture_rng, load_state, merge_rng, restore_rng, restore_rng_of_rank, save_state
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore

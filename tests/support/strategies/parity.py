@@ -22,9 +22,7 @@ from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.groups import DataParallelGroup

@@ -13,7 +13,7 @@ from thresher.builders.preflight.files import data_sections
 from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.samples import build_judge, prompt_file
-from thresher.data.prepare.tasks import find_template
+from thresher.data.prepare.blocks import find_template
 from thresher.data.tokenization.chat_template import eos_token
 from thresher.models.layouts import PaddedLayout
 from thresher.models.layouts.choose import vocab_size_of

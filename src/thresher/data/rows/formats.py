@@ -1,6 +1,6 @@
 """Row formats: detect the format of a file from its first row, and read rows of it as `PreferenceRow`s.
 
-Rendering and tokenization are left to `tokenization`; rows with a label are joined into pairs by `unpaired`.
+Rendering and tokenization are left to `tokenization`. Rows with a label are joined into pairs before they are read.
 """
 
 from __future__ import annotations
@@ -50,27 +50,23 @@ class PlainText:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One pair before tokenization.
-
-    chosen, rejected: the messages after the prompt; the first and the last are from the assistant.
-    template_arguments: variables of the chat template for this row.
-    scores_contradict: the row has scores, and that of the rejected response is higher.
-    """
+    """One pair before tokenization."""
 
     prompt: list[Message]
+    # the messages after the prompt; the first and the last are from the assistant
     chosen: list[Message]
     rejected: list[Message]
     tools: list[dict[str, Any]] | None = None
     plain: PlainText | None = None
     weight: float = 1.0
     margin: float = 0.0
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    scores_contradict: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of this row
+    scores_contradict: bool = False  # the rejected response has the higher score
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns of a row and how to read them; rows of token ids are read by `tokenized`."""
+    """The columns of a row and how to read them; rows of token ids by `read_tokenized`."""
 
     name: str
     required: tuple[str, ...]
@@ -222,7 +218,7 @@ def _read_evals(row: Row) -> PreferenceRow:
 
 
 def _read_unpaired(row: Row) -> PreferenceRow:
-    raise AssertionError(f"row with columns {sorted(row)}: `unpaired` must join rows with a label before they are read")
+    raise AssertionError(f"row with columns {sorted(row)}: rows with a label must be joined before they are read")
 
 
 def _read_ids(row: Row) -> PreferenceRow:
