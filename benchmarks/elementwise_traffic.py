@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from thresher.models.attention import interface
 from thresher.models.optimizations.compile import compile_elementwise, compile_layers
-from thresher.models.optimizations.memory_efficient_layers import use_memory_efficient_layers
+from thresher.models.optimizations.llama_layers import use_memory_efficient_layers
 from thresher.plan.simulate.attention import attention_without_values
 from thresher.plan.simulate.counters import OperationCounter
 

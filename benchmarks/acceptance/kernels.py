@@ -23,8 +23,7 @@ from benchmarks.acceptance.report import Facts, Place, check
 from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.data.pair import Pair
-from thresher.models.attention.dense import dense_attention
-from thresher.models.attention.interface import Window, pair_attention
+from thresher.models.attention.interface import Window, dense_attention, pair_attention
 from thresher.models.attention.segments import PackedAttention, Segment
 from thresher.models.lm_head import LMHead, LogitTransform, target_logps
 from thresher.plan.hardware import GPUS

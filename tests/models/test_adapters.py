@@ -12,7 +12,7 @@ from thresher.losses.margin import Sigmoid
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout
-from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
+from thresher.models.loading.adapters import adapter_disabled, attach_lora, init_adapters, merge_adapter
 from thresher.strategies.native.infer import NativeInfer
 from thresher.strategies.native.train import NativeTrain
 from thresher.strategies.optimizer import OptimizerSettings

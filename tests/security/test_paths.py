@@ -14,8 +14,8 @@ from tests.support.attacks import CommandLine, Run, update_manifest
 from tests.support.staged import staging
 from thresher.checkpoint.manager import list_checkpoints, prune
 from thresher.checkpoint.save import recover
+from thresher.durable import is_safe_relative_path
 from thresher.errors import CheckpointError, UserError
-from thresher.file_names import is_safe_relative_path
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.models.loading.freeze import freeze_modules
+from thresher.models.loading.trained import freeze_modules
 from thresher.pipeline import DPOPipeline
 
 FROZEN = ["model.embed_tokens", "model.layers.0"]

@@ -7,8 +7,8 @@ from typing import Any
 from thresher.config.flat import nest_flat_names
 from thresher.config.section import Section
 from thresher.errors import UserError
+from thresher.models.loading.adapters import default_lora_target
 from thresher.models.loading.load import load_model_config
-from thresher.models.loading.lora import default_lora_target
 
 # fields of a LoraConfig that have a setting here, with their names in TRL
 _FIELDS = {

@@ -23,9 +23,9 @@ from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
+from thresher.models.loading.adapters import merge_adapter
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
 from thresher.models.loading.location import locate_model
-from thresher.models.loading.lora import merge_adapter
 from thresher.reference.fingerprint import config_digest, weights_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
 

@@ -14,8 +14,7 @@ from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import VARLEN, LayoutName, choose_layout
+from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout
 from thresher.models.loading.load import load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.location import named_model
 

@@ -16,7 +16,7 @@ from thresher.builders.precompute import PrecomputeJob, ProgressCallback
 from thresher.builders.reference_mode import initial_adapter, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import load_model_config
 from thresher.reference.fingerprint import frozen_digest, weights_digest, with_adapter
 from thresher.reference.modes import ReferenceMode

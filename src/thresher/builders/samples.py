@@ -18,17 +18,15 @@ from thresher.config import DPOConfig
 from thresher.config.samples import SamplesConfig
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles, merge_adapter
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
 from thresher.models.loading.location import named_model
-from thresher.models.loading.lora import merge_adapter
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.synced import STEM as SYNCED
 from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
-from thresher.sampling.prompts import Prompt, PromptFile, store_prompts
-from thresher.sampling.sampler import AnswerSampler, SampledModels
+from thresher.sampling.sampler import AnswerSampler, Prompt, PromptFile, SampledModels, store_prompts
 from thresher.strategies.strategy import TrainStrategy
 
 

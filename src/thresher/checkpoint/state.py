@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.tensor_files import ShardedReader, load_tensors, save_tensors
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"

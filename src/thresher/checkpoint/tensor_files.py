@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thresher import durable
 from thresher.checkpoint.json_io import translate_read_errors
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 

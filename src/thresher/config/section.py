@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from thresher.config.aliases import ALIASES, Aliases, resolve_aliases
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.redact import redact
-from thresher.spelling import nearest
 
 
 class Section(BaseModel):

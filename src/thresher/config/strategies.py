@@ -19,8 +19,7 @@ from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator
 
 from thresher.config.aliases import resolve_aliases
 from thresher.config.section import Section
-from thresher.errors import UserError
-from thresher.spelling import nearest
+from thresher.errors import UserError, nearest
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeVar
 
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.losses.base import Loss
 from thresher.losses.custom import load_loss
-from thresher.spelling import nearest
 
 _LOSSES: dict[str, type[Loss]] = {}
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from thresher.data.pair import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
-from thresher.models.loading.narrow import widened_matrices
+from thresher.models.loading.trained import widened_matrices
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 

@@ -1,4 +1,4 @@
-"""Load of the experts of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
+"""Expert load of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
 
 The loss is Eqs. 4-6 of Switch Transformers (2101.03961), the formula of `load_balancing_loss_func` in transformers:
 num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and the tokens that

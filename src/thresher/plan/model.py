@@ -18,9 +18,9 @@ from transformers.distributed.tensor_parallel import replace_layer_number_by_wil
 
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
-from thresher.models.loading.narrow import widest_dtype
+from thresher.models.loading.trained import widest_dtype
 from thresher.models.logps import base_model
-from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import num_experts
 from thresher.strategies.native.pipeline_parallel import partition_layers

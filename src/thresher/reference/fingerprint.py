@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.reference.remembered_digests import remembered
 

@@ -18,7 +18,7 @@ from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, Hashes
 from thresher.distributed.groups import DataParallelGroup
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.shards import Logps, ShardLimits, ShardWriter

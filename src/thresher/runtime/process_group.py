@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from thresher.distributed.groups import Group
-from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.distributed.groups import PEER_TIMEOUT, Group
 from thresher.runtime.devices import check_same_device_type
 
 

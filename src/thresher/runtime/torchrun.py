@@ -34,7 +34,7 @@ from thresher.builders.reference import frozen_weights_digest
 from thresher.builders.reference_mode import reference_mode
 from thresher.builders.run import logging_dir, stop_file
 from thresher.config import DPOConfig, parse_config
-from thresher.distributed.timeouts import PEER_TIMEOUT, is_lost_connection
+from thresher.distributed.groups import PEER_TIMEOUT, is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
 from thresher.losses.objective import Objective
 from thresher.observability.details import DETAIL

@@ -25,8 +25,7 @@ from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
-from thresher.distributed.groups import Metrics
-from thresher.distributed.timeouts import PEER_TIMEOUT, limit_collectives
+from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps

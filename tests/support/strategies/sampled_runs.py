@@ -12,8 +12,7 @@ from tests.support.strategies.saved_runs import Run, build_policy, build_trainer
 from thresher.checkpoint.state import load_weights
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.generation import GenerationSettings
-from thresher.sampling.prompts import Prompt
-from thresher.sampling.sampler import AnswerSampler, SampledModels
+from thresher.sampling.sampler import AnswerSampler, Prompt, SampledModels
 
 PROMPTS = [Prompt(str(number), tuple(range(5 + number, 9 + 2 * number))) for number in range(4)]
 

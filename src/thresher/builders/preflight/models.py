@@ -15,8 +15,7 @@ from thresher.builders.preflight.parts import RunParts
 from thresher.builders.samples import build_judge, prompt_file
 from thresher.data.prepare.blocks import find_template
 from thresher.data.tokenization.chat_template import eos_token
-from thresher.models.layouts import PaddedLayout
-from thresher.models.layouts.choose import vocab_size_of
+from thresher.models.layouts import PaddedLayout, vocab_size_of
 from thresher.models.loading.load import load_tokenizer, max_positions
 from thresher.models.loading.location import TOKENIZER_FILES
 from thresher.models.loading.weight_files import find_file, find_weight_files

@@ -15,8 +15,7 @@ from thresher.builders.reference_mode import reference_mode, same_initial_weight
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import transformers_attention
+from thresher.models.layouts import Layout, transformers_attention
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.reference.modes import ReferenceMode

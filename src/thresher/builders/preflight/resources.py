@@ -16,7 +16,7 @@ from thresher.builders.preflight.findings import Finding, problems_of, warning
 from thresher.builders.preflight.parts import RunParts
 from thresher.builders.run import build_tracking
 from thresher.checkpoint.manager import list_checkpoints
-from thresher.models.layouts.choose import VARLEN
+from thresher.models.layouts import VARLEN
 from thresher.models.loading.load import DTYPES
 
 _TENSORS_PER_PARAMETER = 3  # the weight and the two moments of AdamW

@@ -24,7 +24,7 @@ Indices = npt.NDArray[np.int64]
 class CostModel:
     """Compute cost of a pair, in units of the linear layers for one token."""
 
-    # of one query and one key: in a plain transformer 4 * hidden * layers FLOPs over 2 * weights, about 1 / (6 * hidden)
+    # of one query and key: in a plain transformer 4 * hidden * layers FLOPs over 2 * weights, about 1 / (6 * hidden)
     attention_per_key: float
     shares_prompt: bool  # the prompt is computed once, not once per response
 

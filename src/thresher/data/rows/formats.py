@@ -25,8 +25,7 @@ from thresher.data.rows.messages import (
     to_tools,
 )
 from thresher.data.rows.parsing import BadRowError, Row, decode_json, quoted
-from thresher.errors import UserError
-from thresher.spelling import nearest
+from thresher.errors import UserError, nearest
 
 # rendering is quadratic: each assistant message is rendered with all messages before it
 MAX_MESSAGES = 1000

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from thresher.data.rows.parsing import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_invalid, is_text
 from thresher.data.sources.resolve import SourceFile, load_hub_dataset, open_binary
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
 
 
 def strip_extension_types(batch: Any) -> Any:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.pair import Pair, PairBatch
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
 
 Keys = npt.NDArray[np.uint64]
 

@@ -56,7 +56,7 @@ def translate_load_errors(what: str, path: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, or one that is in a directory or repository of its own."""
+    """Load the tokenizer of a model, or one in its own directory or repository."""
     directory, arguments = locate_tokenizer(path)
     with translate_load_errors("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = _read_once(AutoTokenizer, directory, trust_remote_code, arguments)

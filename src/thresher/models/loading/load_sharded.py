@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
 from thresher.models.loading.location import hub_arguments
@@ -96,7 +96,7 @@ def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
 def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.device | None = None) -> None:
     """Give every parameter that is on the meta device memory, without values, and move buffers to a device.
 
-    weights_on: the device of the parameters, if it is another one.
+    `weights_on` is the device of the parameters, if it is a different one.
     """
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
@@ -113,8 +113,7 @@ def load_local_shards(
 ) -> None:
     """Allocate every parameter and fill its local shard; `init_adapters` sets those of adapters.
 
-    replicas: the processes that hold the same shards; each tensor is read by one of them, unless transformers must
-    convert it.
+    Each tensor is read by one of the `replicas`, which hold the same shards, unless transformers must convert it.
     """
     allocate(model, device, weights_on=weights_on)
     if not stores_every_parameter(model, path):
@@ -136,7 +135,7 @@ def load_local_shards(
         read()
         return
     filled: list[tuple[Tensor, int]] = []
-    # all read before any of them sends, so that they read at the same time and an error is raised on all
+    # all read before any of them sends: they read at the same time, and an error is raised on all
     run_on_all(replicas, lambda: filled.extend(read()), "load the model")
     for tensor, rank in filled:
         _broadcast(to_local(tensor), rank, replicas, device)
@@ -205,7 +204,7 @@ def load_modules(
 ) -> None:
     """Allocate and read whole parameters, one module at a time; adapters are not read.
 
-    after_module: called with each module that has parameters; it may take their memory away again.
+    `after_module` is called with each module that has parameters; it may take their memory away again.
     """
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     # a tied parameter belongs to two modules, and is stored under the first of its names
@@ -258,9 +257,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class SafetensorsReader:
-    """Reads tensor shards from the safetensors files of a model.
+    """Reads tensor shards from a model's safetensors files.
 
-    tied: maps names to the ones they equal; compares_tied: their values are compared if the files have both.
+    `tied` maps names to the ones they equal; with `compares_tied`, their values are compared if the files have both.
     """
 
     def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None, *, compares_tied: bool = True):

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.mlflow import MlflowTracker
 from thresher.observability.trackers.tensorboard import TensorBoardTracker
 from thresher.observability.trackers.tracker import Tracker, Trackers
 from thresher.observability.trackers.wandb import WandbMode, WandbTracker
-from thresher.spelling import nearest
 
 
 @dataclass(frozen=True)

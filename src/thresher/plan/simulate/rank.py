@@ -138,7 +138,7 @@ class _Step:
     def _reference(self, batch: PairBatch) -> ChosenRejectedLogps | None:
         import torch
 
-        from thresher.distributed.host_copies import copy_to_device
+        from thresher.distributed.tensors import copy_to_device
         from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
         if not self._objective.needs_reference:

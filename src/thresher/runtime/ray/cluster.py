@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from thresher.distributed.timeouts import is_lost_connection
+from thresher.distributed.groups import is_lost_connection
 from thresher.errors import UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 
 

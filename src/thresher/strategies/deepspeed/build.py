@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from thresher.models.loading.lora import attach_adapter
+from thresher.models.loading.adapters import attach_adapter
 from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import recompute_activations
 from thresher.strategies.deepspeed.config import engine_config

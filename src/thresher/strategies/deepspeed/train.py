@@ -21,7 +21,7 @@ from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
-from thresher.models.loading.lora import adapter_disabled
+from thresher.models.loading.adapters import adapter_disabled
 from thresher.strategies.deepspeed.checkpoint import PartitionedCheckpoint
 from thresher.strategies.deepspeed.infer import PartitionedScorer
 from thresher.strategies.deepspeed.loading import LoadedModel

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout, ModelInputs
-from thresher.models.scored_rows import ScoredTokens
+from thresher.models.lm_head import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.native.sequential import DUMMY_BATCH, count_step_tokens, empty_like, loss_of_batch

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.mesh import Mesh, ParallelDims
+from thresher.models.loading.adapters import attach_adapter
 from thresher.models.loading.load_sharded import load_local_shards
-from thresher.models.loading.lora import attach_adapter
 from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import recompute_activations
 from thresher.strategies.native.declaration import FSDP2Settings

@@ -16,7 +16,7 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.save import Write
 from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
 from thresher.checkpoint.tensor_files import LocalShards, Shape, ShardedReader, Slices, TensorShard, shards_to_write
-from thresher.distributed.sharded_tensor import local_slices
+from thresher.distributed.tensors import local_slices
 from thresher.strategies.loss_scale import LossScale
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.native.parameters import LocalParameters

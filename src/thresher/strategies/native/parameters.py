@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thresher.distributed.groups import all_reduce_bucketed
-from thresher.distributed.sharded_tensor import to_local
+from thresher.distributed.tensors import to_local
 from thresher.losses.pairs import to_fp64
 from thresher.strategies.native.parallelize import ParallelContext
 

@@ -24,10 +24,10 @@ from thresher.models.forward_check import (
     in_storage_precision,
 )
 from thresher.models.layouts import ModelInputs, PaddedLayout
+from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 from thresher.models.pipeline_chunk import Chunk
-from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.native.pipeline_executor import PipelineExecutor
 from thresher.strategies.native.pipeline_parallel import PipelineSettings
 

@@ -23,9 +23,9 @@ from thresher.data.pair import PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel
 from thresher.models.pipeline_chunk import Chunk
-from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn
 from thresher.strategies.native.fsdp import GradientSync
 from thresher.strategies.native.pipeline_parallel import PipelineSettings, PipelineStageInfo

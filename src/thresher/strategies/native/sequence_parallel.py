@@ -25,7 +25,7 @@ from transformers.distributed.tensor_parallel import RowwiseParallel
 
 from thresher.errors import UserError
 from thresher.models.attention.interface import PAIR_ATTENTION
-from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.pipeline_chunk import IdentityModule, decoder_of, local_layers
 
 ROWWISE = "thresher_rowwise_to_rows"

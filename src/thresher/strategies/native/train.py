@@ -14,7 +14,7 @@ from thresher.data.pair import PairBatch
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.layouts import Layout
-from thresher.models.loading.lora import adapter_disabled
+from thresher.models.loading.adapters import adapter_disabled
 from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.accumulate import LocalStepResult, accumulate_gradients
 from thresher.strategies.loss_scale import LossScale
