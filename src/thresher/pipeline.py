@@ -45,7 +45,7 @@ from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.runtime import RunHandle, RunSession, Runtime, launch_session, open_session
 from thresher.runtime.launch import find_launch, fit_to_launch
-from thresher.sampling.answers import SampleLog, judge_answers
+from thresher.sampling.log import SampleLog, judge_answers
 from thresher.training.evaluated_pairs import EvaluatedPairsLog
 from thresher.training.loop import evaluate, fit
 from thresher.training.preemption import stop_on_signals

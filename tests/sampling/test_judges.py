@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from thresher.errors import UserError
-from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt, judge_answers
+from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
 from thresher.sampling.endpoint import EndpointJudge, parse_reply
 from thresher.sampling.judges import (
     JudgeError,
@@ -26,6 +26,7 @@ from thresher.sampling.judges import (
     wilson_interval,
     win_rate_metrics,
 )
+from thresher.sampling.log import judge_answers
 
 
 def sample(policy: str, reference: str, prompt: str = "say something") -> SampledPrompt:

@@ -71,6 +71,7 @@ class RowFormat:
     required: tuple[str, ...]
     read: Callable[[Row], PreferenceRow]
     optional: tuple[str, ...] = _OPTIONAL
+    matches: Callable[[Row], bool] = lambda row: True  # whether the values have the types of this format
     is_unpaired: bool = False
     is_tokenized: bool = False
 
@@ -133,13 +134,8 @@ def _join_conversations(prompt: list[Message], prefix: list[Message], column: st
     return prompt[: len(prompt) - overlap] + prefix
 
 
-def _read_question(row: Row) -> PreferenceRow:
-    return _read_prompt({**row, "prompt": row["question"]})
-
-
-def _read_context(row: Row) -> PreferenceRow:
-    """ColossalChat: the turns before the answers are in `context`."""
-    return _read_prompt({**row, "prompt": row["context"]})
+def _read_prompt_in(column: str) -> Callable[[Row], PreferenceRow]:
+    return lambda row: _read_prompt({**row, "prompt": row[column]})
 
 
 def _read_ranked(row: Row) -> PreferenceRow:
@@ -216,12 +212,8 @@ def _read_evals(row: Row) -> PreferenceRow:
     return _read_texts({**row, "chosen": chosen, "rejected": rejected}, question, chosen, rejected)
 
 
-def _read_unpaired(row: Row) -> PreferenceRow:
-    raise AssertionError(f"row with columns {sorted(row)}: rows with a label must be joined before they are read")
-
-
-def _read_ids(row: Row) -> PreferenceRow:
-    raise AssertionError(f"row with columns {sorted(row)}: rows of token ids have no text")
+def _not_read(row: Row) -> PreferenceRow:
+    raise AssertionError(f"rows with columns {sorted(row)} are joined to pairs, or have token ids instead of text")
 
 
 _SIDES = ("chosen", "rejected")
@@ -230,7 +222,7 @@ FORMATS = (
     RowFormat(
         "tokenized",
         tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask")),
-        _read_ids,
+        _not_read,
         (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight"),
         is_tokenized=True,
     ),
@@ -239,21 +231,35 @@ FORMATS = (
     RowFormat(
         "instruction", ("instruction", "chosen", "rejected"), _read_instruction, ("input", "history", *_OPTIONAL)
     ),
-    RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, ("input", "history", *_OPTIONAL)),
+    RowFormat(
+        "ranked_output",
+        ("instruction", "output"),
+        _read_ranked_output,
+        ("input", "history", *_OPTIONAL),
+        matches=lambda row: isinstance(row["output"], list),  # a text is an answer without a rejected one
+    ),
     RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
     RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
     RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
-    RowFormat("context", ("context", "chosen", "rejected"), _read_context),
+    # ColossalChat: the turns before the answers; in other formats, a text that is not read
+    RowFormat(
+        "context",
+        ("context", "chosen", "rejected"),
+        _read_prompt_in("context"),
+        matches=lambda row: isinstance(row["context"], list),
+    ),
     RowFormat("ranked_completions", ("context", "completions"), _read_ranked),
     RowFormat("rejected_response", ("messages", "rejected_response"), _read_rejected_answer),
     RowFormat("rejected_messages", ("messages", "rejected_messages"), _read_rejected_messages),
-    RowFormat("transcripts", ("chosen", "rejected"), _read_transcripts),
-    RowFormat("whole_conversations", ("chosen", "rejected"), _read_conversations),
+    RowFormat("transcripts", _SIDES, _read_transcripts, matches=lambda row: is_transcript(row["chosen"])),
+    RowFormat(
+        "whole_conversations", _SIDES, _read_conversations, matches=lambda row: isinstance(row["chosen"], list | dict)
+    ),
     # after the formats of whole conversations, which may have a column `question` that they do not read
-    RowFormat("question", ("question", "chosen", "rejected"), _read_question, ("input", *_OPTIONAL)),
-    RowFormat("labelled_completions", ("prompt", "completion", "label"), _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_messages", ("messages", "label"), _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_conversations", ("conversations", "label"), _read_unpaired, is_unpaired=True),
+    RowFormat("question", ("question", "chosen", "rejected"), _read_prompt_in("question"), ("input", *_OPTIONAL)),
+    RowFormat("labelled_completions", ("prompt", "completion", "label"), _not_read, is_unpaired=True),
+    RowFormat("labelled_messages", ("messages", "label"), _not_read, is_unpaired=True),
+    RowFormat("labelled_conversations", ("conversations", "label"), _not_read, is_unpaired=True),
 )
 FORMAT_BY_NAME = {row_format.name: row_format for row_format in FORMATS}
 
@@ -270,21 +276,9 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
     for row_format in FORMATS:
         required = set(row_format.required)
         # a format that ignores a column named by the user cannot be the intended one
-        if set(column_names) <= required <= present and _matches_values(row_format, row):
+        if set(column_names) <= required <= present and row_format.matches(row):
             return row_format
     raise UserError(_unrecognized(row, where))
-
-
-def _matches_values(row_format: RowFormat, row: Row) -> bool:
-    if row_format.name == "context":  # in other formats, a text that is not read
-        return isinstance(row["context"], list)
-    if row_format.name == "ranked_output":  # a text is an answer without a rejected one
-        return isinstance(row["output"], list)
-    if row_format.name == "transcripts":
-        return is_transcript(row["chosen"])
-    if row_format.name == "whole_conversations":
-        return isinstance(row["chosen"], list | dict)
-    return True
 
 
 def _unrecognized(row: Row, where: str) -> str:
