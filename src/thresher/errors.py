@@ -99,7 +99,7 @@ class RunStopped(Exception):  # noqa: N818  # control flow, not an error
 
 
 class HealthStopped(RunStopped):
-    """A health rule ended the run, because of `health: stop`; step is that of the newest checkpoint."""
+    """A health rule ended the run, because of `health: stop`; `step` has the newest checkpoint."""
 
     EXIT_CODE = 3
 

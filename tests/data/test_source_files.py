@@ -271,7 +271,7 @@ def test_a_directory_of_files_of_one_format_is_read_in_sorted_order(tmp_path: Pa
         ([], "is a directory without data files: it is empty$"),
         (["README.md", "data/"], "is a directory without data files: it contains README.md, data$"),
         (["a.jsonl.gz", "b.csv"], r"it contains a.jsonl.gz, b.csv; name the files, such as '.*/\*.jsonl.gz'$"),
-        (["README.md", "v1.jsonl"], r"with other entries than files of one format: .* such as '.*/\*.jsonl'$"),
+        (["README.md", "v1.jsonl"], r"that contains more than files of one format: .* such as '.*/\*.jsonl'$"),
         (["a.jsonl", "more/"], r"it contains a.jsonl, more; name the files, such as '.*/\*.jsonl'$"),
         (["a.txt", "b.txt"], r"a.txt': unknown suffix .txt; use one of .json"),
     ],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thresher.distributed.tensors import copy_to_device, read_numbers, stack_numbers, to_local
 from thresher.losses.metrics import MetricSum
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+from thresher.losses.pairs import ObjectiveInputs, map_tensors
 
 # for a peer that hangs; the driver or the launcher notices a dead one immediately
 PEER_TIMEOUT = timedelta(minutes=30)
@@ -185,22 +185,9 @@ class DataParallelGroup(Group):
         if self.size == 1:
             return [local]
         device = local.policy.chosen.values.device
-        gathered = [self._gather_ragged(tensor) for tensor in _flatten(local)]
-        return [
-            _unflatten([copy_to_device(by_rank[rank], device) for by_rank in gathered], local)
-            for rank in range(self.size)
-        ]
-
-    def _gather_ragged(self, local: Tensor) -> list[Tensor]:
-        """All-gather 1-D tensors of different lengths, on the CPU."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([local.numel()]), group=self.group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=local.dtype)
-        padded[: local.numel()] = local.detach().cpu()
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [tensor[:length] for tensor, length in zip(gathered, lengths, strict=True)]
+        on_host = map_tensors(local, lambda tensor: tensor.detach().cpu())
+        gathered = self.all_gather_object(on_host)
+        return [map_tensors(each, lambda tensor: copy_to_device(tensor, device)) for each in gathered]
 
 
 def all_reduce_bucketed(tensors: Sequence[Tensor], group: Group) -> None:
@@ -225,34 +212,3 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.numel()
     if bucket:
         yield bucket
-
-
-def _sides(pairs: ObjectiveInputs) -> list[ResponseLogps]:
-    models = [pairs.policy] if pairs.reference is None else [pairs.policy, pairs.reference]
-    return [side for model in models for side in (model.chosen, model.rejected)]
-
-
-def _statistics(side: ResponseLogps) -> tuple[Tensor | None, Tensor | None]:
-    return side.log_sum_squared_probs, side.entropy
-
-
-def _flatten(pairs: ObjectiveInputs) -> list[Tensor]:
-    """List every tensor of some pairs; an absent column becomes an empty tensor. Inverse of `_unflatten`."""
-    tensors = []
-    for side in _sides(pairs):
-        tensors += [side.values, side.lengths, *(each for each in _statistics(side) if each is not None)]
-    empty = pairs.policy.chosen.values.new_zeros(0)
-    return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
-
-
-def _unflatten(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
-    remaining = iter(tensors)
-    sides = [
-        ResponseLogps(
-            next(remaining), next(remaining), *(None if each is None else next(remaining) for each in _statistics(side))
-        )
-        for side in _sides(like)
-    ]
-    models = [ChosenRejectedLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]
-    weight, margin = (column if column.numel() else None for column in remaining)
-    return ObjectiveInputs(models[0], models[1] if len(models) == 2 else None, weight, margin)

@@ -6,12 +6,14 @@ micro-batch size. Tokens outside the loss mask are not included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T", "ResponseLogps", "ChosenRejectedLogps", "ObjectiveInputs")
 
 
 class TokenStatistics(NamedTuple):
@@ -90,6 +92,17 @@ class ObjectiveInputs:
     @property
     def num_pairs(self) -> int:
         return self.policy.num_pairs
+
+
+def map_tensors(pairs: T, change: Callable[[Tensor], Tensor]) -> T:
+    """Apply a function to every tensor of inputs or logps."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        return None if value is None else map_tensors(value, change)
+
+    return replace(pairs, **{name: changed(value) for name, value in vars(pairs).items()})
 
 
 def to_fp64(values: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class LayoutError(UserError):
 
 @torch.no_grad()
 def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
-    """Raise if the logps of a layout differ from those of the model's original forward."""
+    """Raise if the logps of a layout differ from the model's original forward."""
     inputs = layout.collate(batch)
     # flash kernels of GPUs have no fp32
     exact = model if inputs.uses_varlen and model.device.type == "cuda" else in_storage_precision(model)

@@ -246,7 +246,7 @@ def _log_sum(logits: Tensor) -> Tensor:
 def _fold_mean_logit(logits: Tensor, log_sum: Tensor, mean_logit: Tensor) -> tuple[Tensor, Tensor]:
     """Fold a slice into the running log-sum-exp and the running mean logit under the softmax; overwrites the logits.
 
-    log_sum is bitwise that of `torch.logaddexp(log_sum, _log_sum(logits))`.
+    log_sum is bitwise `torch.logaddexp(log_sum, _log_sum(logits))`.
     """
     largest = logits.amax(1)
     weights = logits.sub_(largest[:, None]).exp()

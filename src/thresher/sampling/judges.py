@@ -52,7 +52,7 @@ def from_both_orders(policy_first: float, reference_first: float) -> Verdict:
 def wilson_interval(outcomes: Sequence[float]) -> tuple[float, float]:
     """Wilson's score interval of a mean of outcomes between 0 and 1, one per prompt.
 
-    The variance of such outcomes is at most that of a coin with the same mean, so ties make the interval wider than
+    A coin with the same mean has at least the variance of such outcomes, so ties make the interval wider than
     necessary, not narrower. Unlike the normal interval, it has a width at 0 and 1.
     """
     n, mean = len(outcomes), sum(outcomes) / len(outcomes)

@@ -200,7 +200,7 @@ def prepare(
             for result in results:
                 # A checkpoint keeps complete record batches, and a record batch may end within a block. So it is saved
                 # after writing a block and before counting it: the saved statistics exclude this block, and a resumed
-                # process computes the block again and skips those of its pairs that were already written.
+                # process computes the block again and skips the pairs that were already written.
                 num_already_written = writer.num_pairs - stats.pairs_kept
                 writer.append(result.pairs.slice(num_already_written))
                 if writer.checkpoint_due and writer.pairs_written >= stats.pairs_kept:

@@ -31,7 +31,7 @@ from thresher.errors import UserError, nearest
 MAX_MESSAGES = 1000
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
-# variables of the chat template: TRL's name, and that of our config
+# variables of the chat template: TRL's name and the config's
 _ARGUMENTS = ("chat_template_kwargs", "template_arguments")
 # of the chosen and the rejected response, as UltraFeedback and others name them
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))

@@ -143,7 +143,7 @@ def _mixed_directory(directory: str, names: Sequence[str]) -> str:
         return f"{directory!r} is a directory without data files: it {found}"
     suffixes = Path(data).suffixes[-2 if _suffixes(data)[1] else -1 :]
     return (
-        f"{directory!r} is a directory with other entries than files of one format: it {found}; name the files, such "
+        f"{directory!r} is a directory that contains more than files of one format: it {found}; name the files, such "
         f"as '{directory}/*{''.join(suffixes)}'"
     )
 

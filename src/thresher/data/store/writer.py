@@ -91,7 +91,7 @@ class StoreWriter:
 
     def _copy_torn_shard(self, num_batches: int) -> None:
         """Copy the first record batches of the shard that was open at a crash."""
-        # renamed first, so that a crash during the copy leaves it intact
+        # renamed first: a crash during the copy leaves it intact
         torn = self._shard_path.with_suffix(".torn")
         if not torn.exists():
             self._shard_path.rename(torn)
@@ -134,7 +134,7 @@ class StoreWriter:
             self._write_pending(wanted)
 
     def checkpoint(self, caller: Mapping[str, Any]) -> None:
-        """Save the progress, so that a later process can resume here with `caller` as its `resumed`."""
+        """Save the progress; a later process can resume here with `caller` as its `resumed`."""
         self._staging.save({"files": self._sync(), "caller": caller})
         self._pairs_saved = self.pairs_written
 

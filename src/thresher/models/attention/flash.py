@@ -310,7 +310,7 @@ def _add(tensor: Tensor, rows: Tensor | None, values: Tensor) -> None:
 
 
 def _spread(values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
-    """Put the gradients of some rows into those of all rows."""
+    """Spread the gradients of some rows over all rows, with zeros elsewhere."""
     if rows is None:
         return values
     return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, rows.long(), values)

@@ -154,8 +154,7 @@ def dense_attention(
 
     Memory is the sum of length * context_length over segments, not queries * rows.
     """
-    # split and cat, not slices: the gradient of a slice is a zero-filled tensor of the full row, that of a split is one
-    # cat
+    # split and cat, not slices: the backward of a slice fills a tensor of the full row, that of a split is one cat
     keys, values = _SplitRows(key, segments), _SplitRows(value, segments)
     queries = query.split([segment.length for segment in segments], dim=2)
     outputs = [

@@ -94,7 +94,7 @@ def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.device | None = None) -> None:
-    """Give every parameter that is on the meta device memory, without values, and move buffers to a device.
+    """Give every parameter that is on the meta device uninitialized memory, and move buffers to a device.
 
     `weights_on` is the device of the parameters, if it is a different one.
     """
@@ -111,7 +111,7 @@ def load_local_shards(
     weights_on: torch.device | None = None,
     replicas: Group = SINGLE_PROCESS,
 ) -> None:
-    """Allocate every parameter and fill its local shard; `init_adapters` sets those of adapters.
+    """Allocate every parameter and fill its local shard; `init_adapters` sets adapters.
 
     Each tensor is read by one of the `replicas`, which hold the same shards, unless transformers must convert it.
     """

@@ -39,7 +39,7 @@ _KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-# attention kernels that are operations of their own; and compiled code, which is FlexAttention's in an uncompiled layer
+# attention kernels that are single operations; and compiled code, which is FlexAttention's in an uncompiled layer
 _KEPT_NAMESPACES = ("thresher", "torch_attn", "flash_attn", "flash_attn_3")
 _COMPILED = "inductor_compiled_code"
 
