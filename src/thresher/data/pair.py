@@ -17,7 +17,7 @@ class Pair:
     prompt_ids: TokenIds
     chosen_ids: TokenIds
     rejected_ids: TokenIds
-    # one bool per response token, False where it is not scored; None scores all tokens
+    #: one bool per response token, False where it is not scored; None scores all tokens
     chosen_mask: npt.NDArray[np.bool_] | None = None
     rejected_mask: npt.NDArray[np.bool_] | None = None
     weight: float = 1.0

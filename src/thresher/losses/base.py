@@ -25,14 +25,14 @@ class Loss(ABC):
     """One preference loss. Subclasses are frozen dataclasses whose fields are the parameters of the loss."""
 
     name: ClassVar[str]
-    paper: ClassVar[str]  # arXiv number
-    supports: ClassVar[frozenset[Modifier]]  # the modifiers that change this loss
+    paper: ClassVar[str]  #: arXiv number
+    supports: ClassVar[frozenset[Modifier]]  #: the modifiers that change this loss
     needs_reference: ClassVar[bool] = True
-    couples_pairs: ClassVar[bool] = False  # the loss of a pair depends on the other pairs of the step
-    compares_sides: ClassVar[bool] = True  # False if only the chosen side is read
+    couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
+    compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    beta: float  # scale of the rewards; a loss without this field overrides `rewards`
+    beta: float  #: scale of the rewards; a loss without this field overrides `rewards`
 
     def __post_init__(self) -> None:
         for field in fields(self):

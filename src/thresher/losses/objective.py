@@ -23,26 +23,26 @@ from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, scor
 class ObjectiveOutput:
     """Losses and metrics of some pairs."""
 
-    per_pair: Tensor  # [num_pairs] with grad in the dtype of the logps, weighted, not averaged
-    metrics: dict[str, MetricSum]  # detached
+    per_pair: Tensor  #: [num_pairs] with grad in the dtype of the logps, weighted, not averaged
+    metrics: dict[str, MetricSum]  #: detached
 
 
 @dataclass(frozen=True)
 class Objective:
     """Compute losses and metrics from logps. By default all modifiers are off and the losses are as published."""
 
-    terms: tuple[tuple[Loss, float], ...]  # (loss, weight), summed as in MPO (2411.10442)
-    f_divergence: str = "reverse_kl"  # f-DPO
+    terms: tuple[tuple[Loss, float], ...]  #: (loss, weight), summed as in MPO (2411.10442)
+    f_divergence: str = "reverse_kl"  #: f-DPO
     f_alpha_divergence_coef: float = 0.5
-    ld_alpha: float = 1.0  # LD-DPO, off at 1
-    length_penalty: float = 0.0  # R-DPO's alpha
-    # of the chosen side's mean NLL per token: Eq. 1 of Iterative Reasoning Preference Optimization (2404.19733)
+    ld_alpha: float = 1.0  #: LD-DPO, off at 1
+    length_penalty: float = 0.0  #: R-DPO's alpha
+    #: weight of the chosen side's mean NLL per token: Eq. 1 of Iterative Reasoning Preference Optimization (2404.19733)
     rpo_alpha: float = 0.0
-    wpo: bool = False  # weigh pairs by the policy's likelihood
-    margin: float = 0.0  # subtracted from every reward margin, as SimPO's gamma, in units of reward
-    # compare with a reference that gives every response the same probability, so log ratios are logps
+    wpo: bool = False  #: weigh pairs by the policy's likelihood
+    margin: float = 0.0  #: subtracted from every reward margin, as SimPO's gamma, in units of reward
+    #: compare with a reference that gives every response the same probability, so log ratios are logps
     reference_free: bool = False
-    measures_entropy: bool = False  # adds the metric `entropy`; changes no loss
+    measures_entropy: bool = False  #: adds the metric `entropy`; changes no loss
 
     def __post_init__(self) -> None:
         if not self.terms:

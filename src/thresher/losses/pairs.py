@@ -85,8 +85,8 @@ class ObjectiveInputs:
     """All inputs of an objective for `num_pairs` pairs."""
 
     policy: ChosenRejectedLogps
-    reference: ChosenRejectedLogps | None = None  # None for losses without a reference
-    weight: Tensor | None = None  # [num_pairs], columns of the dataset
+    reference: ChosenRejectedLogps | None = None  #: None for losses without a reference
+    weight: Tensor | None = None  #: [num_pairs], columns of the dataset
     margin: Tensor | None = None
 
     @property

@@ -39,7 +39,7 @@ class LossRow:
     """One loss as a row of a table."""
 
     name: str
-    parameters: dict[str, float]  # with their defaults
+    parameters: dict[str, float]  #: with their defaults
     paper: str
     needs_reference: bool
     summary: str

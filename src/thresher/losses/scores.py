@@ -131,11 +131,11 @@ class ReferenceScores:
 class PairScores:
     """Per-pair sums, each [num_pairs], in fp64 for logps of any dtype."""
 
-    logps: ChosenRejected  # the policy's, LD-weighted where ld_alpha is on
-    chosen_nll: Tensor  # never LD-weighted: likelihood terms weigh every token equally
-    lengths: ChosenRejected  # scored tokens
+    logps: ChosenRejected  #: the policy's, LD-weighted where ld_alpha is on
+    chosen_nll: Tensor  #: never LD-weighted: likelihood terms weigh every token equally
+    lengths: ChosenRejected  #: scored tokens
     reference_scores: ReferenceScores | None = None
-    reward_shift: Tensor | None = None  # added to the reward margin by R-DPO and the margin column, in units of reward
+    reward_shift: Tensor | None = None  #: added to the reward margin by R-DPO and the margin column, in units of reward
 
     @classmethod
     def of_equal_models(cls) -> PairScores:

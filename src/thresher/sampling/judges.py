@@ -103,7 +103,7 @@ class ScoringJudge:
         ]
 
     def _call(self, prompt: str, answer: str) -> float:
-        value = _number(self.name, _call(self.name, self.score, prompt, answer))
+        value = _ask(self.name, self.score, prompt, answer)
         if not math.isfinite(value):
             raise JudgeError(f"{self.name} returned {value}, which no other score can be compared with")
         return value
@@ -128,7 +128,7 @@ class ComparingJudge:
         ]
 
     def _call(self, prompt: str, first: str, second: str) -> float:
-        value = _number(self.name, _call(self.name, self.compare, prompt, first, second))
+        value = _ask(self.name, self.compare, prompt, first, second)
         if not 0.0 <= value <= 1.0:
             raise JudgeError(f"{self.name} returned {value}; a comparison is a probability from 0 to 1")
         return value
@@ -156,14 +156,11 @@ def _judge_of(location: str, function: Callable[..., Any]) -> Judge:
     )
 
 
-def _call(name: str, function: Callable[..., Any], *texts: str) -> Any:
+def _ask(name: str, function: Callable[..., Any], *texts: str) -> float:
     try:
-        return function(*texts)
+        value = function(*texts)
     except Exception as error:  # the user's function may raise anything
         raise JudgeError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:

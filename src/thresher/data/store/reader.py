@@ -182,15 +182,16 @@ class PairStore:
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name))
-        self.digest = str(manifest["content_digest"])  # of all pairs in order, independent of the shard size
-        self.fingerprint = str(manifest["identity"])  # of sources, tokenizer, template and settings
+        self.digest = str(manifest["content_digest"])  #: of all pairs in order, independent of the shard size
+        self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
-        self.longest_pair = int(manifest["longest_pair"])  # tokens of a prompt plus its longer response
-        # `weight` and `margin`, each if it differs from the default in at least one pair
+        self.longest_pair = int(manifest["longest_pair"])  #: tokens of a prompt plus its longer response
+        #: `weight` and `margin`, each if it differs from the default in at least one pair
         self.columns_in_use = frozenset(manifest["columns_in_use"])
-        # tokens of (prompt, chosen, rejected) per pair, and scored tokens of (chosen, rejected)
+        #: tokens of (prompt, chosen, rejected) per pair
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
         has_masks = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
+        #: scored tokens of (chosen, rejected) per pair
         self.scored_lengths = _map_lengths(path / "scored.bin", len(self), 2) if has_masks else self.lengths[:, 1:]
         if split is not None:
             self._select(split)
