@@ -18,7 +18,8 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.tensor_files import load_tensors
 from thresher.distributed.mesh import ParallelDims
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 
 pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed")
 

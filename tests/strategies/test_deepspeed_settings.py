@@ -14,7 +14,8 @@ from tests.support.paths import ROOT
 from tests.support.strategies.parity import save_model
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.deepspeed import declaration as deepspeed
 from thresher.strategies.deepspeed.check import check
 from thresher.strategies.deepspeed.config import engine_config

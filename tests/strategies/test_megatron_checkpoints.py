@@ -17,7 +17,8 @@ from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.tensor_files import load_tensors
 from thresher.distributed.mesh import ParallelDims
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 
 pytest.importorskip("megatron.core", reason="the extra megatron is not installed")
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig
 from tests.support.paths import shared_path
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout, PaddedLayout
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.megatron.check import check
 from thresher.strategies.megatron.declaration import SET_BY_THRESHER, MegatronSettings
 from thresher.strategies.megatron.sizes import MegatronSizes

@@ -13,9 +13,9 @@ from thresher.config.strategies import import_function, strategy_names
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, choose_layout
-from thresher.models.loading.adapters import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.load import DTYPES, load_model_config
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.optimizer import OptimizerSettings
 from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec, StrategyCheck

@@ -128,7 +128,8 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 def verify(directory: Path, *, digests: bool | Collection[str] = True) -> Manifest:
     """Check names and sizes of all files; raise a `CheckpointError` that lists every problem.
 
-    digests: True compares all digests, False none; or the names of the files to compare.
+    Args:
+        digests: True compares all digests, False none; or the names of the files to compare.
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")

@@ -92,7 +92,7 @@ def publish(
 ) -> Path:
     """Turn a staging directory into the checkpoint of its step and return the path.
 
-    records: from `record_files` of each rank; files without a record are digested here.
+    Each rank passes its `record_files`; files without a record are digested here.
     On failure the staging directory is removed and older checkpoints are unchanged.
     """
     target = staging.root / step_name(staging.step)

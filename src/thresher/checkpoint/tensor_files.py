@@ -105,7 +105,7 @@ def shards_to_write(
 ) -> dict[str, TensorShard]:
     """Return the shards that this process writes: of replicas, exactly one process owns each.
 
-    sharded_like: by the same names, tensors with the sharding of `tensors`, which may be plain local shards.
+    `tensors` may be plain local shards; `sharded_like` has tensors of the same names and sharding.
     """
     shards = {}
     for name, tensor in tensors.items():
@@ -195,11 +195,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _StoredBlock:
-    """A block of a tensor in a file; start: its first element in a stored 1-D tensor, None if it is stored as it is."""
+    """A block of a tensor in a file."""
 
     shape: Shape
     file: str
-    start: int | None = None
+    start: int | None = None  # its first element in a stored 1-D tensor; None if it is stored as it is
 
 
 @dataclass

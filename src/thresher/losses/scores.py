@@ -30,10 +30,10 @@ class FDivergence:
     """f-DPO (2309.16240): regularize towards the reference by a divergence other than reverse KL.
 
     Maps the log ratio r = log(policy / reference) to the score f'(exp(r)); Table 1 of the paper lists f'.
-    coef: only for alpha_divergence; 0 gives forward KL, 1 reverse KL. It is one minus the paper's alpha, as in TRL.
     """
 
     name: str = "reverse_kl"
+    # only for alpha_divergence; 0 gives forward KL, 1 reverse KL: one minus the paper's alpha, as in TRL
     coef: float = 0.5
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class FDivergence:
 def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: float) -> Tensor:
     """LD-DPO (2409.06411): weigh tokens beyond the shorter side's length by ld_alpha, all others by 1: [num_tokens].
 
-    shared_lengths: [num_pairs], min(|y_w|, |y_l|). Policy and reference get the same weights, so a policy equal to its
+    The shared length is min(|y_w|, |y_l|). Policy and reference get the same weights, so a policy equal to its
     reference still has margin 0. ld_alpha = 1 is plain DPO, 0 ignores the tokens beyond the shared length.
     """
     limits = torch.repeat_interleave(shared_lengths, side.lengths, output_size=side.values.numel())
@@ -75,7 +75,7 @@ def reward_shift(
     optimum has r = beta log(policy / reference) + alpha |y| + c(x). Length explains part of the preference for a longer
     chosen side, so the gradient of such a pair is smaller; with a shorter chosen side it is larger.
     Margin column of the data: - margin, as in ODPO (2402.10571) and Llama 2's reward model (2307.09288, Eq. 2).
-    constant_margin: the same for every pair, as gamma of SimPO (2405.14734), here also with a reference.
+    Constant margin: the same for every pair, as SimPO's gamma (2405.14734), here with a reference too.
     """
     shifts = [] if length_penalty == 0.0 else [length_penalty * length_difference]
     shifts += [] if constant_margin == 0.0 else [torch.full_like(length_difference, -constant_margin)]

@@ -114,10 +114,7 @@ class PairModel:
     def compute_chunk(
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
     ) -> Tensor | ScoredTokens:
-        """Compute the layers of a chunk: hidden states or, for the last chunk, scored tokens.
-
-        entering: hidden states of the previous chunk; None for the first.
-        """
+        """Compute a chunk's layers from the previous chunk's hidden states; the last chunk returns scored tokens."""
         request = partial(self._compute_chunk, chunk, batch, entering, statistics)
         out: Tensor | ScoredTokens = self._run(request)
         return out

@@ -33,7 +33,7 @@ class ExpertLoad(NamedTuple):
 
     @classmethod
     def of(cls, router_logits: Sequence[Tensor], row_weights: Tensor, top_k: int) -> ExpertLoad:
-        """Add up the layers. row_weights: [rows] how many tokens of the batch each row stands for."""
+        """Add up the layers; each row counts for as many tokens of the batch as its weight says."""
         weights = row_weights.to(router_logits[0].device, torch.float32)
         probabilities = [torch.softmax(logits, dim=-1) for logits in router_logits]
         routed = torch.zeros(probabilities[0].shape[-1], device=weights.device)

@@ -31,9 +31,10 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.loading.adapters import LoraSettings
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import Recompute, recompute_activations

@@ -26,11 +26,11 @@ RowPlace = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class FileReport:
-    """One source file; shape: the name of its row format."""
+    """One source file."""
 
     name: str
     digest: str
-    shape: str
+    shape: str  # name of its row format
     rows: int
     unused_columns: tuple[str, ...] = ()
 

@@ -198,7 +198,7 @@ class PrepareStats:
         self._keys.close()
 
     def report(self, digests: Sequence[str]) -> PrepareReport:
-        """Build the report after the last block; digests: one per source."""
+        """Build the report after the last block, with one digest per source."""
         dropped = Counter(self._dropped)
         if self._reader.num_unpaired:
             dropped["unpaired"] += self._reader.num_unpaired

@@ -252,7 +252,7 @@ class PairStore:
         return PairBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
-        """Yield the hashes of one shard at a time; column: `hash` for whole pairs or `prompt_hash`."""
+        """Yield one shard's hashes at a time: column `hash` for whole pairs, or `prompt_hash`."""
         for number, start in enumerate(self._shard_starts[:-1]):
             hashes = self._shard(number).hashes(column)
             if self._numbers is not None:

@@ -67,7 +67,7 @@ class StoreWriter:
         self._pairs_saved = self.pairs_written
 
     def _begin(self, state: Mapping[str, Any]) -> None:
-        """Open the files and keep the pairs of an interrupted write; state: the last return value of its `_sync`."""
+        """Open the files and keep the pairs of an interrupted write, whose last `_sync` returned this state."""
         (self._content / "shards").mkdir(exist_ok=True)
         self._pending: list[Any] = []
         self._num_pending = 0
@@ -143,7 +143,7 @@ class StoreWriter:
         self._staging.discard()
 
     def finish(self, fields: Mapping[str, Any], *, overwrite: bool = False) -> Path:
-        """Write the pending pairs and the manifest, and publish the store; fields: extra manifest fields."""
+        """Write the pending pairs and the manifest, with extra fields, and publish the store."""
         if self._num_pending:
             self._write_pending(self._num_pending)
         if self._writer is not None:

@@ -55,7 +55,7 @@ def flex_segment_attention(
 ) -> Tensor:
     """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim].
 
-    attend: FlexAttention; uncompiled, it allocates the scores of all queries and keys.
+    Uncompiled, FlexAttention allocates the scores of all queries and keys.
     """
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:

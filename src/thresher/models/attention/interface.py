@@ -88,10 +88,7 @@ def pair_attention(
     attention_mask: Window | None,
     **context: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments: [1, heads, queries, dim] -> [1, queries, heads, dim].
-
-    attention_mask: what `_window_of_mask` returns.
-    """
+    """Attend within segments, in a window if there is one: [1, heads, queries, dim] -> [1, queries, heads, dim]."""
     # under autocast, the rotary embedding returns queries and keys in fp32; here, compiled layers round them with it
     return _attend(query.to(value.dtype), key.to(value.dtype), value, attention_mask, **context), None
 

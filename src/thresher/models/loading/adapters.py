@@ -119,34 +119,39 @@ def _as_sorted(targets: Any) -> Any:
     return sorted(targets) if isinstance(targets, list) else targets
 
 
-def attach_lora(
-    model: PreTrainedModel,
-    *,
-    rank: int,
-    alpha: float | None,
-    dropout: float,
-    target: Sequence[str],
-    init: str = "default",
-) -> nn.Module:
-    """Freeze a model and add trainable adapters; `init_adapters` sets their values.
+@dataclass(frozen=True)
+class LoraSettings:
+    """A new adapter."""
 
-    init: `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948). The
-    same weights give the same components, so a checkpoint of the adapters needs no copy of the rest.
-    """
+    rank: int
+    alpha: float | None  # None: twice the rank
+    target: Sequence[str]
+    # `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948); the same
+    # weights give the same components, so a checkpoint of the adapters needs no copy of the rest
+    init: str = "default"
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
+        return self.init != "default"
+
+
+def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -> nn.Module:
+    """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
     from peft import LoraConfig
 
-    names = [name for name, _ in model.named_modules()]
+    names, target = [name for name, _ in model.named_modules()], list(lora.target)
     # PEFT is content if one target matches; another, misspelled one would be left untrained
     unmatched = [each for each in target if not any(f".{name}".endswith(f".{each}") for name in names)]
-    if unmatched and list(target) != ["all-linear"]:
+    if unmatched and target != ["all-linear"]:
         raise UserError(_matches_nothing(model, unmatched))
     config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=dropout,
-        target_modules="all-linear" if list(target) == ["all-linear"] else list(target),
+        target_modules="all-linear" if target == ["all-linear"] else target,
         task_type="CAUSAL_LM",
-        init_lora_weights=True if init == "default" or next(model.parameters()).is_meta else init,
+        init_lora_weights=lora.init if lora.starts_from_weights and not next(model.parameters()).is_meta else True,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for pissa_niter_N, which draws a random subspace

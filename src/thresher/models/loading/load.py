@@ -152,10 +152,7 @@ def with_soft_caps(model: PreTrainedModel, requested: str | None) -> PreTrainedM
 
 
 def _check_loaded(model: PreTrainedModel, path: str, report: Mapping[str, Any]) -> None:
-    """Reject weights that transformers would initialize at random, or untie against the config.
-
-    report: the loading info of transformers.
-    """
+    """Reject weights that transformers reports as initialized at random, or would untie against the config."""
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise wrong_shape(path, name, stored, expected)
     for name in sorted(report["missing_keys"]):

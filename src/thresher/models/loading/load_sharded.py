@@ -292,7 +292,7 @@ class SafetensorsReader:
         self._find(name, tuple(into.shape))
 
     def read_slices(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
-        """Read a slice of a tensor; shape: that the full tensor must have."""
+        """Read a slice of a tensor, which must have this shape in full."""
         values: Tensor = self._find(name, shape)[slices]
         return values
 

@@ -12,23 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.loading.adapters import AdapterFiles, attach_adapter, attach_lora, init_adapters
+from thresher.models.loading.adapters import AdapterFiles, LoraSettings, attach_adapter, attach_lora, init_adapters
 from thresher.models.pipeline_chunk import decoder_of
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """A new adapter."""
-
-    rank: int
-    alpha: float | None  # None: twice the rank
-    target: Sequence[str]
-    init: str = "default"  # `attach_lora` explains it
-
-    @property
-    def starts_from_weights(self) -> bool:
-        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
-        return self.init != "default"
 
 
 @dataclass(frozen=True)
@@ -61,11 +46,8 @@ class TrainedParts:
     def _attach(self, model: PreTrainedModel) -> nn.Module:
         if self.adapter is not None:
             return attach_adapter(model, self.adapter, dropout=self.lora_dropout)
-        lora = self.lora
-        assert lora is not None  # noqa: S101
-        return attach_lora(
-            model, rank=lora.rank, alpha=lora.alpha, dropout=self.lora_dropout, target=lora.target, init=lora.init
-        )
+        assert self.lora is not None  # noqa: S101
+        return attach_lora(model, self.lora, dropout=self.lora_dropout)
 
     def init(self, model: PreTrainedModel, seed: int) -> None:
         """Set the initial values of the adapters of a model that has its weights."""
