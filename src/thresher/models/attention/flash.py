@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from thresher.models.attention.flash import Sequences
 
 _Range = tuple[int, int]
+# gradient of the output, query, key, value, output, log-sum-exps
+_Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Grads = tuple[Tensor, Tensor, Tensor]  # of query, key, value
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,14 @@ class SegmentedFlash(torch.autograd.Function):
         _, backward = _KERNELS[query.device.type]
         own, prefix = ctx.calls.own, ctx.calls.prefix
         seen = (_take(tensor, own.keys) for tensor in (key, value))
-        grad_query, *grads = backward(grad_out, query, *seen, out, log_sums, own, ctx.scale)
+        grad_query, *grads = backward((grad_out, query, *seen, out, log_sums), own, ctx.scale)
         grad_key, grad_value = (_spread(grad, own.keys, len(key)) for grad in grads)
         if prefix is not None:
             rows = prefix.queries
             of_queries = (_take(tensor, rows) for tensor in (grad_out, query))
             seen = (_take(tensor, prefix.keys) for tensor in (key, value))
             joined = _take(out, rows), _take(log_sums, rows, 1)
-            of_prefix = backward(*of_queries, *seen, *joined, prefix, ctx.scale)
+            of_prefix = backward((*of_queries, *seen, *joined), prefix, ctx.scale)
             _add(grad_query, rows, of_prefix[0])
             # a row is in at most two calls' keys, so the order in which a GPU adds does not matter
             _add(grad_key, prefix.keys, of_prefix[1])
@@ -199,20 +202,11 @@ def _cuda_forward(
     return out, log_sums
 
 
-def _cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    sequences: Sequences,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    tensors = (grad_out.contiguous(), query, key, value, out, log_sums)
-    grads: tuple[Tensor, Tensor, Tensor] = _varlen_operators()._varlen_attn_backward(
-        *tensors, *_lengths(sequences), sequences.is_causal, no_dropout, scale
+def _cuda_backward(saved: _Saved, sequences: Sequences, scale: float) -> _Grads:
+    grad_out, *others = saved
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_out.device)
+    grads: _Grads = _varlen_operators()._varlen_attn_backward(
+        grad_out.contiguous(), *others, *_lengths(sequences), sequences.is_causal, no_dropout, scale
     )
     return grads
 
@@ -242,19 +236,10 @@ def _cpu_forward(
     return _rows_first(out), log_sums[0]
 
 
-def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    sequences: Sequences,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(saved: _Saved, sequences: Sequences, scale: float) -> _Grads:
     """Return the gradients in fp32: in bf16 the kernel is 1.4 to 6 times slower, most for short sequences."""
-    grad_out, query, key, value, out = (_heads_first(tensor.float()) for tensor in (grad_out, query, key, value, out))
-    log_sums = log_sums[None]
+    grad_out, query, key, value, out = (_heads_first(tensor.float()) for tensor in saved[:5])
+    log_sums = saved[5][None]
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for queries, keys in _slices(sequences):
         heads = grad_out[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys], out[:, :, queries]
@@ -280,7 +265,7 @@ def _rows_first(heads: Tensor) -> Tensor:
     return heads[0].transpose(0, 1)
 
 
-_KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
+_KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., _Grads]]] = {
     "cpu": (_cpu_forward, _cpu_backward),
     "cuda": (_cuda_forward, _cuda_backward),
 }

@@ -63,8 +63,9 @@ def _check_varlen(query: Tensor, *, is_plain: bool) -> None:
 
 def cached_mask(visibility: PackedAttention, num_keys: int, window: int | None, device: torch.device) -> BlockMask:
     """Return the block mask of a micro-batch, which its layers share."""
-    make = lambda: block_mask(visibility.segments, num_keys, window, device)  # noqa: E731
-    return visibility.cached(("mask", num_keys, window, device), make)
+    return visibility.cached(
+        ("mask", num_keys, window, device), lambda: block_mask(visibility.segments, num_keys, window, device)
+    )
 
 
 @dataclass(frozen=True)
