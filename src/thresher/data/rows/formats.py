@@ -216,7 +216,12 @@ def _not_read(row: Row) -> PreferenceRow:
     raise AssertionError(f"rows with columns {sorted(row)} are joined to pairs, or have token ids instead of text")
 
 
+def _has(column: str, *types: type) -> Callable[[Row], bool]:
+    return lambda row: isinstance(row[column], types)
+
+
 _SIDES = ("chosen", "rejected")
+_WITH_HISTORY = ("input", "history", *_OPTIONAL)
 # in order of priority: the first format whose required columns are all present is used
 FORMATS = (
     RowFormat(
@@ -228,35 +233,21 @@ FORMATS = (
     ),
     RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
     RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
-    RowFormat(
-        "instruction", ("instruction", "chosen", "rejected"), _read_instruction, ("input", "history", *_OPTIONAL)
-    ),
-    RowFormat(
-        "ranked_output",
-        ("instruction", "output"),
-        _read_ranked_output,
-        ("input", "history", *_OPTIONAL),
-        matches=lambda row: isinstance(row["output"], list),  # a text is an answer without a rejected one
-    ),
-    RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
-    RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
-    RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
+    RowFormat("instruction", ("instruction", *_SIDES), _read_instruction, _WITH_HISTORY),
+    # a text is an answer without a rejected one
+    RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, _WITH_HISTORY, _has("output", list)),
+    RowFormat("prompt", ("prompt", *_SIDES), _read_prompt, ("input", *_OPTIONAL)),
+    RowFormat("messages", ("messages", *_SIDES), _read_prompt),
+    RowFormat("conversations", ("conversations", *_SIDES), _read_prompt),
     # ColossalChat: the turns before the answers; in other formats, a text that is not read
-    RowFormat(
-        "context",
-        ("context", "chosen", "rejected"),
-        _read_prompt_in("context"),
-        matches=lambda row: isinstance(row["context"], list),
-    ),
+    RowFormat("context", ("context", *_SIDES), _read_prompt_in("context"), matches=_has("context", list)),
     RowFormat("ranked_completions", ("context", "completions"), _read_ranked),
     RowFormat("rejected_response", ("messages", "rejected_response"), _read_rejected_answer),
     RowFormat("rejected_messages", ("messages", "rejected_messages"), _read_rejected_messages),
     RowFormat("transcripts", _SIDES, _read_transcripts, matches=lambda row: is_transcript(row["chosen"])),
-    RowFormat(
-        "whole_conversations", _SIDES, _read_conversations, matches=lambda row: isinstance(row["chosen"], list | dict)
-    ),
+    RowFormat("whole_conversations", _SIDES, _read_conversations, matches=_has("chosen", list, dict)),
     # after the formats of whole conversations, which may have a column `question` that they do not read
-    RowFormat("question", ("question", "chosen", "rejected"), _read_prompt_in("question"), ("input", *_OPTIONAL)),
+    RowFormat("question", ("question", *_SIDES), _read_prompt_in("question"), ("input", *_OPTIONAL)),
     RowFormat("labelled_completions", ("prompt", "completion", "label"), _not_read, is_unpaired=True),
     RowFormat("labelled_messages", ("messages", "label"), _not_read, is_unpaired=True),
     RowFormat("labelled_conversations", ("conversations", "label"), _not_read, is_unpaired=True),
