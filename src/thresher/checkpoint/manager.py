@@ -1,4 +1,4 @@
-"""The checkpoints of one run: save, find the one to resume from, apply the retention policy.
+"""A run's checkpoints: save, find the one to resume from, apply the retention policy.
 
 All decisions are made from the files on disk, so a restarted run decides like an uninterrupted one.
 """
@@ -145,7 +145,7 @@ def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> st
 
 @dataclass(frozen=True)
 class CheckpointManager:
-    """The checkpoint directory of a run and its retention policy."""
+    """A run's checkpoint directory and its retention policy."""
 
     root: Path
     keep_last: int

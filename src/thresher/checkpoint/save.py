@@ -52,7 +52,7 @@ class Staging:
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of a step."""
+    """Return a step's directory name."""
     return f"step-{step:08d}"
 
 

@@ -103,7 +103,7 @@ def in_storage_precision(model: PairModel) -> PairModel:
 
 
 def computing_in_storage_precision(model: PairModel) -> AbstractContextManager[None]:
-    """Let the layers of a model that `in_storage_precision` returns compute within a `with` block."""
+    """Let the layers compute within a `with` block, for a model that `in_storage_precision` returns."""
     if model.compute_dtype != model.stored_dtype:
         return nullcontext()
     return widened_matrices(model.backbone, model.stored_dtype)

@@ -70,7 +70,7 @@ class VocabParallel:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The output projection of a model, the precision of its products, and the transform of its logits."""
+    """A model's output projection, the precision of its products, and the transform of its logits."""
 
     weight: Tensor  # [vocab, hidden]; with vocab_parallel, the local shard
     bias: Tensor | None  # [vocab]

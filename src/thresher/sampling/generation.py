@@ -71,7 +71,7 @@ def generate(
 
 
 def supports_continuous_batching(model: PreTrainedModel) -> bool:
-    """Whether transformers has a paged cache for all layers of a model, and an attention that reads it.
+    """Whether transformers has a paged cache for all of a model's layers, and an attention that reads it.
 
     transformers 5.22 takes any `sliding_window` of a config without `layer_types` for the window of all layers. Llama
     ignores that key, so its answers would come from a different model: such configs are generated one by one.

@@ -57,7 +57,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
-    """Return the settings that can change the pairs of a store, as stored in its manifest."""
+    """Return the settings that can change a store's pairs, as in its manifest."""
     # absent unless set, as in stores that are older than the setting
     newer = {"max_samples": settings.max_samples, "system_prompt": settings.system_prompt}
     return {
@@ -73,7 +73,7 @@ def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
 def make_fingerprint(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template, source_digests: Sequence[str]
 ) -> str:
-    """Digest everything that determines the pairs of a store."""
+    """Digest everything that determines a store's pairs."""
     content = {
         "format_version": FORMAT_VERSION,
         "tokenization_version": TOKENIZATION_VERSION,
@@ -110,7 +110,7 @@ _STATE_VERSION = 3
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Progress of a preparation; bytes are counted in the source files on disk, compressed or not."""
+    """Preparation progress; bytes are counted in the source files on disk, compressed or not."""
 
     rows_read: int
     pairs_kept: int

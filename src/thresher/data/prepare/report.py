@@ -1,4 +1,4 @@
-"""Report of a preparation: counts that account for every row, lengths and findings; `cli/` and `report/` show it."""
+"""Preparation report: counts that account for every row, lengths and findings; `cli/` and `report/` show it."""
 
 from __future__ import annotations
 

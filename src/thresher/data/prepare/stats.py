@@ -1,4 +1,4 @@
-"""Running statistics of a preparation, summed over blocks in file order, in bounded memory.
+"""Running preparation statistics, summed over blocks in file order, in bounded memory.
 
 Keys that must be compared over all pairs are in files (`SpilledKeys`); everything else is a count. The state can be
 saved, so an interrupted preparation resumes with the same numbers.

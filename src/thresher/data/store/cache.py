@@ -29,7 +29,7 @@ DAMAGED = ".damaged-"
 
 
 def chosen_cache_dir(cache_dir: str | None) -> Path | None:
-    """Return the cache directory of the config, else `$THRESHER_CACHE_DIR`, else None."""
+    """Return the config's cache directory, else `$THRESHER_CACHE_DIR`, else None."""
     chosen = cache_dir or os.environ.get("THRESHER_CACHE_DIR")
     return Path(chosen).expanduser() if chosen else None
 

@@ -262,7 +262,7 @@ class PairStore:
 
     @property
     def file_names(self) -> list[str]:
-        """The files of the store, relative to its directory."""
+        """The store's files, relative to its directory."""
         return ["manifest.json", *(file.name for file in _files(self.manifest))]
 
     def verify(self) -> None:

@@ -31,7 +31,7 @@ _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer with a template.
+    """A tokenizer's control tokens, with a template.
 
     All added tokens, special or not, except single characters and whitespace. The text of an assistant may spell those
     that are neither special nor written around turns by the template, such as `<think>`.

@@ -128,7 +128,7 @@ def _attend(
 
 
 def _window_of_mask(*_args: Any, local_size: int | None = None, **_settings: Any) -> Window | None:
-    """Replace the mask of a layer; segments say the rest.
+    """Replace a layer's mask; segments say the rest.
 
     The window is taken from here because the model's own attention (sdpa, eager) knows it only from its mask: some
     families do not pass it to the attention function, and some configs have one that the model does not use.

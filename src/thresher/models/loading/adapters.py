@@ -71,7 +71,7 @@ class AdapterFiles:
         return cls(path, {name: values[name] for name in APPLIED if values.get(name) is not None}, weights)
 
     def check_settings(self, *, rank: int | None, alpha: float | None, target: Sequence[str] | None) -> None:
-        """Reject settings of a run that contradict the adapter; None: not set."""
+        """Reject run settings that contradict the adapter; None: not set."""
         targets = self.settings.get("target_modules")
         own = {
             "lora_rank": (rank, self.settings.get("r")),
@@ -87,7 +87,7 @@ class AdapterFiles:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Copy this process's shard of every tensor; the adapter must have exactly the tensors of the model."""
+        """Copy this process's shard of every tensor; the adapter must have exactly the model's tensors."""
         parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
         for name, stored in self.tensors(parameters).items():
             copy_shard(stored, parameters[name], self.path, _stored_name(name))

@@ -236,7 +236,7 @@ def _stored_name(name: str) -> str:
 
 
 def _stored_tensors(model: PreTrainedModel, reader: SafetensorsReader) -> list[tuple[str, Tensor]]:
-    """The tensors of a model that its files have, by their names there."""
+    """A model's tensors that its files have, by their names there."""
     parameters = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
     return [*parameters, *_stored_buffers(model, reader)]
 
@@ -249,7 +249,7 @@ def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterat
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the weights of a model; the others are computed."""
+    """Yield the buffers that belong to a model's weights; the others are computed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def named_model(path: str | None) -> str:
-    """Return the path or name of a model, or raise if the config has none."""
+    """Return a model's path or name, or raise if the config has none."""
     if path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
     return path

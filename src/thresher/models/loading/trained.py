@@ -50,7 +50,7 @@ class TrainedParts:
         return attach_lora(model, self.lora, dropout=self.lora_dropout)
 
     def init(self, model: PreTrainedModel, seed: int) -> None:
-        """Set the initial values of the adapters of a model that has its weights."""
+        """Set the adapters' initial values; the model has its weights."""
         if self.adapter is not None:
             self.adapter.load(model)
         elif self.lora is not None and not self.lora.starts_from_weights:

@@ -45,7 +45,7 @@ class Compilation:
 
 
 def compile_layers(backbone: nn.Module) -> None:
-    """Compile every layer of a decoder for rows of any length."""
+    """Compile every decoder layer for rows of any length."""
     for layer in local_layers(backbone, _SETTING, _HINT):
         # dynamic: the number of rows changes with every micro-batch
         layer.compile(dynamic=True, recompile_limit=MAX_COMPILED_VARIANTS)

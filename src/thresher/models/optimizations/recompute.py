@@ -45,7 +45,7 @@ _COMPILED = "inductor_compiled_code"
 
 
 def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offload: bool = False) -> None:
-    """Let the layers of a model compute activations again in the backward; adapters are attached already.
+    """Let a model's layers compute activations again in the backward; adapters are attached already.
 
     `offload` keeps the layers' inputs in host memory until then.
     """
@@ -86,12 +86,12 @@ def _width_of_last_product(model: PreTrainedModel) -> int | None:
 
 
 def _contexts(width: int, width_of_last: int | None) -> Any:
-    """Contexts of the forward of one layer and of its recomputation."""
+    """Contexts of one layer's forward and recomputation."""
     return create_selective_checkpoint_contexts(_LayerPolicy(width, width_of_last))
 
 
 class _LayerPolicy:
-    """Decides for each operation in the forward of a layer whether its result is kept."""
+    """Decides for each operation in a layer's forward whether its result is kept."""
 
     def __init__(self, width: int, width_of_last: int | None):
         self._width, self._width_of_last = width, width_of_last
