@@ -209,7 +209,7 @@ def test_a_missing_directory_is_named() -> None:
 
 
 def test_a_missing_name_of_a_hub_data_set_suggests_its_url() -> None:
-    with pytest.raises(UserError, match=r"'trl-lib/x' does not exist; .*; a data set of .* is named hf://trl-lib/x$"):
+    with pytest.raises(UserError, match=r"'trl-lib/x' does not exist; .*; a dataset of .* is named hf://trl-lib/x$"):
         resolve_sources(["trl-lib/x"])
     with pytest.raises(UserError, match=r"does not exist either$"):
         resolve_sources(["nowhere/a.jsonl"])
