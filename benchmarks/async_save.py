@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from contestants import LEARNING_RATE, Column, write_store
 
-from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.save import Write
 from thresher.config.roles import TrainingArgs
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair
 from thresher.distributed.run_on_all import Communicator

@@ -19,9 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.config.roles import TrainingArgs
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import Blocks, ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import Blocks, CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch

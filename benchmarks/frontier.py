@@ -22,8 +22,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from thresher.checkpoint.retention import latest
-from thresher.checkpoint.sharded_reader import ShardedReader
+from thresher.checkpoint.manager import latest
+from thresher.checkpoint.tensor_files import ShardedReader
 from thresher.report.charts import Series, path_chart
 from thresher.sweep.results import mean_and_interval
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from resident import kilobytes
 
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.store.reader import LENGTH_DTYPE
 

@@ -24,7 +24,7 @@ import yaml
 from thresher.models.loading.load import load_model, load_tokenizer
 from thresher.observability.log_files import SAMPLES
 from thresher.sampling.generation import GenerationSettings, generate
-from thresher.sampling.win_rate import wilson_interval
+from thresher.sampling.judges import wilson_interval
 
 PROMPTS, ANSWERS, ANSWER_TOKENS = 96, 4, 20
 LEAST_DIFFERENCE = 0.3  # of the rewards of a pair: smaller ones are mostly noise

@@ -24,8 +24,7 @@ from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.builders.hardware import GPUS
 from thresher.data.pair import Pair
-from thresher.models.attention.dense import dense_attention
-from thresher.models.attention.interface import Window, pair_attention
+from thresher.models.attention.interface import Window, dense_attention, pair_attention
 from thresher.models.attention.segments import PackedAttention, Segment
 from thresher.models.lm_head import LMHead, LogitTransform, target_logps
 

@@ -1,4 +1,4 @@
-"""Crash-safe file writes: durable when the call returns, and never visible half-written. Also the locks on files.
+"""Files: writes that survive a crash, locks, names from untrusted files, and private tokens.
 
 An atomic write goes to a temporary file first: write, fsync, rename, fsync of the directory.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from thresher.errors import DiskError, UserError
@@ -52,7 +54,8 @@ def write(path: Path, content: bytes) -> None:
 def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> None:
     """Write a file atomically: after a crash it has the old content or the new.
 
-    temporary: a name in the same directory; `.<name>.new` unless given. A symlink there is removed, not followed.
+    It is written to `temporary` first, a name in the same directory, `.<name>.new` unless given. A symlink there is
+    removed, not followed.
     """
     temporary = temporary or path.with_name(f".{path.name}.new")
     try:
@@ -71,7 +74,7 @@ def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> Non
 def remove(path: Path, *, is_shared: bool = False) -> None:
     """Remove a file, a directory tree, or a symlink (never its target).
 
-    is_shared: another process may be removing it at the same time.
+    `is_shared`: another process may be removing it at the same time.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=is_shared)
@@ -127,3 +130,28 @@ def translate_os_errors(
         raise (DiskError if DiskError.is_transient(error) else kind)(
             f"{failed}{where}: {error.strerror or error}; {hint}{also}"
         ) from error
+
+
+def is_safe_relative_path(name: object) -> bool:
+    """Return whether a name from an untrusted file, such as a manifest, stays below its directory."""
+    if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).is_absolute():
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.name != ""
+
+
+def ensure_token(path: Path) -> None:
+    """Create a file with a random token for this user alone; restrict an existing one that others may read.
+
+    Processes of one user prove their identity by it. If they call this at the same time, they find the same token, even
+    on several nodes that share the directory.
+    """
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # its mode is 0600
+            file.write(secrets.token_hex(32))
+            file.flush()
+            with suppress(FileExistsError):  # another process has just created it
+                os.link(file.name, path)
+    if path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
+        path.chmod(0o600)

@@ -4,14 +4,18 @@ The command line prints a `UserError` as one message and exits with code 2. The 
 not `UserError`s are control flow or report an unexpected failure of a worker; any other exception is a bug.
 """
 
+import difflib
 import errno
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from thresher.redact import redact_text
 
 # a full disk, an unreachable disk or file server, files that a peer removed while it shut down
 _TRANSIENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT}
+
+# lower, and one acronym suggests another: ipo for dpo (0.67), orpo for grpo (0.75)
+_LEAST_SIMILARITY = 0.8
 
 
 class UserError(Exception):
@@ -22,6 +26,13 @@ class UserError(Exception):
 
     def __init__(self, message: str):
         super().__init__(redact_text(message))
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that was probably meant, whatever its case; None if all are too different."""
+    words = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=_LEAST_SIMILARITY)
+    return words[close[0]] if close else None
 
 
 def unusable_path(path: object, reason: str | None) -> UserError:
@@ -88,7 +99,7 @@ class RunStopped(Exception):  # noqa: N818  # control flow, not an error
 
 
 class HealthStopped(RunStopped):
-    """A health rule ended the run, because of `health: stop`; step is that of the newest checkpoint."""
+    """A health rule ended the run, because of `health: stop`; `step` has the newest checkpoint."""
 
     EXIT_CODE = 3
 

@@ -16,7 +16,7 @@ from thresher.errors import UserError
 
 
 def import_function(location: str, setting: str, source: bytes | None = None) -> Callable[..., Any]:
-    """Import the function that a setting names. source: content of the file, if another process has read it."""
+    """Import the function that a setting names, from `source` if another process has read the file."""
     module, separator, name = location.rpartition(":")
     if not separator or not name:
         raise UserError(

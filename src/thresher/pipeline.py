@@ -32,8 +32,8 @@ from thresher.builders.run import (
     watch_health,
 )
 from thresher.builders.samples import build_judge
+from thresher.checkpoint.manager import DamagedCheckpoints
 from thresher.checkpoint.manifest import failed_verification
-from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError

@@ -52,7 +52,7 @@ def redact(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_secrets(redacted: Mapping[str, Any], own: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Replace what `redact` has masked by the values of a config that has them; own: is called if there are any."""
+    """Replace what `redact` has masked by the values of a config; `own`, which reads it, is called only if needed."""
     restored: dict[str, Any] = _restore(redacted, own()) if MASK in str(redacted) else dict(redacted)
     return restored
 

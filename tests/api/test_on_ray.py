@@ -7,7 +7,7 @@ import pytest
 from tests.api.test_callbacks import Recorder, check_events, run
 from tests.api.test_programs import assert_equal, run_command_line, run_program
 from tests.support.compared_runs import merge, metric_log
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
 from thresher.runtime.ray.cluster import Cluster

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.support.staged import staging
+from thresher.checkpoint.manager import latest, prune
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.retention import latest, prune
-from thresher.checkpoint.safetensors_io import save_tensors
-from thresher.checkpoint.staging import recover
+from thresher.checkpoint.save import recover
+from thresher.checkpoint.tensor_files import save_tensors
 from thresher.errors import CheckpointError
 
 _DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -156,8 +156,8 @@ def test_a_write_that_the_system_rejects_is_a_clear_error(tmp_path: Path) -> Non
 
 _SAVE_FOREVER = """
 import sys, itertools, pathlib
-from thresher.checkpoint.staging import create_staging, publish, recover
-from thresher.checkpoint.retention import latest, prune
+from thresher.checkpoint.save import create_staging, publish, recover
+from thresher.checkpoint.manager import latest, prune
 root = pathlib.Path(sys.argv[1])
 recover(root)
 found = latest(root)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.staged import staging
-from thresher.checkpoint.retention import DamagedCheckpoints, best, latest, list_checkpoints, prune, resolve_resume
+from thresher.checkpoint.manager import DamagedCheckpoints, best, latest, list_checkpoints, prune, resolve_resume
 from thresher.errors import CheckpointError
 
 
@@ -127,7 +127,7 @@ def test_prune_does_not_read_a_trusted_checkpoint(tmp_path: Path, monkeypatch: p
     def fail_if_read(path: Path) -> str | None:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("thresher.checkpoint.retention._invalid_reason", fail_if_read)
+    monkeypatch.setattr("thresher.checkpoint.manager._invalid_reason", fail_if_read)
     prune(tmp_path, 1, trusted=tmp_path / "step-00000003")
     assert steps(tmp_path) == [3]
 

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thresher.checkpoint.host_buffers import HostBuffers
-from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import FlatShard, ShardFile, TensorShard, flat_blocks
-from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
+from thresher.checkpoint.background import HostBuffers
+from thresher.checkpoint.tensor_files import (
+    FlatShard,
+    ShardedReader,
+    ShardFile,
+    TensorShard,
+    flat_blocks,
+    load_tensors,
+    save_shards,
+)
 from thresher.errors import CheckpointError
 
 

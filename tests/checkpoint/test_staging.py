@@ -12,9 +12,9 @@ import pytest
 from tests.support.flushes import record_flushed_inodes
 from tests.support.staged import staging
 from thresher import durable
+from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import read_manifest, record_files, verify
-from thresher.checkpoint.retention import latest
-from thresher.checkpoint.staging import create_staging, discard, publish, recover
+from thresher.checkpoint.save import create_staging, discard, publish, recover
 from thresher.errors import CheckpointError
 
 

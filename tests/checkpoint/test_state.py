@@ -1,4 +1,6 @@
-"""State round-trips bit for bit: tensors, numbers, optimizers and random streams."""
+"""State round-trips bit for bit: tensors, weights, numbers, optimizers and random streams."""
+
+from __future__ import annotations
 
 import math
 import os
@@ -14,11 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from thresher.checkpoint.json_io import dumps, load_json, loads, save_json
-from thresher.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng, restore_rng_of_rank
-from thresher.checkpoint.safetensors_io import save_tensors
-from thresher.checkpoint.sharded_reader import load_tensors
-from thresher.checkpoint.state import State, load_state, save_state
+from thresher.checkpoint.state import (
+    STEM,
+    State,
+    capture_rng,
+    load_optimizer_state,
+    load_state,
+    load_weights,
+    merge_rng,
+    optimizer_state,
+    restore_rng,
+    restore_rng_of_rank,
+    save_state,
+)
+from thresher.checkpoint.tensor_files import load_tensors, save_tensors
 from thresher.errors import CheckpointError
 
 DTYPES = [
@@ -349,3 +360,36 @@ def test_every_rank_continues_its_random_stream(tmp_path):
         "the checkpoint has the RNG state of 2 ranks, and this run has 3: ranks from 2 on start new streams"
     ]
     assert restore_rng_of_rank(merge_rng(states[:1]), 0, 1) == []
+
+
+def parameters(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    values = {"a": torch.zeros(2, 3), "b": torch.zeros(4)} | changes
+    return {name: torch.nn.Parameter(value) for name, value in values.items() if value is not None}
+
+
+def test_weights_are_loaded_bitwise(tmp_path):
+    stored = {"a": torch.randn(2, 3), "b": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])}
+    save_tensors(tmp_path, STEM, stored)
+    loaded = parameters()
+    load_weights(tmp_path, loaded, hint="unused")
+    for name, tensor in stored.items():
+        assert torch.equal(loaded[name].detach().view(torch.int32), tensor.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"b": None},
+        {"c": torch.zeros(1)},
+        {"b": torch.zeros(5)},
+        {"b": torch.zeros(1)},  # a copy would broadcast
+        {"b": torch.zeros(4, dtype=torch.bfloat16)},
+    ],
+    ids=["one less", "one more", "longer", "broadcast", "rounded"],
+)
+def test_another_name_shape_or_dtype_is_rejected_and_nothing_is_copied(tmp_path, changes):
+    save_tensors(tmp_path, STEM, {"a": torch.ones(2, 3), "b": torch.ones(4)})
+    loaded = parameters(**changes)
+    with pytest.raises(CheckpointError, match=r"was made for another model: 1 weights differ, such as [bc]; do this$"):
+        load_weights(tmp_path, loaded, hint="do this")
+    assert not any(parameter.any() for parameter in loaded.values())

@@ -110,7 +110,7 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
         "model directory ./policy does not exist; give the path of a model directory or of a `.gguf` file",
         "model file ./reference.gguf does not exist; give the path of a `.gguf` file or of a model directory",
         "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",
-        "'trl-lib/x' does not exist; its directory 'trl-lib' does not exist either; a data set of the Hugging Face Hub "
+        "'trl-lib/x' does not exist; its directory 'trl-lib' does not exist either; a dataset of the Hugging Face Hub "
         "is named hf://trl-lib/x",
         "actor_train.data_args.template='none.jinja': no such file; use auto, raw, one of chatml, gemma, llama3, "
         "mistral, phi4, qwen2_5, qwen3, or the path of a Jinja file",

@@ -17,8 +17,7 @@ from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.data import data_settings
 from thresher.config import DataArgs, DPOConfig
-from thresher.data.prepare.fingerprint import store_fingerprint
-from thresher.data.prepare.prepare import DataSettings, prepare
+from thresher.data.prepare.prepare import DataSettings, prepare, store_fingerprint
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.store.reader import PairStore

@@ -14,8 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.data.prepare.executor import local_executor, useful_processes
-from thresher.data.prepare.fingerprint import fingerprinted_settings, store_fingerprint, tokenizer_digest
-from thresher.data.prepare.prepare import NoPairsError, PrepareProgress, prepare
+from thresher.data.prepare.prepare import (
+    NoPairsError,
+    PrepareProgress,
+    fingerprinted_settings,
+    prepare,
+    store_fingerprint,
+    tokenizer_digest,
+)
 from thresher.data.prepare.report import PrepareReport, report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.sources import readers

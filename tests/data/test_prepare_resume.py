@@ -17,7 +17,7 @@ from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import PrepareProgress, prepare
 from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
-from thresher.data.store.staging import Staging
+from thresher.data.store.writer import Staging
 from thresher.errors import UserError
 
 SHARD_ROWS = 200

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from thresher.data.prepare.blocks import UnpairedJoiner
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.messages import TextSegment
 from thresher.data.rows.parsing import BadRowError
-from thresher.data.rows.unpaired import UnpairedJoiner
 from thresher.errors import UserError
 
 

@@ -209,7 +209,7 @@ def test_a_missing_directory_is_named() -> None:
 
 
 def test_a_missing_name_of_a_hub_data_set_suggests_its_url() -> None:
-    with pytest.raises(UserError, match=r"'trl-lib/x' does not exist; .*; a data set of .* is named hf://trl-lib/x$"):
+    with pytest.raises(UserError, match=r"'trl-lib/x' does not exist; .*; a dataset of .* is named hf://trl-lib/x$"):
         resolve_sources(["trl-lib/x"])
     with pytest.raises(UserError, match=r"does not exist either$"):
         resolve_sources(["nowhere/a.jsonl"])
@@ -271,7 +271,7 @@ def test_a_directory_of_files_of_one_format_is_read_in_sorted_order(tmp_path: Pa
         ([], "is a directory without data files: it is empty$"),
         (["README.md", "data/"], "is a directory without data files: it contains README.md, data$"),
         (["a.jsonl.gz", "b.csv"], r"it contains a.jsonl.gz, b.csv; name the files, such as '.*/\*.jsonl.gz'$"),
-        (["README.md", "v1.jsonl"], r"with other entries than files of one format: .* such as '.*/\*.jsonl'$"),
+        (["README.md", "v1.jsonl"], r"that contains more than files of one format: .* such as '.*/\*.jsonl'$"),
         (["a.jsonl", "more/"], r"it contains a.jsonl, more; name the files, such as '.*/\*.jsonl'$"),
         (["a.txt", "b.txt"], r"a.txt': unknown suffix .txt; use one of .json"),
     ],

@@ -14,14 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thresher.data.prepare import duplicates
-from thresher.data.prepare.block_worker import BadRow, BlockResult
-from thresher.data.prepare.duplicates import SpilledKeys
-from thresher.data.prepare.findings import NUM_EXAMPLES
-from thresher.data.prepare.length_histogram import LengthHistogram
+from thresher.data.prepare import findings
+from thresher.data.prepare.blocks import BadRow, BlockResult, TaskReader
+from thresher.data.prepare.findings import NUM_EXAMPLES, SpilledKeys
 from thresher.data.prepare.report import PERCENTILES
-from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, PrepareStats
-from thresher.data.prepare.tasks import TaskReader
+from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, LengthHistogram, PrepareStats
 from thresher.data.settings import DataSettings
 from thresher.data.sources import readers
 from thresher.data.sources.readers import read_blocks, read_span, split_source
@@ -75,13 +72,13 @@ def test_duplicates_and_contradictions_match_a_naive_search(
     contradicted = [number for number, (_, other) in enumerate(keys) if other in {key for key, _ in keys}]
     directory = tmp_path_factory.mktemp("keys")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "KEYS_PER_PARTITION", keys_per_partition)
+        patch.setattr(findings, "KEYS_PER_PARTITION", keys_per_partition)
         spilled = SpilledKeys(directory)
         for start in range(0, len(keys), piece):
             spilled.append(pairs[start : start + piece], swapped[start : start + piece])
-        findings = spilled.find_repeats()
+        found = spilled.find_repeats()
         spilled.close()
-    for finding, numbers in zip(findings, (repeated, contradicted), strict=True):
+    for finding, numbers in zip(found, (repeated, contradicted), strict=True):
         assert (finding.count, finding.examples) == (len(numbers), tuple(numbers[:NUM_EXAMPLES]))
     assert sorted(path.name for path in directory.iterdir()) == ["keys.bin", "swapped_keys.bin"]
 
@@ -154,7 +151,7 @@ def test_statistics_of_five_times_the_pairs_take_no_more_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """266 thousand pairs and 1.3 million, both with enough bad rows to fill the table of reasons."""
-    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", 1 << 15)
+    monkeypatch.setattr(findings, "KEYS_PER_PARTITION", 1 << 15)
     small = peak_memory_of_stats(tmp_path / "small", 520)
     large = peak_memory_of_stats(tmp_path / "large", 2600)
     print(f"{small / 2**20:.1f} MiB, {large / 2**20:.1f} MiB")

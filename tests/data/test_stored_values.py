@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thresher.data.prepare import fingerprint
+from thresher.data.prepare import prepare
 from thresher.data.settings import DataSettings
 
 
@@ -32,9 +32,9 @@ def test_a_renamed_value_does_not_change_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], stored: str, expected: str
 ) -> None:
     """Recorded with tokenization version 2. Another value means that every store is prepared again."""
-    monkeypatch.setattr(fingerprint, "tokenizer_digest", lambda tokenizer: "t" * 64)
+    monkeypatch.setattr(prepare, "tokenizer_digest", lambda tokenizer: "t" * 64)
     settings = DataSettings("a.jsonl", **setting)
     template: Any = SimpleNamespace(digest="d" * 64)
     sources = ["jsonl:" + "0" * 64]
-    assert fingerprint.make_fingerprint(settings, None, template, sources) == expected  # type: ignore[arg-type]
-    assert fingerprint.fingerprinted_settings(settings)["special_tokens_in_text"] == stored
+    assert prepare.make_fingerprint(settings, None, template, sources) == expected  # type: ignore[arg-type]
+    assert prepare.fingerprinted_settings(settings)["special_tokens_in_text"] == stored

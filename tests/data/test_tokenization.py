@@ -1,4 +1,4 @@
-"""Where the prompt ends, which tokens are scored, and how many BOS and EOS a pair has."""
+"""Where the prompt ends, which tokens are scored, how many BOS and EOS a pair has, and overlong pairs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
+from thresher.data.pair import Pair
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import find_template_file, load_template, render
-from thresher.data.tokenization.control_tokens import ControlTokens
-from thresher.data.tokenization.placeholders import PlaceholderTokenizer
-from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow
+from thresher.data.tokenization.control_tokens import ControlTokens, PlaceholderTokenizer
+from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow, needed_length, pair_length, truncate
 from thresher.errors import UserError
 
 
@@ -331,3 +333,95 @@ def test_variables_that_cannot_be_used_are_a_bad_row(
     with pytest.raises(BadRowError) as caught:
         tokenize({**texts("Why?"), "chat_template_kwargs": value}, chat_tokenizer, template)
     assert reason in str(caught.value)
+
+
+BOS, EOS = 1, 2
+
+
+def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, masked: bool = False) -> Pair:
+    """Make a pair whose token ids count up, so that each shows its original position; a response ends with EOS."""
+    prompt_ids = np.arange(10, 10 + prompt, dtype=np.int32)
+    if bos:
+        prompt_ids[0] = BOS
+    sides = [np.append(np.arange(100, 100 + length - 1), EOS).astype(np.int32) for length in (chosen, rejected)]
+    masks = [np.arange(length) % 3 == 0 if masked else None for length in (chosen, rejected)]
+    return Pair(prompt_ids, *sides, *masks)
+
+
+def test_a_pair_that_fits_is_unchanged() -> None:
+    pair = make_pair(4, 3, 6)
+    assert pair_length(pair) == 10
+    for how in ("drop", "prompt_start", "response_end"):
+        assert truncate(pair, 10, how, BOS) is pair  # type: ignore[arg-type]
+    assert truncate(make_pair(4, 3, 600), None, "drop", BOS) is not None
+
+
+def test_drop_drops_an_overlong_pair() -> None:
+    assert truncate(make_pair(4, 3, 6), 9, "drop", BOS) is None
+
+
+def test_prompt_start_removes_the_oldest_tokens_and_keeps_bos() -> None:
+    cut = truncate(make_pair(5, 3, 6), 9, "prompt_start", BOS)
+    assert cut is not None
+    assert cut.prompt_ids.tolist() == [BOS, 13, 14]
+    assert (len(cut.chosen_ids), len(cut.rejected_ids)) == (3, 6)
+
+
+def test_prompt_start_without_bos_keeps_the_newest_tokens() -> None:
+    cut = truncate(make_pair(5, 3, 6, bos=False), 9, "prompt_start", BOS)
+    assert cut is not None
+    assert cut.prompt_ids.tolist() == [12, 13, 14]
+
+
+def test_prompt_start_drops_a_pair_whose_prompt_would_be_empty() -> None:
+    assert truncate(make_pair(5, 3, 6), 8, "prompt_start", BOS) is not None
+    assert truncate(make_pair(5, 3, 6), 7, "prompt_start", BOS) is None
+
+
+def test_a_truncated_response_has_no_eos() -> None:
+    cut = truncate(make_pair(4, 3, 6, masked=True), 8, "response_end", BOS)
+    assert cut is not None
+    assert cut.rejected_ids.tolist() == [100, 101, 102, 103]
+    assert cut.chosen_ids.tolist() == [100, 101, EOS]  # it fits, so it keeps its EOS
+
+
+def test_masks_are_truncated_with_their_responses() -> None:
+    cut = truncate(make_pair(4, 5, 6, masked=True), 8, "response_end", BOS)
+    assert cut is not None
+    assert cut.chosen_mask is not None
+    assert cut.rejected_mask is not None
+    assert cut.chosen_ids.tolist() == cut.rejected_ids.tolist() == [100, 101, 102, 103]
+    assert cut.chosen_mask.tolist() == cut.rejected_mask.tolist() == [True, False, False, True]
+
+
+def test_response_end_drops_a_pair_without_room_for_a_response() -> None:
+    assert truncate(make_pair(6, 3, 6), 6, "response_end", BOS) is None
+    cut = truncate(make_pair(6, 3, 6), 7, "response_end", BOS)
+    assert cut is not None
+    assert (cut.chosen_ids.tolist(), cut.rejected_ids.tolist()) == ([100], [100])
+
+
+lengths = st.integers(1, 20)
+KINDS = ["drop", "prompt_start", "response_end"]
+
+
+@given(lengths, lengths, lengths, st.sampled_from(KINDS), st.booleans())
+def test_the_needed_length_keeps_a_pair_and_one_token_less_does_not(
+    prompt: int, chosen: int, rejected: int, how: str, bos: bool
+) -> None:
+    pair = make_pair(prompt, chosen, rejected, bos=bos)
+    needed = needed_length(pair, how, BOS)  # type: ignore[arg-type]
+    assert truncate(pair, needed, how, BOS) is not None  # type: ignore[arg-type]
+    assert truncate(pair, needed - 1, how, BOS) is None  # type: ignore[arg-type]
+
+
+@given(lengths, lengths, lengths, st.integers(2, 45), st.sampled_from(["prompt_start", "response_end"]), st.booleans())
+def test_every_truncated_pair_fits_and_keeps_a_prompt_and_responses(
+    prompt: int, chosen: int, rejected: int, limit: int, how: str, masked: bool
+) -> None:
+    cut = truncate(make_pair(prompt, chosen, rejected, masked=masked), limit, how, BOS)  # type: ignore[arg-type]
+    if cut is not None:
+        assert pair_length(cut) <= limit
+        assert min(len(cut.prompt_ids), len(cut.chosen_ids), len(cut.rejected_ids)) >= 1
+        assert cut.chosen_mask is None or len(cut.chosen_mask) == len(cut.chosen_ids)
+        assert cut.rejected_mask is None or len(cut.rejected_mask) == len(cut.rejected_ids)

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.conftest import WriteRows
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import prepare
-from thresher.data.rows.parsing import BadRowError
-from thresher.data.rows.tokenized import read_tokenized
+from thresher.data.rows.parsing import BadRowError, read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError

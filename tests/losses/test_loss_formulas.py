@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.loss_cases import bare, evaluate, objective_of, random_pairs
-from thresher.losses import BCOPair, Objective
+from thresher.losses import Objective
+from thresher.losses.sides import BCOPair
 
 Row = list[float]
 Formula = Callable[[Row, Row, Row, Row], float]

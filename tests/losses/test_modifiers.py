@@ -9,7 +9,7 @@ import torch
 from tests.support.loss_cases import F_DIVERGENCE_LOSSES, evaluate, hand_pairs, objective_of, random_pairs, side
 from thresher.errors import UserError
 from thresher.losses import ChosenRejectedLogps, Objective, ObjectiveInputs, make_loss, score_pairs
-from thresher.losses.modifiers import DIVERGENCES, FDivergence, wpo_weights
+from thresher.losses.scores import DIVERGENCES, FDivergence, wpo_weights
 
 
 def softplus(x: float) -> float:

@@ -22,7 +22,6 @@ from tests.support.loss_cases import (
 )
 from thresher.errors import UserError
 from thresher.losses import (
-    BCOPair,
     ChosenRejectedLogps,
     MetricSum,
     Objective,
@@ -32,6 +31,7 @@ from thresher.losses import (
     make_loss,
     merge_metrics,
 )
+from thresher.losses.sides import BCOPair
 
 
 def mixed(*names: str) -> Objective:

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny_models import MIXED, batch_of, tiny_model
 from thresher.config.roles import TrainingArgs
 from thresher.errors import UserError
+from thresher.losses.margin import Sigmoid
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.losses.sigmoid import Sigmoid
 from thresher.models.layouts import PaddedLayout
-from thresher.models.loading.lora import adapter_disabled, attach_lora, init_adapters, merge_adapter
+from thresher.models.loading.adapters import LoraSettings, adapter_disabled, attach_lora, init_adapters, merge_adapter
 from thresher.strategies.accumulate import MicroBatch
 from thresher.strategies.native.build import infer_engine, train_engine
 
@@ -22,7 +22,7 @@ FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]
 
 
 def with_lora(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
-    return attach_lora(tiny_model(family), rank=4, alpha=None, dropout=dropout, target=["all-linear"])
+    return attach_lora(tiny_model(family), LoraSettings(4, None, ["all-linear"]), dropout=dropout)
 
 
 def score(model: torch.nn.Module) -> ChosenRejectedLogps:
@@ -50,7 +50,7 @@ def test_a_new_adapter_does_not_change_the_output(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_new_adapter_on_embeddings_does_not_change_the_output(family):
-    model = attach_lora(tiny_model(family), rank=4, alpha=None, dropout=0.0, target=["embed_tokens", "q_proj"])
+    model = attach_lora(tiny_model(family), LoraSettings(4, None, ["embed_tokens", "q_proj"]), dropout=0.0)
     init_adapters(model, seed=1)
     assert_same(score(model), score(tiny_model(family)))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -59,7 +59,7 @@ def test_a_new_adapter_on_embeddings_does_not_change_the_output(family):
 
 def test_the_initial_values_of_a_seed_and_a_name_never_change():
     """A run that is started again from its config must begin with the same adapters."""
-    model = attach_lora(tiny_model("llama"), rank=2, alpha=None, dropout=0.0, target=["q_proj"])
+    model = attach_lora(tiny_model("llama"), LoraSettings(2, None, ["q_proj"]), dropout=0.0)
     init_adapters(model, seed=7)
     values = model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
     torch.testing.assert_close(
@@ -90,7 +90,7 @@ def test_a_merged_model_gives_the_logps_of_the_adapted_model(family):
 
 
 def test_a_tied_model_with_adapted_embeddings_is_saved_as_the_trained_model(tmp_path):
-    model = attach_lora(tiny_model("qwen2"), rank=4, alpha=None, dropout=0.0, target=["embed_tokens"])
+    model = attach_lora(tiny_model("qwen2"), LoraSettings(4, None, ["embed_tokens"]), dropout=0.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -150,7 +150,7 @@ def test_alpha_is_twice_the_rank_by_default():
 
 def test_a_target_that_matches_nothing_is_rejected_with_the_linear_modules_listed():
     with pytest.raises(UserError) as caught:
-        attach_lora(tiny_model("llama"), rank=4, alpha=None, dropout=0.0, target=["qqq"])
+        attach_lora(tiny_model("llama"), LoraSettings(4, None, ["qqq"]), dropout=0.0)
     assert str(caught.value) == (
         "lora_target ['qqq'] matches nothing in this model; its linear modules are down_proj, gate_proj, k_proj, "
         "lm_head, o_proj, q_proj, up_proj, v_proj"
@@ -159,4 +159,4 @@ def test_a_target_that_matches_nothing_is_rejected_with_the_linear_modules_liste
 
 def test_one_target_that_matches_nothing_is_rejected_although_another_matches():
     with pytest.raises(UserError, match=r"lora_target \['q_prj'\] matches nothing in this model; its linear modules"):
-        attach_lora(tiny_model("llama"), rank=4, alpha=None, dropout=0.0, target=["q_prj", "v_proj"])
+        attach_lora(tiny_model("llama"), LoraSettings(4, None, ["q_prj", "v_proj"]), dropout=0.0)

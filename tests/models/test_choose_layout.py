@@ -16,7 +16,7 @@ from transformers import (
 
 from tests.support.tiny_models import FAMILIES, batch_of, pair_of
 from thresher.errors import UserError
-from thresher.models.layouts.choose import choose_layout
+from thresher.models.layouts import choose_layout
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,19 +18,19 @@ from tests.support.segment_visibility import visibility
 from tests.support.tiny_models import batch_of, pair_of, tiny_model
 from thresher.data.pair import PairBatch
 from thresher.errors import UserError
-from thresher.models.attention.block_lists import BlockLists, block_lists, visible_keys
-from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flex import (
     MAX_COMPILED_VARIANTS,
+    BlockLists,
+    block_lists,
     block_mask,
     compile_flex_attention,
     flex_segment_attention,
+    visible_keys,
 )
-from thresher.models.attention.interface import KERNELS, cached_mask
+from thresher.models.attention.interface import KERNELS, cached_mask, dense_attention
 from thresher.models.attention.segments import PackedAttention, Segment
 from thresher.models.forward_check import check_logps
-from thresher.models.layouts import PackedLayout
-from thresher.models.layouts.packed import pad_to_multiple
+from thresher.models.layouts import PackedLayout, pad_to_multiple
 from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import compile_layers
 

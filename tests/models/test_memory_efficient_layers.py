@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny_models import tiny_model
-from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
+from thresher.models.optimizations.llama_layers import original_forwards, use_memory_efficient_layers
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 IDS = torch.arange(3, 43).reshape(2, 20)

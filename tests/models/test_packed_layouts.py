@@ -13,9 +13,9 @@ from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of,
 from thresher.data.pair import Pair, PairBatch
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.models.attention.dense import dense_attention
 from thresher.models.attention.flash import flash_attention, segment_calls
 from thresher.models.attention.flex import block_mask, flex_segment_attention
+from thresher.models.attention.interface import dense_attention
 from thresher.models.attention.segments import Segment
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout

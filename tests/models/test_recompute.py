@@ -16,7 +16,8 @@ from thresher.config.roles import TrainingArgs
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import _LayerPolicy, recompute_activations
 from thresher.plan.simulate.counters import LiveBytes

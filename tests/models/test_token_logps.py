@@ -13,12 +13,10 @@ from thresher.data.pair import Pair
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import _layer_outputs, check_logps
-from thresher.models.layouts import PaddedLayout
-from thresher.models.layouts.choose import choose_layout
-from thresher.models.lm_head import LogitTransform
+from thresher.models.layouts import PaddedLayout, choose_layout
+from thresher.models.lm_head import LogitTransform, logit_transform
 from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel
-from thresher.models.scored_rows import logit_transform
 
 LAYOUT = PaddedLayout(pad_id=0)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.noise_cache import FINGERPRINT
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import CONFIG, WEIGHTS, AdapterFiles
+from thresher.models.loading.adapters import CONFIG, WEIGHTS, AdapterFiles
 from thresher.reference.fingerprint import config_digest, frozen_digest, weights_digest, with_adapter
 
 

@@ -15,7 +15,7 @@ from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import shared_path
 from tests.support.small_runs import write_rows
 from thresher import DPOPipeline, load_config
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.manager import list_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.real]
 pytest.importorskip("megatron.core", reason="needs the extra megatron")

@@ -14,8 +14,7 @@ def enter_a_collective_alone(rank: int, path: str) -> float:
     """Return how long rank 0 waits in an all-reduce that rank 1 never enters."""
     import torch.distributed as dist
 
-    from thresher.distributed.groups import Group
-    from thresher.distributed.timeouts import limit_collectives
+    from thresher.distributed.groups import Group, limit_collectives
     from thresher.runtime.devices import CPU, init_process_group
 
     world = init_process_group(rank, 2, dist.FileStore(path, 2), "", CPU)

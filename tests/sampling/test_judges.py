@@ -18,9 +18,15 @@ import pytest
 from thresher.errors import UserError
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
 from thresher.sampling.endpoint import EndpointJudge, parse_reply
-from thresher.sampling.judges import JudgeError, load_judge
+from thresher.sampling.judges import (
+    JudgeError,
+    from_both_orders,
+    from_scores,
+    load_judge,
+    wilson_interval,
+    win_rate_metrics,
+)
 from thresher.sampling.log import judge_answers
-from thresher.sampling.win_rate import from_both_orders, from_scores, wilson_interval, win_rate_metrics
 
 
 def sample(policy: str, reference: str, prompt: str = "say something") -> SampledPrompt:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.support.small_runs import save_small_model
 from thresher.builders.export import export_checkpoint
-from thresher.checkpoint.retention import list_checkpoints
-from thresher.checkpoint.sharded_reader import load_tensors
+from thresher.checkpoint.manager import list_checkpoints
+from thresher.checkpoint.tensor_files import load_tensors
 from thresher.config import parse_config
 from thresher.observability.log_files import METRICS, SAMPLES
 from thresher.observability.trackers.jsonl import read_metrics, read_records

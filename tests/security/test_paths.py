@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.attacks import CommandLine, Run, update_manifest
 from tests.support.staged import staging
-from thresher.checkpoint.retention import list_checkpoints, prune
-from thresher.checkpoint.staging import recover
+from thresher.checkpoint.manager import list_checkpoints, prune
+from thresher.checkpoint.save import recover
+from thresher.durable import is_safe_relative_path
 from thresher.errors import CheckpointError, UserError
-from thresher.file_names import is_safe_relative_path
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from tests.support.strategies import parity
 from tests.support.strategies.saved_runs import NUM_STEPS, SAVED_STEP, Result, Run, loss_scales_of_a_resume, train
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.sharded_reader import load_tensors
+from thresher.checkpoint.tensor_files import load_tensors
 from thresher.distributed.mesh import ParallelDims
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 
 pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed")
 

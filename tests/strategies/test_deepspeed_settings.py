@@ -15,7 +15,8 @@ from tests.support.strategies.parity import save_model
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.deepspeed import declaration as deepspeed
 from thresher.strategies.deepspeed.build import engine_config
 from thresher.strategies.deepspeed.check import check

@@ -16,7 +16,8 @@ from tests.support.paths import shared_path
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout, PaddedLayout
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.adapters import LoraSettings
+from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.megatron.declaration import SET_BY_THRESHER, MegatronSettings, MegatronSizes
 from thresher.strategies.megatron.transformer_config import check
 from thresher.strategies.spec import EngineCheck

@@ -20,9 +20,8 @@ from tests.support.strategies.skipped_runs import train_with_discarded_step
 from tests.support.tiny_models import MIXED, batch_of
 from thresher.distributed.mesh import ParallelDims
 from thresher.models.layouts import PackedLayout
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles, attach_adapter
 from thresher.models.loading.load import load_model
-from thresher.models.loading.lora import attach_adapter
 from thresher.strategies.native.build import infer_engine
 
 pytest.importorskip("megatron.core", reason="the extra megatron is not installed")

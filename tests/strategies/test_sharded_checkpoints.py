@@ -24,7 +24,7 @@ from tests.support.strategies.saved_runs import (
 from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.sharded_reader import ShardedReader, load_tensors
+from thresher.checkpoint.tensor_files import ShardedReader, load_tensors
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import CheckpointError
 

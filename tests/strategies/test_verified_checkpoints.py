@@ -11,8 +11,7 @@ import torch.distributed as dist
 from tests.support.strategies import parity
 from tests.support.strategies.saved_runs import NUM_STEPS, Run, train
 from thresher.checkpoint import manifest
-from thresher.checkpoint.collective_verify import find_damage
-from thresher.checkpoint.manifest import read_manifest
+from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import CheckpointError

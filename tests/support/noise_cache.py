@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.batches import Blocks
 from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
-from thresher.data.prepare.block_worker import BlockWorker
+from thresher.data.prepare.blocks import BlockWorker, SpanTask, TaskReader
 from thresher.data.prepare.executor import Executor, Results, local_executor
 from thresher.data.prepare.prepare import DataSettings, prepare
-from thresher.data.prepare.tasks import SpanTask, TaskReader
 
 
 def make_executor(name: str) -> Executor:

@@ -30,7 +30,7 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from thresher.checkpoint.host_buffers import HostBuffers
+    from thresher.checkpoint.background import HostBuffers
     from thresher.models.attention.interface import KERNELS
     from thresher.plan.simulate.attention import attention_without_values
     from thresher.plan.simulate.host_side import HostSide

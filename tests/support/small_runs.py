@@ -18,7 +18,7 @@ from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode
-from thresher.checkpoint.sharded_reader import ShardedReader
+from thresher.checkpoint.tensor_files import ShardedReader
 from thresher.config import DPOConfig, parse_config
 from thresher.observability.log_files import EVAL_PAIRS
 from thresher.observability.trackers.jsonl import read_records

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from thresher.checkpoint.staging import create_staging, discard, publish, translate_save_errors
+from thresher.checkpoint.save import create_staging, discard, publish, translate_save_errors
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
 from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.models.layouts import PackedLayout
-from thresher.models.layouts.choose import choose_layout
+from thresher.models.layouts import PackedLayout, choose_layout
 from thresher.models.loading.load import load_model_config
 from thresher.training.loop import RunLogs, fit
 from thresher.training.records import SkippedStepLog

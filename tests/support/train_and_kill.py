@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from thresher.checkpoint.collective_save import Write
+from thresher.checkpoint.save import Write
 from thresher.config import load_config
 from thresher.observability.trackers.tracker import Trackers
 from thresher.pipeline import DPOPipeline

@@ -19,7 +19,7 @@ from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import frozen_weights_digest, reference_mode
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.models.loading.freeze import freeze_modules
+from thresher.models.loading.trained import freeze_modules
 from thresher.pipeline import DPOPipeline
 
 FROZEN = ["model.embed_tokens", "model.layers.0"]

@@ -13,7 +13,7 @@ from thresher.builders.engines import build_policy
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group
 from thresher.models.loading import trained
-from thresher.models.loading.narrow import widest_dtype
+from thresher.models.loading.trained import widest_dtype
 
 LORA = {"lora_rank": 4, "lora_target": ["all-linear"], "dtype": "bf16"}
 

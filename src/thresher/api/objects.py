@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from thresher import durable
 from thresher.config.section import Section
-from thresher.data.sources.arrow_types import strip_extension_types
+from thresher.data.sources.readers import strip_extension_types
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.importers.names import nest_flat_names
+from thresher.models.loading.adapters import default_lora_target
 from thresher.models.loading.load import load_model_config, load_tokenizer
-from thresher.models.loading.lora import default_lora_target
 
 _ROWS_PER_GROUP = 4096
 _HINTS = {
@@ -199,7 +199,7 @@ def tokenizer_setting(
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """What a tokenizer does with text: the vocabulary and rules, special tokens and the chat template."""
-    from thresher.data.prepare.fingerprint import tokenizer_digest
+    from thresher.data.prepare.prepare import tokenizer_digest
 
     settings = [tokenizer_digest(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
     return json.dumps(settings, sort_keys=True, default=str).encode()

@@ -22,7 +22,7 @@ from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, re
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective
-from thresher.checkpoint.retention import latest
+from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
 from thresher.errors import RunStopped, UserError

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager
-from thresher.checkpoint.retention import DamagedCheckpoints
+from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager, DamagedCheckpoints
 from thresher.config import DPOConfig
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import DEFAULT_TRAIN, find_strategy

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.pair import PairBatch
 from thresher.data.prepare.findings import find_leaks
-from thresher.data.prepare.fingerprint import store_fingerprint, tokenizer_digest
+from thresher.data.prepare.prepare import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import at_revision, find_in_directory

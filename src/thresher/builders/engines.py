@@ -12,11 +12,10 @@ from thresher.config.roles import RoleConfig
 from thresher.config.strategies import import_function, strategy_names
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.errors import UserError
-from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import choose_layout
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.layouts import Layout, choose_layout
+from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.load import DTYPES, load_model_config
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 from thresher.strategies.engine import Engine, TrainEngine
 from thresher.strategies.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec

@@ -17,15 +17,15 @@ from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.engines import trained_parts
 from thresher.checkpoint.json_io import load_json
+from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.retention import latest
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
+from thresher.models.loading.adapters import merge_adapter
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
 from thresher.models.loading.location import locate_model
-from thresher.models.loading.lora import merge_adapter
 from thresher.reference.fingerprint import config_digest, weights_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
 

@@ -19,16 +19,13 @@ from thresher.builders.reference_mode import (
     same_initial_weights,
 )
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import VARLEN, LayoutName, choose_layout, transformers_attention
+from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model

@@ -16,9 +16,9 @@ from thresher.config.roles import TrainingArgs
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError
 from thresher.models.lm_head import slice_width
-from thresher.models.loading.narrow import widest_dtype
+from thresher.models.loading.trained import widest_dtype
 from thresher.models.logps import base_model
-from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.optimizations.recompute import Recompute
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import num_experts

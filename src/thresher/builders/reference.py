@@ -21,7 +21,7 @@ from thresher.builders.reference_mode import (
     same_initial_weights,
 )
 from thresher.config import DPOConfig
-from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError

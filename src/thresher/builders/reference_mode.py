@@ -8,7 +8,7 @@ from typing import Literal
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.reference.fingerprint import weights_digest, with_adapter
 
 ReferenceMode = Literal["precompute", "concurrent", "adapter", "none"]

@@ -14,9 +14,9 @@ from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference_mode import same_initial_weights
+from thresher.checkpoint.manager import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.manifest import read_manifest
-from thresher.checkpoint.retention import DamagedCheckpoints, list_checkpoints
-from thresher.checkpoint.staging import step_of
+from thresher.checkpoint.save import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of

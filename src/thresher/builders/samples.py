@@ -13,23 +13,21 @@ from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import reference_digest
 from thresher.builders.reference_mode import initial_adapter
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig
 from thresher.config.samples import SamplesConfig
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles, merge_adapter
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
 from thresher.models.loading.location import named_model
-from thresher.models.loading.lora import merge_adapter
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.scorers import STEM as SYNCED
 from thresher.reference.scorers import SyncedReference
 from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
-from thresher.sampling.prompts import Prompt, PromptFile, store_prompts
-from thresher.sampling.sampler import AnswerSampler, SampledModels
+from thresher.sampling.sampler import AnswerSampler, Prompt, PromptFile, SampledModels, store_prompts
 from thresher.strategies.engine import TrainEngine
 
 

@@ -16,7 +16,7 @@ from thresher.builders.memory import RESERVED, ModelSize, Process, peak_memory
 from thresher.builders.reference_mode import reference_has_workers
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
+from thresher.data.batching.batches import CostModel
 from thresher.data.store.reader import Lengths
 from thresher.errors import UserError
 from thresher.models.layouts import Layout

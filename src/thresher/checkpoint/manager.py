@@ -1,18 +1,17 @@
-"""The checkpoints of one run: save in the foreground or in a thread, resume, and apply the retention policy."""
+"""A run's checkpoints: save, find the one to resume from, apply the retention policy.
 
-from __future__ import annotations
+All decisions are made from the files on disk, so a restarted run decides like an uninterrupted one.
+"""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thresher.checkpoint.collective_save import Write, save_collectively
-from thresher.checkpoint.host_buffers import HostBuffers
-from thresher.checkpoint.retention import DamagedCheckpoints, best, list_checkpoints, prune, resolve_resume
-from thresher.checkpoint.staging import recover, step_name
+from thresher.checkpoint.manifest import MANIFEST_NAME, verify
+from thresher.checkpoint.save import Write, delete, recover, save_collectively, step_name, step_of
 from thresher.distributed.run_on_all import Communicator
 from thresher.errors import CheckpointError
 
@@ -22,9 +21,131 @@ logger = logging.getLogger(__name__)
 READ_BY_DRIVER = ("config.json", "trainer.json")
 
 
+class DamagedCheckpoints:
+    """Checkpoints that this run has found damaged; a later save of the same step is a different checkpoint."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[Path, int, int], CheckpointError] = {}
+
+    def add(self, path: Path, reason: CheckpointError) -> None:
+        self._reasons[_identity(path)] = reason
+
+    def check(self, path: Path) -> None:
+        """Raise the reason if the checkpoint is known to be damaged."""
+        if (path / MANIFEST_NAME).is_file() and (reason := self._reasons.get(_identity(path))) is not None:
+            raise reason
+
+
+def _identity(path: Path) -> tuple[Path, int, int]:
+    manifest = (path / MANIFEST_NAME).stat()
+    return path.resolve(), manifest.st_ino, manifest.st_mtime_ns
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the published checkpoints below `root`, oldest first, without verifying them."""
+    if not root.is_dir():
+        return []
+    steps = {step: path for path in root.iterdir() if path.is_dir() and (step := step_of(path)) is not None}
+    return [steps[step] for step in sorted(steps)]
+
+
+def latest(
+    root: Path, *, digests: bool | Collection[str] = True, damaged: DamagedCheckpoints | None = None
+) -> Path | None:
+    """Find the newest valid checkpoint; warn about each newer one that is not, unless it is known to be damaged."""
+    for path in reversed(list_checkpoints(root)):
+        if damaged is not None and _is_damaged(path, damaged):
+            continue
+        reason = _invalid_reason(path, digests=digests)
+        if reason is None:
+            return path
+        logger.warning("skipped an invalid checkpoint: %s", reason)
+    return None
+
+
+def resolve_resume(
+    value: Literal[False] | str,
+    root: Path,
+    *,
+    digests: bool | Collection[str] = True,
+    damaged: DamagedCheckpoints | None = None,
+) -> Path | None:
+    """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
+
+    False: none. `auto`: the newest valid one, or none. A path: that one. None of the `damaged` ones is chosen.
+    """
+    if value is False:
+        return None
+    if value == "auto":
+        return latest(root, digests=digests, damaged=damaged)
+    path = Path(value)
+    inner = list_checkpoints(path)
+    if inner:
+        raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
+    verify(path, digests=digests)
+    if damaged is not None:
+        damaged.check(path)
+    return path
+
+
+def best(root: Path, metric: str, *, higher_is_better: bool) -> Path | None:
+    """Find the checkpoint whose manifest has the best value of a metric: never NaN, the earlier on a tie."""
+    found: Path | None = None
+    value = math.nan
+    for path in list_checkpoints(root):
+        try:
+            # sizes are enough to choose by; `prune` and a resume verify the digests before they rely on it
+            candidate = verify(path, digests=False).metrics.get(metric, math.nan)
+        except CheckpointError:
+            continue
+        is_better = candidate > value if higher_is_better else candidate < value
+        if is_better or (math.isnan(value) and not math.isnan(candidate)):
+            found, value = path, candidate
+    return found
+
+
+def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path | None = None) -> list[Path]:
+    """Delete all but the newest `keep_last` checkpoints and the best one; return the deleted ones.
+
+    If none of those is valid, the newest valid one is kept too. `trusted` is a checkpoint that this process has just
+    published; it counts as valid without being read again.
+    """
+    if keep_last < 1:
+        raise ValueError(f"at least one checkpoint must be kept, got keep_last={keep_last}")
+    checkpoints = list_checkpoints(root)
+    keep = set(checkpoints[-keep_last:])
+    if best is not None:
+        keep.add(best)
+    to_delete = [path for path in checkpoints if path not in keep]
+    kept = [path for path in checkpoints if path in keep]
+    if to_delete and trusted not in keep:
+        candidates = [*reversed(kept), *reversed(to_delete)]
+        last_valid = next((path for path in candidates if _invalid_reason(path) is None), None)
+        to_delete = [path for path in to_delete if path != last_valid]
+    for path in to_delete:
+        delete(path)
+    return to_delete
+
+
+def _is_damaged(path: Path, damaged: DamagedCheckpoints) -> bool:
+    try:
+        damaged.check(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> str | None:
+    try:
+        step = verify(path, digests=digests).step
+    except CheckpointError as error:
+        return str(error)
+    return None if step == step_of(path) else f"{path} contains step {step}, which is not the step in its name"
+
+
 @dataclass(frozen=True)
 class CheckpointManager:
-    """The checkpoint directory of a run and its retention policy."""
+    """A run's checkpoint directory and its retention policy."""
 
     root: Path
     keep_last: int
@@ -51,8 +172,8 @@ class CheckpointManager:
     def find_to_resume(self, setting: Literal[False] | str, damaged: DamagedCheckpoints | None = None) -> Path | None:
         """Remove the files of interrupted saves and find the checkpoint to resume from.
 
-        Only names, sizes and the files that the driver reads are checked; `find_damage` checks the others. damaged:
-        checkpoints in which it has found something.
+        Only names, sizes and the files that the driver reads are checked; `find_damage` checks the others, and
+        `damaged` remembers what it has found.
         """
         for line in recover(self.root):
             logger.info("%s", line)
@@ -65,7 +186,7 @@ class CheckpointManager:
         digests: bool | Collection[str],
         damaged: DamagedCheckpoints | None = None,
     ) -> Path | None:
-        """Find the checkpoint to resume from; digests: see `verify`."""
+        """Find the checkpoint to resume from; `verify` explains digests."""
         found = resolve_resume(setting, self.root, digests=digests, damaged=damaged)
         if setting != "auto":
             self._reject_newer(found)
@@ -80,39 +201,3 @@ class CheckpointManager:
                 f"resume_from_checkpoint=auto, or start again: delete {self.root}, or set another output_dir, such as "
                 f"output_dir={self.root.parent}-2"
             )
-
-
-class AsyncSaver:
-    """Write a snapshot in a thread while training continues; at most one save is pending.
-
-    An error is raised at the next step, the next save or the end of the run, whichever comes first.
-    The thread uses a separate communicator so that its collectives cannot interleave with those of training. All ranks
-    call `make_communicator` at their first save. The thread is not a daemon: the process waits for a pending save.
-    """
-
-    def __init__(self, manager: CheckpointManager, make_communicator: Callable[[], Communicator]):
-        self._manager = manager
-        self._make_communicator = make_communicator
-        self._communicator: Communicator | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[Path] | None = None
-        self.copies = HostBuffers()
-
-    def submit(self, step: int, write: Write, metrics: Mapping[str, float]) -> None:
-        """Start a save; call `wait` first."""
-        if self._pending is not None:
-            raise RuntimeError("a save is pending; call wait() first")
-        self._communicator = self._communicator or self._make_communicator()
-        self._thread = self._thread or ThreadPoolExecutor(1, "save")
-        self._pending = self._thread.submit(self._manager.save, step, write, metrics, self._communicator)
-
-    def wait(self) -> None:
-        """Wait for the pending save, if any, and raise its error."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
-
-    def check(self) -> None:
-        """Raise the error of a finished save; do not wait for an unfinished one."""
-        if self._pending is not None and self._pending.done():
-            self.wait()

@@ -1,9 +1,13 @@
-"""The manifest of a checkpoint: the size and digest of every file, which `verify` checks.
+"""The checkpoint manifest: the size and digest of every file, verified by one process or by all of them together.
 
 Decides the format on disk. It contains no time stamp: saving the same state twice writes the same bytes.
 """
 
+from __future__ import annotations
+
 import hashlib
+import re
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from thresher.checkpoint.json_io import Json, encode, load_json, save_json
+from thresher.distributed.run_on_all import Communicator, divide_by_size, run_on_all
 from thresher.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+# the number of the process that wrote a file
+_WRITER = re.compile(r"-(\d{5,})-of-\d{5,}\.safetensors$")
 _HINT = "resume from another checkpoint, or with `auto` from the newest valid one"
 
 
@@ -121,7 +128,8 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 def verify(directory: Path, *, digests: bool | Collection[str] = True) -> Manifest:
     """Check names and sizes of all files; raise a `CheckpointError` that lists every problem.
 
-    digests: compare those of all files, of none, or of the named ones.
+    Args:
+        digests: True compares all digests, False none; or the names of the files to compare.
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
@@ -146,3 +154,42 @@ def verify(directory: Path, *, digests: bool | Collection[str] = True) -> Manife
 
 def failed_verification(directory: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{directory} failed verification: {'; '.join(problems)}; {_HINT}")
+
+
+def find_damage(directory: Path, group: Communicator) -> list[str]:
+    """Compare every file with its digest on the ranks that will read it; return what is wrong, the same on all ranks.
+
+    The files that one process wrote are hashed by one process: on the mesh that saved them, by the one that reads them.
+    """
+
+    def verify() -> list[str]:
+        files = read_manifest(directory).files
+        sets = _sets_of_files(sorted(files), group.size)
+        ranks = divide_by_size([sum(files[name].size for name in names) for names in sets], group.size)
+        own = [name for names, rank in zip(sets, ranks, strict=True) if rank == group.rank for name in names]
+        try:
+            records = record_files(directory, own)
+        except OSError as error:  # the driver has seen all files
+            raise CheckpointError(
+                f"a worker on {socket.gethostname()} cannot read {error.filename or directory} "
+                f"({error.strerror or error}); all workers must resume from one shared file system"
+            ) from error
+        return [f"{name} does not match its digest" for name in own if records[name] != files[name]]
+
+    gathered = run_on_all(group, verify, "verify the checkpoint", passed_on=CheckpointError)
+    return sorted(problem for problems in gathered for problem in problems)
+
+
+def _sets_of_files(names: Sequence[str], num_ranks: int) -> list[list[str]]:
+    """Group files so that one rank gets all files of a writer, unless there are more ranks than writers."""
+    by_writer: dict[int, list[str]] = {}
+    others = []
+    for name in names:
+        if found := _WRITER.search(name):
+            by_writer.setdefault(int(found[1]), []).append(name)
+        else:
+            others.append([name])
+    of_writers = [by_writer[index] for index in sorted(by_writer)]
+    if len(of_writers) < num_ranks:
+        of_writers = [[name] for files in of_writers for name in files]
+    return others + of_writers

@@ -34,8 +34,8 @@ def export(
     from thresher.builders.checkpoints import read_stored
     from thresher.builders.export import export_checkpoint
     from thresher.checkpoint.json_io import load_json
-    from thresher.checkpoint.retention import best as best_checkpoint
-    from thresher.checkpoint.retention import latest
+    from thresher.checkpoint.manager import best as best_checkpoint
+    from thresher.checkpoint.manager import latest
     from thresher.cli.terminal import quiet_libraries
     from thresher.errors import UserError
 

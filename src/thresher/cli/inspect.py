@@ -63,7 +63,7 @@ def _print_summary(store: PairStore) -> None:
 def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None:
     from rich.console import Console
 
-    from thresher.data.prepare.fingerprint import tokenizer_digest
+    from thresher.data.prepare.prepare import tokenizer_digest
     from thresher.errors import UserError
     from thresher.models.loading.load import load_tokenizer
 

@@ -247,7 +247,7 @@ def _prepare_store(
     ray: RayCluster | None,
 ) -> PrepareReport:
     """Prepare a store and show its report; an existing store of the same data and settings is kept."""
-    from thresher.data.prepare.fingerprint import store_fingerprint
+    from thresher.data.prepare.prepare import store_fingerprint
     from thresher.data.prepare.report import report_of
     from thresher.data.store.reader import PairStore
     from thresher.models.loading.load import load_tokenizer
@@ -298,7 +298,7 @@ def build_and_report(
 
 
 def _log_report(report: PrepareReport, settings: DataSettings, output: Path, *, in_full: bool) -> None:
-    from thresher.data.store.staging import quarantine_file
+    from thresher.data.store.writer import quarantine_file
 
     log_report(report, in_full=in_full)
     if settings.on_bad_row == "quarantine" and report.bad_rows:

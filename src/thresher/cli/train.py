@@ -47,7 +47,7 @@ def _train(config: DPOConfig) -> None:
         logger.info("importing torch and transformers", extra=PHASE)
 
         from thresher.builders.checkpoints import build_checkpoint_manager
-        from thresher.checkpoint.retention import list_checkpoints
+        from thresher.checkpoint.manager import list_checkpoints
         from thresher.pipeline import DPOPipeline
 
         silence_loud_loggers()

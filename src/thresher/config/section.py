@@ -8,10 +8,9 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.foreign_names import foreign
 from thresher.redact import redact
-from thresher.spelling import nearest
 
 
 def also(spellings: Mapping[Any, Any]) -> BeforeValidator:

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
 from thresher.config.section import Section
-from thresher.errors import UserError
-from thresher.spelling import nearest
+from thresher.errors import UserError, nearest
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"

@@ -12,14 +12,12 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of one prompt and two responses.
-
-    chosen_mask, rejected_mask: one bool per response token, False where it is not scored; None scores all tokens.
-    """
+    """Token ids of one prompt and two responses."""
 
     prompt_ids: TokenIds
     chosen_ids: TokenIds
     rejected_ids: TokenIds
+    #: one bool per response token, False where it is not scored; None scores all tokens
     chosen_mask: npt.NDArray[np.bool_] | None = None
     rejected_mask: npt.NDArray[np.bool_] | None = None
     weight: float = 1.0
@@ -31,7 +29,7 @@ def scored_positions(
 ) -> npt.NDArray[np.int64]:
     """Return the positions of the scored tokens in prompt + response, from 0.
 
-    with_prompt: all tokens but the first, which nothing predicts, and whatever the mask.
+    `with_prompt` scores all tokens but the first, which nothing predicts, whatever the mask.
     """
     if with_prompt:
         return np.arange(1, len(prompt) + len(response))

@@ -16,35 +16,24 @@ Section = Literal["actor_train", "validation"]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The source files and how their rows become pairs.
+    """The source files and how their rows become pairs."""
 
-    file_name: one path, glob or URL, or a sequence of them.
-    template: `auto` (the tokenizer's chat template), `raw` (plain text) or the path of a Jinja file.
-    template_arguments: extra variables of the chat template, such as `enable_thinking`.
-    sequence_length: maximum number of tokens of the prompt plus the longer response; None sets no limit.
-    special_tokens_in_text: what to do with a row whose text spells a control token: keep it as text, or reject the row.
-    system_prompt: system message of rows that have none.
-    max_samples: only the first rows of each file are read, at most this many; None reads all.
-    num_processes, shard_rows: never change the pairs, so a store's fingerprint does not include them.
-    section: the config section of the data, which messages name.
-    """
-
-    file_name: str | Sequence[str]
-    template: str = "auto"
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    sequence_length: int | None = 1024
+    file_name: str | Sequence[str]  # paths, globs or URLs
+    template: str = "auto"  # the tokenizer's chat template; or `raw` (plain text), or the path of a Jinja file
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # variables of it, such as `enable_thinking`
+    sequence_length: int | None = 1024  # of the prompt plus the longer response, in tokens; None sets no limit
     truncation: Truncation = "drop"
     on_bad_row: OnBadRow = "fail"
-    special_tokens_in_text: SpecialTokensInText = "keep_as_text"
+    special_tokens_in_text: SpecialTokensInText = "keep_as_text"  # of a row whose text spells a control token
     chosen_key: str | None = None
     rejected_key: str | None = None
     prompt_key: str | None = None
-    system_prompt: str | None = None
-    max_samples: int | None = None
+    system_prompt: str | None = None  # of rows that have none
+    max_samples: int | None = None  # rows read of each file; None reads all
+    # these two never change the pairs, so a store's fingerprint does not include them
     num_processes: int = 1
-    # 191 shards for 100 million pairs: all stay open for random access
-    shard_rows: int = 524_288
-    section: Section = "actor_train"
+    shard_rows: int = 524_288  # 191 shards for 100 million pairs: all stay open for random access
+    section: Section = "actor_train"  # of the config, for messages
 
     def __post_init__(self) -> None:
         if not self.file_names:

@@ -34,7 +34,7 @@ class ContextParallel:
     def all_gather_logps(self, values: Tensor, index: Tensor, count: int) -> Tensor:
         """Gather per-token values from all ranks: [local] -> [count]. Gradients reach only the rank that owns a value.
 
-        index: [local] position of each local value in the result.
+        `index` has the position of each local value in the result.
         """
         full = values.new_zeros(count).index_copy(0, index, values)
         gathered: Tensor = _AllReduceIdentityGrad.apply(full, self.group)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Process groups and the collectives that training uses.
+"""Process groups, the collectives that training uses, and their time limits.
 
 A single process is a group of size 1: its collectives return their input without communication, so callers need no
 special case.
@@ -8,17 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thresher.distributed.host_copies import copy_to_device, read_numbers, stack_numbers
-from thresher.distributed.sharded_tensor import to_local
-from thresher.distributed.timeouts import BACKGROUND
+from thresher.distributed.tensors import copy_to_device, read_numbers, stack_numbers, to_local
 from thresher.losses.metrics import MetricSum
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+from thresher.losses.pairs import ObjectiveInputs, map_tensors
+
+# for a peer that hangs; the driver or the launcher notices a dead one immediately
+PEER_TIMEOUT = timedelta(minutes=30)
+# description of groups whose collectives wait for the disk
+BACKGROUND = "background"
+_NCCL = getattr(dist, "ProcessGroupNCCL", None)  # torch for CPUs has none
+
+
+def limit_collectives(timeout: timedelta, backend_type: type | None = _NCCL) -> None:
+    """Set the timeout of NCCL's collectives that start from now on, in all groups of this process.
+
+    NCCL ends a process whose collective exceeds it, and its flight recorder writes the last collectives to a file.
+    Gloo's sends and receives ignore a new limit; ranks that wait in them are found by missing progress.
+    """
+    if backend_type is None or not dist.is_initialized():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc != BACKGROUND:
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                if isinstance(backend, backend_type):
+                    backend._set_default_timeout(timeout)
+
+
+def is_lost_connection(error: object) -> bool:
+    """Return whether a collective or the store failed because another process has ended."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
 
 T = TypeVar("T")
 Metrics = dict[str, MetricSum]
@@ -43,7 +69,7 @@ class Group:
         }, total
 
     def only_on_rank0(self, metrics: Metrics) -> Metrics:
-        """Zero the metrics on all ranks but 0, so that summing replicated values counts them once."""
+        """Zero the metrics on all ranks but 0, so summing replicated values counts them once."""
         return metrics if self.rank == 0 else {name: MetricSum(0.0, 0.0) for name in metrics}
 
     def gather_object(self, value: T) -> list[T] | None:
@@ -75,7 +101,7 @@ class Group:
         return set().union(*self.all_gather_object(sorted(local))) - local
 
     def clone_for_thread(self) -> Group:
-        """Create a separate gloo group of the same processes, so that collectives of two threads do not interleave."""
+        """Create a separate gloo group of the same processes, so collectives of two threads do not interleave."""
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -111,20 +137,15 @@ class DataParallelGroup(Group):
     The group connects processes that hold the same model shard and different data, with gloo for host memory and, on
     GPUs, NCCL for device memory. One data-parallel rank may be several processes (pp, cp, tp).
 
-    metrics_ranks: all data-parallel ranks of all pipeline stages; the last stage computes the metrics. None: self.
-    all_ranks: every process of the policy; None: self.
-    needs_lockstep: a forward is a collective (FSDP), so all ranks must run the same number of forwards.
-    reduces_gradients: `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so.
-    is_writer: this process writes results on behalf of its data-parallel rank.
-    adds_metrics: this process adds its metrics to those of a step; others of its tp or cp group compute the same.
     """
 
+    # all data-parallel ranks of all pipeline stages; the last stage computes the metrics. None: self
     metrics_ranks: Group | None = None
-    all_ranks: Group | None = None
-    needs_lockstep: bool = False
-    reduces_gradients: bool = True
-    is_writer: bool = True
-    adds_metrics: bool = True
+    all_ranks: Group | None = None  # every process of the policy; None: self
+    needs_lockstep: bool = False  # a forward is a collective (FSDP), so all ranks must run the same number of forwards
+    reduces_gradients: bool = True  # `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so
+    is_writer: bool = True  # this process writes results on behalf of its data-parallel rank
+    adds_metrics: bool = True  # to a step's; other processes of its tp or cp group compute the same
 
     @property
     def metrics_group(self) -> Group:
@@ -164,22 +185,9 @@ class DataParallelGroup(Group):
         if self.size == 1:
             return [local]
         device = local.policy.chosen.values.device
-        gathered = [self._gather_ragged(tensor) for tensor in _flatten(local)]
-        return [
-            _unflatten([copy_to_device(by_rank[rank], device) for by_rank in gathered], local)
-            for rank in range(self.size)
-        ]
-
-    def _gather_ragged(self, local: Tensor) -> list[Tensor]:
-        """All-gather 1-D tensors of different lengths, on the CPU."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([local.numel()]), group=self.group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=local.dtype)
-        padded[: local.numel()] = local.detach().cpu()
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [tensor[:length] for tensor, length in zip(gathered, lengths, strict=True)]
+        on_host = map_tensors(local, lambda tensor: tensor.detach().cpu())
+        gathered = self.all_gather_object(on_host)
+        return [map_tensors(each, lambda tensor: copy_to_device(tensor, device)) for each in gathered]
 
 
 def all_reduce_bucketed(tensors: Sequence[Tensor], group: Group) -> None:
@@ -204,34 +212,3 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.numel()
     if bucket:
         yield bucket
-
-
-def _sides(pairs: ObjectiveInputs) -> list[ResponseLogps]:
-    models = [pairs.policy] if pairs.reference is None else [pairs.policy, pairs.reference]
-    return [side for model in models for side in (model.chosen, model.rejected)]
-
-
-def _statistics(side: ResponseLogps) -> tuple[Tensor | None, Tensor | None]:
-    return side.log_sum_squared_probs, side.entropy
-
-
-def _flatten(pairs: ObjectiveInputs) -> list[Tensor]:
-    """List every tensor of some pairs; an absent column becomes an empty tensor. Inverse of `_unflatten`."""
-    tensors = []
-    for side in _sides(pairs):
-        tensors += [side.values, side.lengths, *(each for each in _statistics(side) if each is not None)]
-    empty = pairs.policy.chosen.values.new_zeros(0)
-    return tensors + [empty if column is None else column for column in (pairs.weight, pairs.margin)]
-
-
-def _unflatten(tensors: list[Tensor], like: ObjectiveInputs) -> ObjectiveInputs:
-    remaining = iter(tensors)
-    sides = [
-        ResponseLogps(
-            next(remaining), next(remaining), *(None if each is None else next(remaining) for each in _statistics(side))
-        )
-        for side in _sides(like)
-    ]
-    models = [ChosenRejectedLogps(*sides[at : at + 2]) for at in range(0, len(sides), 2)]
-    weight, margin = (column if column.numel() else None for column in remaining)
-    return ObjectiveInputs(models[0], models[1] if len(models) == 2 else None, weight, margin)

@@ -1,6 +1,6 @@
-"""Device mesh of a policy: the size of each parallel axis and the process groups that follow from it.
+"""A policy's device mesh: the size of each dimension and the process groups that follow from it.
 
-Axes from the outermost in: pp (pipeline stages), dp_replicate (full replicas), dp_shard (FSDP: weights, gradients and
+From the outermost in: pp (pipeline stages), dp_replicate (full replicas), dp_shard (FSDP: weights, gradients and
 optimizer state), cp (sequence shards), tp (matrix shards). tp is innermost because it communicates most: adjacent ranks
 are on the same node.
 """
@@ -22,7 +22,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Size of each axis; their product is the number of processes."""
+    """Size of each mesh dimension; their product is the number of processes."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -62,7 +62,7 @@ class Mesh:
 
     @classmethod
     def create(cls, dims: ParallelDims, device: torch.device) -> Mesh:
-        """Create the process groups of every axis; a collective call."""
+        """Create the process groups of every dimension; a collective call."""
         mesh = init_device_mesh(device.type, dims.sizes, mesh_dim_names=AXES)
         mesh["dp_replicate", "dp_shard"]._flatten("data")
         mesh["dp_shard", "cp"]._flatten("shard")

@@ -17,6 +17,9 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def size(self) -> int: ...
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         ...
@@ -27,8 +30,9 @@ def run_on_all(
 ) -> list[T]:
     """Call a function on every rank and return all results; an error on one rank is raised on all.
 
-    what: the work, for the message to the other ranks. passed_on: errors that other ranks raise as they are; any other
-    counts as a lost worker, so that the run may restart.
+    Args:
+        what: the work, for the message to the other ranks.
+        passed_on: errors that other ranks raise as they are; any other counts as a lost worker: the run may restart.
     """
     result: T | None = None
     error: Exception | None = None
@@ -49,7 +53,7 @@ def run_on_all(
 
 
 def divide_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign consecutive items to ranks, so that all have about the same total size; return the rank of each item."""
+    """Assign consecutive items to ranks, so all have about the same total size; return the rank of each item."""
     total = max(1, sum(sizes))
     ends = accumulate(sizes)
     # by the middle of an item in the whole

@@ -1,15 +1,14 @@
 """AOT: stochastic dominance of sorted margins (`aot`, paired) or of sorted rewards (`aot_unpaired`)."""
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thresher.losses.base import Loss
+from thresher.losses.margin import smoothed_logistic
 from thresher.losses.parameters import POSITIVE, UP_TO_HALF, parameter
 from thresher.losses.registry import register
 from thresher.losses.scores import PairScores
-from thresher.losses.sigmoid import smoothed_logistic
 
 
 @register
@@ -29,13 +28,8 @@ class AOT(Loss):
     beta: float = parameter(0.1, POSITIVE)
     label_smoothing: float = parameter(0.0, UP_TO_HALF)
 
-    @property
-    def zero_margin_loss(self) -> float:
-        return math.log(2.0)
-
     def __call__(self, pairs: PairScores) -> Tensor:
-        policy, reference = pairs.logps.margin.sort().values, pairs.reference.logps.margin.sort().values
-        return smoothed_logistic(self.beta * (policy - reference), self.label_smoothing)
+        return _dominance(pairs.logps.margin, pairs.reference.logps.margin, self.beta, self.label_smoothing)
 
 
 @register
@@ -55,10 +49,10 @@ class AOTUnpaired(Loss):
     beta: float = parameter(0.1, POSITIVE)
     label_smoothing: float = parameter(0.0, UP_TO_HALF)
 
-    @property
-    def zero_margin_loss(self) -> float:
-        return math.log(2.0)
-
     def __call__(self, pairs: PairScores) -> Tensor:
-        chosen, rejected = pairs.log_ratios.chosen.sort().values, pairs.log_ratios.rejected.sort().values
-        return smoothed_logistic(self.beta * (chosen - rejected), self.label_smoothing)
+        return _dominance(pairs.log_ratios.chosen, pairs.log_ratios.rejected, self.beta, self.label_smoothing)
+
+
+def _dominance(greater: Tensor, lesser: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Compare two sets of values, quantile by quantile."""
+    return smoothed_logistic(beta * (greater.sort().values - lesser.sort().values), label_smoothing)

@@ -13,7 +13,7 @@ from thresher.losses.scores import ChosenRejected, PairScores
 
 Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
 
-# A loss lists the modifiers that reach its formula, so that an objective can reject one without effect.
+# A loss lists the modifiers that reach its formula, so an objective can reject one without effect.
 ALL_MODIFIERS: frozenset[Modifier] = frozenset(
     ("f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo")
 )
@@ -22,22 +22,17 @@ LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "w
 
 
 class Loss(ABC):
-    """One preference loss. Subclasses are frozen dataclasses whose fields are the parameters of the loss.
-
-    paper: arXiv number. supports: the modifiers that change this loss. couples_pairs: the loss of a pair depends on the
-    other pairs of the step. compares_sides: False if only the chosen side is read. beta: scale of the rewards; a loss
-    without this field overrides `rewards`.
-    """
+    """One preference loss. Subclasses are frozen dataclasses whose fields are the parameters of the loss."""
 
     name: ClassVar[str]
-    paper: ClassVar[str]
-    supports: ClassVar[frozenset[Modifier]]
+    paper: ClassVar[str]  #: arXiv number
+    supports: ClassVar[frozenset[Modifier]]  #: the modifiers that change this loss
     needs_reference: ClassVar[bool] = True
-    couples_pairs: ClassVar[bool] = False
-    compares_sides: ClassVar[bool] = True
+    couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
+    compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    beta: float
+    beta: float  #: scale of the rewards; a loss without this field overrides `rewards`
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,8 +42,8 @@ class Loss(ABC):
 
     @property
     def zero_margin_loss(self) -> float | None:
-        """The loss of every pair when policy == reference, or None if it is not a constant."""
-        return None
+        """The loss of every pair when policy == reference; None without a reference, where it is not a constant."""
+        return float(self(PairScores.of_equal_models())) if self.needs_reference else None
 
     @abstractmethod
     def __call__(self, pairs: PairScores) -> Tensor:

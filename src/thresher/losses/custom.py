@@ -1,7 +1,7 @@
-"""A loss of the user: a function of the pair scores in a Python file or module, named in `pref_loss`.
+"""The user's own losses: a function of the pair scores in a Python file or module, named in `pref_loss`.
 
 Calls on random pairs find out what the function reads: whether it needs a reference, couples pairs, compares sides, and
-which modifiers reach it. So it is checked, combined and distributed like the losses of this package.
+which modifiers reach it. So it is checked, combined and distributed like the built-in losses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import Tensor
 from thresher.errors import UserError
 from thresher.imported_function import import_function, read_source
 from thresher.losses.base import Loss, Modifier
-from thresher.losses.modifiers import FDivergence
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.losses.parameters import FINITE, parameter
-from thresher.losses.scores import ChosenRejected, PairScores, score_pairs
+from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs
 
 _NUM_PROBED_PAIRS = 16
 _MAX_PROBED_LENGTH = 12
@@ -30,11 +29,15 @@ _FORM = "write function(pairs, beta=0.1): pairs is a PairScores, other parameter
 
 
 class CustomLoss(Loss):
-    """A loss whose formula is a function of the user. source: content of its file, None for one in a package."""
+    """A loss whose formula is the user's function."""
 
     paper = "none"
     function: ClassVar[Callable[..., Any]]
-    source: ClassVar[bytes | None]
+    source: ClassVar[bytes | None]  # content of its file, None for a function in a package
+
+    @property
+    def zero_margin_loss(self) -> None:
+        """None: the function may read more than log ratios."""
 
     def __call__(self, pairs: PairScores) -> Tensor:
         """Call the function, and check that it returns one loss per pair."""

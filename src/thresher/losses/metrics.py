@@ -1,4 +1,4 @@
-"""The metrics of a step, as sums with counts, so that logged means do not depend on how a step is split.
+"""Step metrics, as sums with counts, so logged means do not depend on how a step is split.
 
 Computed once, detached, in fp64. Modifiers do not change the meaning of a metric: logps, kl and sft_loss are never
 LD-weighted.

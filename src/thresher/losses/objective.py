@@ -1,4 +1,4 @@
-"""The objective of a run: a weighted sum of losses with modifiers, validated once.
+"""A run's objective: a weighted sum of losses with modifiers, validated once.
 
 It rejects combinations in which a setting has no effect. The caller gathers the whole step if `couples_pairs`, divides
 by the number of pairs, and reduces metrics over ranks.
@@ -13,46 +13,36 @@ from torch import Tensor
 from thresher.errors import UserError
 from thresher.losses.base import Loss, Modifier
 from thresher.losses.metrics import MetricSum, compute_metrics
-from thresher.losses.modifiers import FDivergence, wpo_weights
 from thresher.losses.pairs import ObjectiveInputs, TokenStatistics
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
 from thresher.losses.registry import loss_class, loss_names, parameter_defaults
-from thresher.losses.scores import ChosenRejected, PairScores, score_pairs
+from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs, wpo_weights
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """per_pair: [num_pairs] with grad in the dtype of the logps, weighted, not averaged.
+    """Losses and metrics of some pairs."""
 
-    metrics: detached (sum, count).
-    """
-
-    per_pair: Tensor
-    metrics: dict[str, MetricSum]
+    per_pair: Tensor  #: [num_pairs] with grad in the dtype of the logps, weighted, not averaged
+    metrics: dict[str, MetricSum]  #: detached
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Compute losses and metrics from logps. By default all modifiers are off and the losses are as published.
+    """Compute losses and metrics from logps. By default all modifiers are off and the losses are as published."""
 
-    terms: (loss, weight), summed as in MPO (2411.10442). f_divergence, f_alpha_divergence_coef: f-DPO.
-    ld_alpha: LD-DPO, off at 1. length_penalty: R-DPO's alpha. wpo: weigh pairs by the policy's likelihood.
-    rpo_alpha: weight of the chosen side's mean NLL per token, Eq. 1 of RPO (Iterative Reasoning Preference
-    Optimization, 2404.19733). margin: subtracted from every reward margin, as SimPO's gamma, in units of reward.
-    reference_free: compare with a reference that gives every response the same probability, so log ratios are logps.
-    measures_entropy: adds the metric `entropy`; changes no loss.
-    """
-
-    terms: tuple[tuple[Loss, float], ...]
-    f_divergence: str = "reverse_kl"
+    terms: tuple[tuple[Loss, float], ...]  #: (loss, weight), summed as in MPO (2411.10442)
+    f_divergence: str = "reverse_kl"  #: f-DPO
     f_alpha_divergence_coef: float = 0.5
-    ld_alpha: float = 1.0
-    length_penalty: float = 0.0
+    ld_alpha: float = 1.0  #: LD-DPO, off at 1
+    length_penalty: float = 0.0  #: R-DPO's alpha
+    #: weight of the chosen side's mean NLL per token: Eq. 1 of Iterative Reasoning Preference Optimization (2404.19733)
     rpo_alpha: float = 0.0
-    wpo: bool = False
-    margin: float = 0.0
+    wpo: bool = False  #: weigh pairs by the policy's likelihood
+    margin: float = 0.0  #: subtracted from every reward margin, as SimPO's gamma, in units of reward
+    #: compare with a reference that gives every response the same probability, so log ratios are logps
     reference_free: bool = False
-    measures_entropy: bool = False
+    measures_entropy: bool = False  #: adds the metric `entropy`; changes no loss
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -216,7 +206,7 @@ class Objective:
         return [loss for loss in losses if loss.compares_sides] or losses
 
     def _check_supported(self, modifier: Modifier, is_on: bool) -> None:
-        """Reject a modifier that a comparing loss would ignore; beside one, a loss of the chosen side may ignore it."""
+        """Reject a modifier that a comparing loss would ignore; a loss of the chosen side next to one may ignore it."""
         unsupported = [loss.name for loss in self._comparing if modifier not in loss.supports]
         if is_on and unsupported:
             supported_by = [name for name in loss_names() if modifier in loss_class(name).supports]

@@ -1,27 +1,26 @@
 """The inputs of an objective: per-token log-probabilities of the scored response tokens, nothing else.
 
-Flat values with lengths instead of padded rectangles, so that the numbers are the same for every layout, engine and
+Flat values with lengths instead of padded rectangles, so the numbers are the same for every layout, engine and
 micro-batch size. Tokens outside the loss mask are not included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T", "ResponseLogps", "ChosenRejectedLogps", "ObjectiveInputs")
+
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the policy's distribution at each scored token, computed only on request.
+    """Statistics of the policy's distribution at each scored token, computed only on request."""
 
-    squared_probs: log(sum_v p(v)^2), for WPO. entropy: -sum_v p(v) log p(v), for the metric.
-    """
-
-    squared_probs: bool = False
-    entropy: bool = False
+    squared_probs: bool = False  # log(sum_v p(v)^2), for WPO
+    entropy: bool = False  # -sum_v p(v) log p(v), for the metric
 
 
 NO_STATISTICS = TokenStatistics()
@@ -29,18 +28,12 @@ NO_STATISTICS = TokenStatistics()
 
 @dataclass(frozen=True)
 class ResponseLogps:
-    """Logps of one side of `num_pairs` pairs.
+    """Logps of one side of `num_pairs` pairs, and the requested statistics."""
 
-    values: [num_tokens], pair after pair, fp32 or fp64.
-    lengths: [num_pairs] int64, scored tokens of each pair; sums to num_tokens.
-    log_sum_squared_probs: [num_tokens] log(sum_v p(v)^2) at each position, only if the objective needs it (WPO).
-    entropy: [num_tokens] of the distribution at each position, in nats, only on request; without gradient.
-    """
-
-    values: Tensor
-    lengths: Tensor
-    log_sum_squared_probs: Tensor | None = None
-    entropy: Tensor | None = None
+    values: Tensor  # [num_tokens], pair after pair, fp32 or fp64
+    lengths: Tensor  # [num_pairs] int64, scored tokens of each pair; sums to num_tokens
+    log_sum_squared_probs: Tensor | None = None  # [num_tokens] log(sum_v p(v)^2)
+    entropy: Tensor | None = None  # [num_tokens] in nats, without gradient
 
     @property
     def num_pairs(self) -> int:
@@ -89,19 +82,27 @@ def empty_logps(
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """All inputs of an objective for `num_pairs` pairs.
-
-    reference: None for losses without a reference. weight, margin: [num_pairs], columns of the data set, or None.
-    """
+    """All inputs of an objective for `num_pairs` pairs."""
 
     policy: ChosenRejectedLogps
-    reference: ChosenRejectedLogps | None = None
-    weight: Tensor | None = None
+    reference: ChosenRejectedLogps | None = None  #: None for losses without a reference
+    weight: Tensor | None = None  #: [num_pairs], columns of the dataset
     margin: Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
         return self.policy.num_pairs
+
+
+def map_tensors(pairs: T, change: Callable[[Tensor], Tensor]) -> T:
+    """Apply a function to every tensor of inputs or logps."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        return None if value is None else map_tensors(value, change)
+
+    return replace(pairs, **{name: changed(value) for name, value in vars(pairs).items()})
 
 
 def to_fp64(values: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeVar
 
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.losses.base import Loss
 from thresher.losses.custom import load_loss
-from thresher.spelling import nearest
 
 _LOSSES: dict[str, type[Loss]] = {}
 
@@ -37,10 +36,10 @@ LossClass = TypeVar("LossClass", bound=type[Loss])
 
 @dataclass(frozen=True)
 class LossRow:
-    """One loss as a row of a table. parameters maps each parameter to its default."""
+    """One loss as a row of a table."""
 
     name: str
-    parameters: dict[str, float]
+    parameters: dict[str, float]  #: with their defaults
     paper: str
     needs_reference: bool
     summary: str
@@ -90,7 +89,7 @@ def make_losses(
 ) -> tuple[Loss, ...]:
     """Build several losses; each takes the parameters it has, and a parameter that no loss has is an error.
 
-    own: parameters of one loss, by its name, which take precedence.
+    Parameters in `own`, by the name of their loss, take precedence.
     """
     own = own or {}
     known = {name: parameter_defaults(name) for name in names}

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from thresher.data.pair import PairBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
-from thresher.models.loading.narrow import widened_matrices
+from thresher.models.loading.trained import widened_matrices
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 
@@ -32,7 +32,7 @@ class LayoutError(UserError):
 
 @torch.no_grad()
 def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
-    """Raise if the logps of a layout differ from those of the model's original forward."""
+    """Raise if the logps of a layout differ from the model's original forward."""
     inputs = layout.collate(batch)
     # flash kernels of GPUs have no fp32
     exact = model if inputs.uses_varlen and model.device.type == "cuda" else in_storage_precision(model)
@@ -103,7 +103,7 @@ def in_storage_precision(model: PairModel) -> PairModel:
 
 
 def computing_in_storage_precision(model: PairModel) -> AbstractContextManager[None]:
-    """Let the layers of a model that `in_storage_precision` returns compute within a `with` block."""
+    """Let the layers compute within a `with` block, for a model that `in_storage_precision` returns."""
     if model.compute_dtype != model.stored_dtype:
         return nullcontext()
     return widened_matrices(model.backbone, model.stored_dtype)

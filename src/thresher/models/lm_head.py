@@ -1,4 +1,4 @@
-"""Log-probabilities under the LM head, one vocabulary slice at a time: the full logits are never in memory.
+"""From hidden states to logps under the LM head, one vocabulary slice at a time: the full logits are never in memory.
 
 One autograd function for plain, scaled and soft-capped logits. The logits of each slice are computed, folded into a
 running log-sum-exp and freed; the backward recomputes them. Slicing the vocabulary, not the rows, writes each slice of
@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
+
+from thresher.distributed.context_parallel import ContextParallel
+from thresher.distributed.tensors import copy_to_device
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
+from thresher.models.layouts import ModelInputs
 
 # logits per slice: on a CPU a slice should fit into the cache; a GPU needs large products
 LOGITS_AT_ONCE = 1 << 20
@@ -63,15 +70,11 @@ class VocabParallel:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The output projection of a model, the precision of its products, and the transform of its logits.
+    """A model's output projection, the precision of its products, and the transform of its logits."""
 
-    weight: [vocab, hidden]; bias: [vocab] or None; with vocab_parallel, the local shard. Factors are rounded to
-    compute_dtype; sums are fp32 or wider.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    compute_dtype: torch.dtype
+    weight: Tensor  # [vocab, hidden]; with vocab_parallel, the local shard
+    bias: Tensor | None  # [vocab]
+    compute_dtype: torch.dtype  # of factors; sums are fp32 or wider
     transform: LogitTransform
     vocab_parallel: VocabParallel | None = None
 
@@ -80,7 +83,7 @@ class LMHead:
         return torch.promote_types(self.compute_dtype, torch.float32)
 
     def logits(self, rows: Tensor, vocab: slice, weight: Tensor | None = None) -> Tensor:
-        """Transformed logits of a vocabulary slice: [num_rows, slice]. weight: of the slice, if it is rounded."""
+        """Transformed logits of a vocabulary slice: [num_rows, slice]. `weight`: of the slice, if rounded."""
         logits = self.product(rows, (self.weight[vocab] if weight is None else weight).T)
         if self.bias is not None:
             logits += self.bias[vocab].to(logits.dtype)
@@ -243,7 +246,7 @@ def _log_sum(logits: Tensor) -> Tensor:
 def _fold_mean_logit(logits: Tensor, log_sum: Tensor, mean_logit: Tensor) -> tuple[Tensor, Tensor]:
     """Fold a slice into the running log-sum-exp and the running mean logit under the softmax; overwrites the logits.
 
-    log_sum is bitwise that of `torch.logaddexp(log_sum, _log_sum(logits))`.
+    log_sum is bitwise `torch.logaddexp(log_sum, _log_sum(logits))`.
     """
     largest = logits.amax(1)
     weights = logits.sub_(largest[:, None]).exp()
@@ -269,3 +272,82 @@ def _bf16_matmul() -> Iterator[None]:
         yield
     finally:
         setting.fp32_precision = before
+
+
+class ScoredTokens(NamedTuple):
+    """Per-token values of a micro-batch, [num_tokens] each: logps with gradient, and the statistics on request."""
+
+    logps: Tensor
+    log_sum_squared_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def stack(self) -> Tensor:
+        """Return the values that are present as one tensor: [num_values, num_tokens]."""
+        return torch.stack([each for each in self if each is not None])
+
+    @classmethod
+    def unstack(cls, rows: Tensor, statistics: TokenStatistics) -> ScoredTokens:
+        """Inverse of `stack`."""
+        remaining = iter(rows)
+        return cls(next(remaining), *(next(remaining) if each else None for each in statistics))
+
+
+def score_rows(
+    head: LMHead,
+    states: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    *,
+    context_parallel: ContextParallel | None = None,
+    statistics: TokenStatistics = NO_STATISTICS,
+) -> ScoredTokens:
+    """Return the logp of each target and the requested statistics at each row.
+
+    Args:
+        states: [rows, hidden], with context_parallel this process's sequence shard.
+        rows: [num_scored] the row of the full sequence that predicts each target.
+    """
+    count = len(targets)
+    if context_parallel is not None:  # on the host, because the number of rows depends on their values
+        index, rows = context_parallel.local_scored_rows(rows, len(states))
+        targets, index = targets[index], copy_to_device(index, states.device)
+    rows, targets = copy_to_device(rows, states.device), copy_to_device(targets, states.device)
+    scored = states.index_select(0, rows)
+    if statistics.entropy:
+        logps, entropy = target_logps_and_entropy(head, scored, targets)
+    else:
+        logps, entropy = target_logps(head, scored, targets), None
+    squared_probs = log_sum_squared_probs(head, scored) if statistics.squared_probs else None
+    if context_parallel is None:
+        return ScoredTokens(logps, squared_probs, entropy)
+    gather = partial(context_parallel.all_gather_logps, index=index, count=count)
+    statistics_of_all = (None if each is None else gather(each) for each in (squared_probs, entropy))
+    return ScoredTokens(gather(logps), *statistics_of_all)
+
+
+def split_sides(batch: ModelInputs, tokens: ScoredTokens, device: torch.device) -> ChosenRejectedLogps:
+    """Split per-token values into chosen and rejected; chosen responses come first."""
+    chosen_lengths, rejected_lengths = (
+        copy_to_device(each, device) for each in (batch.chosen_lengths, batch.rejected_lengths)
+    )
+    split = int(batch.chosen_lengths.sum())
+    return ChosenRejectedLogps(
+        _side(tokens, slice(None, split), chosen_lengths),
+        _side(tokens, slice(split, None), rejected_lengths),
+    )
+
+
+def _side(tokens: ScoredTokens, part: slice, lengths: Tensor) -> ResponseLogps:
+    statistics = (None if each is None else each[part] for each in tokens[1:])
+    return ResponseLogps(tokens.logps[part], lengths, *statistics)
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """Read the scale and soft cap of a model's logits from its config."""
+    config = config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere and others, Falcon-H1
+        scale *= float(getattr(config, name, None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite; HyperCLOVA X multiplies by it
+    scale = scale * divisor if config.model_type == "hyperclovax" else scale / divisor
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))  # Gemma 2

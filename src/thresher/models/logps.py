@@ -18,45 +18,37 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from thresher.distributed.context_parallel import ContextParallel
-from thresher.distributed.host_copies import copy_to_device
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import copy_to_device, local_slices, to_local
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
-from thresher.models.layouts import Layout, ModelInputs
-from thresher.models.layouts.packed import pad_to_multiple
-from thresher.models.lm_head import LMHead, VocabParallel
+from thresher.models.layouts import Layout, ModelInputs, pad_to_multiple
+from thresher.models.lm_head import LMHead, ScoredTokens, VocabParallel, logit_transform, score_rows, split_sides
 from thresher.models.loading.load import soft_caps_scores
-from thresher.models.loading.narrow import widest_dtype
-from thresher.models.optimizations.last_layer import skip_unscored_rows
-from thresher.models.optimizations.memory_efficient_layers import original_forwards, use_memory_efficient_layers
+from thresher.models.loading.trained import widest_dtype
+from thresher.models.optimizations.llama_layers import (
+    original_forwards,
+    skip_unscored_rows,
+    use_memory_efficient_layers,
+)
 from thresher.models.pipeline_chunk import Chunk, decoder_of
 from thresher.models.router import ExpertLoad
-from thresher.models.scored_rows import ScoredTokens, logit_transform, score_rows, split_sides
 
 
 @dataclass(frozen=True)
 class PairModel:
-    """A causal LM that scores pairs; create one with `for_layout`, which prepares the model.
-
-    skips_unscored_rows: the last layer computes only the rows that `ModelInputs.kept` lists.
-    context_parallel: the sequence shard of every packed row that this process computes; None: full rows.
-    engine: called in place of the transformers model that it wraps, with the same arguments.
-    calls_head: logps are computed inside the head's `__call__`, because its weight is gathered only there (FSDP2, and
-    DeepSpeed's ZeRO-3).
-    compute_device: None is that of the weights.
-    num_row_shards: processes that split the rows between layers (sequence parallelism).
-    stored_dtype: precision of the weights between steps, and of the residual stream; frozen matrices may be narrower.
-    """
+    """A causal LM that scores pairs; create one with `for_layout`, which prepares the model."""
 
     causal_lm: nn.Module
     compute_dtype: torch.dtype
-    skips_unscored_rows: bool = False
-    context_parallel: ContextParallel | None = None
-    engine: Callable[..., Any] | None = None
+    skips_unscored_rows: bool = False  # the last layer computes only the rows that `ModelInputs.kept` lists
+    context_parallel: ContextParallel | None = None  # the sequence shard of packed rows; None: full rows
+    engine: Callable[..., Any] | None = None  # called instead of the transformers model that it wraps
+    # logps are computed inside the head's `__call__`: its weight is gathered only there (FSDP2 and DeepSpeed's ZeRO-3)
     calls_head: bool = False
-    compute_device: torch.device | None = None
-    num_row_shards: int = 1
+    compute_device: torch.device | None = None  # None: where the weights are
+    num_row_shards: int = 1  # processes that split the rows between layers (sequence parallelism)
+    # of the weights between steps, and of the residual stream; frozen matrices may be narrower
     stored_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,10 +114,7 @@ class PairModel:
     def compute_chunk(
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
     ) -> Tensor | ScoredTokens:
-        """Compute the layers of a chunk: hidden states or, for the last chunk, scored tokens.
-
-        entering: hidden states of the previous chunk; None for the first.
-        """
+        """Compute a chunk's layers from the previous chunk's hidden states; the last chunk returns scored tokens."""
         request = partial(self._compute_chunk, chunk, batch, entering, statistics)
         out: Tensor | ScoredTokens = self._run(request)
         return out
@@ -216,7 +205,7 @@ class PairModel:
         return batch.kept if self.skips_unscored_rows and len(batch.scored_rows) else None
 
     def _lm_head(self, hidden_dtype: torch.dtype) -> LMHead:
-        """Return this process's shard of the head; it computes in compute_dtype, or in fp64 for fp64 hidden states."""
+        """Return this process's shard of the head, which computes in fp64 if hidden states are fp64."""
         head: nn.Linear = self.base_model.get_output_embeddings()
         weight, bias = head.weight, head.bias
         vocab_parallel = None
@@ -239,7 +228,7 @@ class PairModel:
         """Within a `with` block, all forwards use one copy of the trained weights in the compute precision.
 
         autocast drops its copies at the end of the outermost block; this one casts nothing itself. Otherwise every
-        micro-batch in flight has copies of its own. With gradient checkpointing copies live for a layer only, and
+        micro-batch in flight has its own copies. With gradient checkpointing copies live for a layer only, and
         an engine may gather the weights for each forward.
         """
         casts = self.compute_dtype != self.stored_dtype
@@ -249,10 +238,10 @@ class PairModel:
 
 
 def attach_pair_forward(model: nn.Module) -> None:
-    """Let `model(*args, pair_request=function)` return function(*args) in place of the original forward; idempotent.
+    """Let `model(*args, pair_request=function)` return function(*args) instead of the original forward; idempotent.
 
-    The function then runs inside the model's `__call__`, so that hooks around a forward (FSDP2 gathers the weights in
-    one) also run around it. The original forward stays available as `model.original_forward`.
+    The function then runs inside the model's `__call__`, so hooks around a forward (FSDP2 gathers the weights in one)
+    run around it too. The original forward stays available as `model.original_forward`.
     """
     module: Any = model
     if getattr(module.forward, "__func__", None) is not _pair_forward:

@@ -1,4 +1,4 @@
-"""Load of the experts of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
+"""Expert load of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
 
 The loss is Eqs. 4-6 of Switch Transformers (2101.03961), the formula of `load_balancing_loss_func` in transformers:
 num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and the tokens that
@@ -33,7 +33,7 @@ class ExpertLoad(NamedTuple):
 
     @classmethod
     def of(cls, router_logits: Sequence[Tensor], row_weights: Tensor, top_k: int) -> ExpertLoad:
-        """Add up the layers. row_weights: [rows] how many tokens of the batch each row stands for."""
+        """Add up the layers; each row counts for as many tokens of the batch as its weight says."""
         weights = row_weights.to(router_logits[0].device, torch.float32)
         probabilities = [torch.softmax(logits, dim=-1) for logits in router_logits]
         routed = torch.zeros(probabilities[0].shape[-1], device=weights.device)

@@ -22,8 +22,7 @@ from thresher.builders.token_budget import (
     policy_process,
 )
 from thresher.config import DPOConfig
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError

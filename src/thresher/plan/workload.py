@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from thresher.builders.data import data_settings, find_store
 from thresher.config import DPOConfig
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import Lengths, PairStore

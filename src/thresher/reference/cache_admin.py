@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.staging import delete
+from thresher.checkpoint.save import delete
 from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
 from thresher.errors import CheckpointError
 from thresher.reference.cache import DAMAGED, IDENTITY_NAME, PARTIAL, ShardFile, list_shards, read_keys, verify_shard

@@ -32,7 +32,7 @@ from thresher import durable
 from thresher.data.store.cache import chosen_cache_dir, user_cache_dir
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.weights import load_weights
-from thresher.data.batching.blocks import Blocks
+from thresher.checkpoint.state import load_weights
+from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, Hashes
 from thresher.distributed.groups import DataParallelGroup
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
 from thresher.strategies.engine import Engine, TrainEngine

@@ -10,7 +10,7 @@ from typing import Any
 
 from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.retention import latest
+from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.observability.log_files import (

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from thresher import durable
-from thresher.distributed.groups import Group
-from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.distributed.groups import PEER_TIMEOUT, Group
 from thresher.errors import ResourceError, UserError
 
 CPU = torch.device("cpu")

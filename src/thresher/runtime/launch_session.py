@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from thresher.builders.run import logging_dir, stop_file
-from thresher.distributed.timeouts import is_lost_connection
+from thresher.distributed.groups import is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
 from thresher.observability.heartbeat import heartbeat
 from thresher.observability.run_log import worker_log

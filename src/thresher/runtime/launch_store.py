@@ -22,9 +22,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.distributed.groups import PEER_TIMEOUT
+from thresher.durable import ensure_token
 from thresher.errors import ResourceError
-from thresher.private_token import ensure_token
 from thresher.runtime.launch import Launch
 
 logger = logging.getLogger(__name__)

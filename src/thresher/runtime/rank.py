@@ -22,9 +22,8 @@ from thresher.builders.hardware import Gpu, gpu_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import Reference, ScoringProgress, build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer, check_first_step, resume
-from thresher.checkpoint.collective_verify import find_damage
-from thresher.checkpoint.manifest import read_manifest
-from thresher.checkpoint.rng import capture_rng, restore_rng
+from thresher.checkpoint.manifest import find_damage, read_manifest
+from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Metrics
 from thresher.errors import UserError

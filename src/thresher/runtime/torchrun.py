@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from thresher.builders.reference_mode import ReferenceMode
 from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig, parse_config
-from thresher.distributed.timeouts import PEER_TIMEOUT
+from thresher.distributed.groups import PEER_TIMEOUT
 from thresher.redact import MASK, redact
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group, uses_cpu_instead
 from thresher.runtime.group import Runtime, with_absolute_cache_dir

@@ -1,4 +1,4 @@
-"""Answers to the fixed prompts, and what can be said about them without a judge: length, ending, repetition, KL."""
+"""Answers to the fixed prompts, and what they measure without a judge: length, ending, repetition, KL."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NGRAM = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer. token_ids: with the token that ends it, unless it was cut at max_new_tokens."""
+    """A generated answer."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # with the token that ends it, unless it was cut at max_new_tokens
     ended: bool
 
     @property
@@ -31,23 +31,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class SampledPrompt:
-    """A prompt and both answers. log_ratio: log of policy over reference on the policy's answer, summed over tokens."""
+    """A prompt and both answers."""
 
     prompt: str
     policy: Answer
     reference: Answer
-    log_ratio: float
+    log_ratio: float  # log of policy over reference on the policy's answer, summed over tokens
 
 
 @dataclass(frozen=True)
 class SampledAnswers:
-    """The answers of one evaluation, in the order of the prompts.
-
-    draws_from_policy: answers are drawn from the policy's distribution, at temperature 1.
-    """
+    """The answers of one evaluation, in the order of the prompts."""
 
     prompts: tuple[SampledPrompt, ...]
-    draws_from_policy: bool = True
+    draws_from_policy: bool = True  # at temperature 1
 
     def metrics(self) -> dict[str, float]:
         """Means over the prompts, and the diversity of each side over all of its answers.
@@ -71,7 +68,7 @@ class SampledAnswers:
 
 
 def distinct_share(answers: Sequence[Answer], n: int = 2) -> float:
-    """Share of different n-grams among those of all answers (distinct-n, 1510.03055); 1 if there are none."""
+    """Share of distinct n-grams among all answers (distinct-n, 1510.03055); 1 if there are none."""
     grams = [gram for each in answers for gram in _ngrams(each.words, n)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from thresher.redact import MASK, redact_text
 from thresher.sampling.answers import SampledPrompt
-from thresher.sampling.judges import JudgeError
-from thresher.sampling.win_rate import TIE, Verdict, from_both_orders
+from thresher.sampling.judges import TIE, JudgeError, Verdict, from_both_orders
 
 INSTRUCTIONS = (
     "Compare two answers to the same prompt. Decide which one is more helpful, correct and pleasant to read. Do not "
@@ -111,7 +110,7 @@ class EndpointJudge:
         url = f"{self.base_url.rstrip('/')}/chat/completions"  # http or https: the config rejects other schemes
         request = urllib.request.Request(url, body, headers)  # noqa: S310
         connections = _Connections()
-        # the timeout of a socket is that of one read, and a server may send a byte at a time
+        # the timeout of a socket limits one read, and a server may send a byte at a time
         timer = threading.Timer(self.timeout, connections.end)
         timer.daemon = True
         timer.start()

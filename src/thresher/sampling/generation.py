@@ -1,7 +1,7 @@
 """Generate answers with transformers: continuous batching where the model supports it, otherwise prompt by prompt.
 
-All requests are queued before the first forward, so that the batches, and with them the random numbers of each answer,
-do not depend on the speed of the machine; `generate_batch` starts while it still adds requests. The memory of its cache
+All requests are queued before the first forward, so the batches, and with them the random numbers of each answer, do
+not depend on the speed of the machine; `generate_batch` starts while it still adds requests. The memory of its cache
 is set to what the prompts need: by default it would take most of the free memory.
 """
 
@@ -21,6 +21,7 @@ from thresher.models.loading.load import max_positions
 logger = logging.getLogger(__name__)
 
 TokenSequence = tuple[int, ...]
+Request = tuple[TokenSequence, int]  # a prompt, and the limit of its answer in tokens
 _PAGE_TOKENS = 32
 _MAX_BATCH_TOKENS = 1024
 _POLL_SECONDS = 1.0
@@ -28,15 +29,15 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are drawn. temperature 0: the most likely token each time."""
+    """How answers are drawn."""
 
     max_new_tokens: int
-    temperature: float
+    temperature: float  # 0: the most likely token each time
     seed: int
 
     @property
     def draws_from_model(self) -> bool:
-        """Whether answers have the distribution of the model."""
+        """Whether answers have the model's distribution."""
         return self.temperature == 1.0
 
 
@@ -65,21 +66,20 @@ def generate(
         max_new_tokens=settings.max_new_tokens, eos_token_id=list(end_ids), pad_token_id=end_ids[0], **sampling
     )
     model.eval()
-    if supports_continuous_batching(model):
-        return _generate_together(model, prompts, limits, config, settings.seed)
-    return _generate_each(model, prompts, limits, config, settings.seed)
+    generate_all = _generate_together if supports_continuous_batching(model) else _generate_each
+    return generate_all(model, list(zip(prompts, limits, strict=True)), config, settings.seed)
 
 
 def supports_continuous_batching(model: PreTrainedModel) -> bool:
-    """Whether transformers has a paged cache for all layers of a model, and an attention that reads it.
+    """Whether transformers has a paged cache for all of a model's layers, and an attention that reads it.
 
     transformers 5.22 takes any `sliding_window` of a config without `layer_types` for the window of all layers. Llama
-    ignores that key, so that its answers would be those of another model: such configs are generated one by one.
+    ignores that key, so its answers would come from a different model: such configs are generated one by one.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     has_pages = kinds <= {"full_attention", "sliding_attention"} and not _has_doubtful_window(model)
-    # heads of different sizes, such as those of Gemma 4, do not fit into pages of one size
+    # heads of different sizes, as in Gemma 4, do not fit into pages of one size
     has_pages = has_pages and "head_dim" not in (getattr(config, "per_layer_attributes", None) or ())
     return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -92,20 +92,16 @@ def _has_doubtful_window(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _generate_together(
-    model: PreTrainedModel,
-    prompts: Sequence[TokenSequence],
-    limits: Sequence[int],
-    config: GenerationConfig,
-    seed: int,
+    model: PreTrainedModel, requests: Sequence[Request], config: GenerationConfig, seed: int
 ) -> list[TokenSequence]:
-    pages = [-(-(len(prompt) + limit) // _PAGE_TOKENS) + 1 for prompt, limit in zip(prompts, limits, strict=True)]
+    pages = [-(-(len(prompt) + limit) // _PAGE_TOKENS) + 1 for prompt, limit in requests]
     batched: Any = model
     manager = batched.init_continuous_batching(
         generation_config=config,
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,
             num_blocks=sum(pages),
-            max_batch_tokens=max(_MAX_BATCH_TOKENS, len(prompts)),
+            max_batch_tokens=max(_MAX_BATCH_TOKENS, len(requests)),
             allow_block_sharing=False,
             use_async_batching=False,
             auto_switch_to_flash=False,  # it would download a kernel
@@ -113,14 +109,14 @@ def _generate_together(
             seed=seed,
         ),
     )
-    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for number, (prompt, limit) in enumerate(requests):
         manager.add_request(
             list(prompt), request_id=str(number), max_new_tokens=limit, eos_token_id=list(config.eos_token_id)
         )
     answers: dict[int, TokenSequence] = {}
     manager.start()
     try:
-        while len(answers) < len(prompts):
+        while len(answers) < len(requests):
             result = manager.get_result(timeout=_POLL_SECONDS)
             if result is None and not manager.is_running():
                 raise RuntimeError(f"generation stopped: {manager.background_thread_status.fatal_error}")
@@ -131,23 +127,19 @@ def _generate_together(
     finally:
         manager.stop(block=True)
         manager.destroy()
-    return [answers[number] for number in range(len(prompts))]
+    return [answers[number] for number in range(len(requests))]
 
 
 @torch.no_grad()
 def _generate_each(
-    model: PreTrainedModel,
-    prompts: Sequence[TokenSequence],
-    limits: Sequence[int],
-    config: GenerationConfig,
-    seed: int,
+    model: PreTrainedModel, requests: Sequence[Request], config: GenerationConfig, seed: int
 ) -> list[TokenSequence]:
     answers: list[TokenSequence] = []
     single: Any = model
     # what `config` leaves open, such as a repetition penalty, generate() would take from generation_config.json
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        for number, (prompt, limit) in enumerate(requests):
             torch.manual_seed(seed + number)
             ids = torch.tensor([prompt], device=model.device)
             config.max_new_tokens = limit

@@ -1,8 +1,9 @@
-"""Judges: what decides which of two answers is better. A Python function, or a model behind an endpoint (endpoint.py).
+"""Judges decide which of two answers is better: a Python function, or a model behind an endpoint (endpoint.py).
 
 A function with two parameters, `score(prompt, answer)`, returns a reward: the answer with the higher one wins. One with
 three, `compare(prompt, first, second)`, returns the probability that the first answer is better, or a bool; it is
-called in both orders, because judges prefer positions.
+called in both orders, because judges prefer positions. Their verdicts add up to the policy's win rate against its
+reference, with a confidence interval.
 """
 
 from __future__ import annotations
@@ -16,7 +17,67 @@ from typing import Any, Protocol
 from thresher.errors import UserError
 from thresher.imported_function import import_function
 from thresher.sampling.answers import SampledPrompt
-from thresher.sampling.win_rate import TIE, Verdict, from_both_orders, from_scores
+
+# of the standard normal distribution: an interval of 95 %
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's result for one prompt."""
+
+    outcome: float  # 1 if the policy won, 0 if it lost, 0.5 for a tie
+    is_inconsistent: bool = False  # it preferred the same position, not the same answer, when the order was swapped
+    rewards: tuple[float, float] | None = None  # of policy and reference, if the judge scores answers
+
+
+TIE = Verdict(0.5)
+
+
+def from_scores(policy: float, reference: float) -> Verdict:
+    """The higher score wins."""
+    return Verdict(0.5 + 0.5 * ((policy > reference) - (policy < reference)), rewards=(policy, reference))
+
+
+def from_both_orders(policy_first: float, reference_first: float) -> Verdict:
+    """Join two comparisons, each the probability that the first answer is better.
+
+    The outcome is the mean of both; a judge that prefers a position, whatever the answers, calls a tie.
+    """
+    wins = (policy_first, 1.0 - reference_first)
+    is_inconsistent = min(wins) < 0.5 < max(wins)
+    return Verdict(0.5 * (wins[0] + wins[1]), is_inconsistent)
+
+
+def wilson_interval(outcomes: Sequence[float]) -> tuple[float, float]:
+    """Wilson's score interval of a mean of outcomes between 0 and 1, one per prompt.
+
+    A coin with the same mean has at least the variance of such outcomes, so ties make the interval wider than
+    necessary, not narrower. Unlike the normal interval, it has a width at 0 and 1.
+    """
+    n, mean = len(outcomes), sum(outcomes) / len(outcomes)
+    scale = 1.0 + _Z**2 / n
+    center = (mean + _Z**2 / (2 * n)) / scale
+    half = _Z / scale * math.sqrt(mean * (1.0 - mean) / n + _Z**2 / (4 * n**2))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def win_rate_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Win rate with its interval, the share of inconsistent verdicts, and the mean rewards of a judge that scores."""
+    outcomes = [each.outcome for each in verdicts]
+    low, high = wilson_interval(outcomes)
+    metrics = {
+        "samples/win_rate": sum(outcomes) / len(outcomes),
+        "samples/win_rate_low": low,
+        "samples/win_rate_high": high,
+    }
+    rewards = [each.rewards for each in verdicts if each.rewards is not None]
+    if rewards:
+        metrics["samples/reward"] = sum(policy for policy, _ in rewards) / len(rewards)
+        metrics["samples/reward_reference"] = sum(reference for _, reference in rewards) / len(rewards)
+    else:
+        metrics["samples/inconsistent"] = sum(each.is_inconsistent for each in verdicts) / len(verdicts)
+    return metrics
 
 
 class JudgeError(Exception):
@@ -42,7 +103,7 @@ class ScoringJudge:
         ]
 
     def _call(self, prompt: str, answer: str) -> float:
-        value = _number(self.name, _call(self.name, self.score, prompt, answer))
+        value = _ask(self.name, self.score, prompt, answer)
         if not math.isfinite(value):
             raise JudgeError(f"{self.name} returned {value}, which no other score can be compared with")
         return value
@@ -67,7 +128,7 @@ class ComparingJudge:
         ]
 
     def _call(self, prompt: str, first: str, second: str) -> float:
-        value = _number(self.name, _call(self.name, self.compare, prompt, first, second))
+        value = _ask(self.name, self.compare, prompt, first, second)
         if not 0.0 <= value <= 1.0:
             raise JudgeError(f"{self.name} returned {value}; a comparison is a probability from 0 to 1")
         return value
@@ -79,7 +140,7 @@ def load_judge(location: str) -> Judge:
 
 
 def _judge_of(location: str, function: Callable[..., Any]) -> Judge:
-    """Tell the kinds of judges apart by the number of parameters without a default."""
+    """Distinguish judges by the number of parameters without a default."""
     required = [
         each
         for each in inspect.signature(function).parameters.values()
@@ -95,14 +156,11 @@ def _judge_of(location: str, function: Callable[..., Any]) -> Judge:
     )
 
 
-def _call(name: str, function: Callable[..., Any], *texts: str) -> Any:
+def _ask(name: str, function: Callable[..., Any], *texts: str) -> float:
     try:
-        return function(*texts)
+        value = function(*texts)
     except Exception as error:  # the user's function may raise anything
         raise JudgeError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the process that leads the run makes of the answers of an evaluation: verdicts, metrics, rows and tables."""
+"""The log of an evaluation's answers: verdicts, metrics, rows and tables, on the process that leads the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from thresher.observability.log_files import SAMPLES
 from thresher.observability.trackers.jsonl import StepLog, encode_number
 from thresher.observability.trackers.tracker import Table
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
-from thresher.sampling.judges import Judge, JudgeError
-from thresher.sampling.win_rate import Verdict, win_rate_metrics
+from thresher.sampling.judges import Judge, JudgeError, Verdict, win_rate_metrics
 
 logger = logging.getLogger(__name__)
 

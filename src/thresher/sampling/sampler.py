@@ -1,8 +1,10 @@
-"""Sample answers of policy and reference at an evaluation: collective, though only rank 0 generates.
+"""Sample answers of policy and reference to fixed prompts at an evaluation: collective, though only rank 0 generates.
 
-An engine may shard its weights along any axes. Every process writes its part to files, as for a checkpoint, and rank 0
-loads them into a plain transformers model, the one that `thresher export` would write. One model is in memory at a
-time, beside the policy in training. The random generators of training are not touched.
+The prompts are the first distinct ones of the validation pairs, or of a file.
+
+An engine may shard its weights along any mesh dimensions. Every process writes its part to files, as for a checkpoint,
+and rank 0 loads them into a plain transformers model, the one that `thresher export` would write. One model is in
+memory at a time, next to the policy in training. The random generators of training are not touched.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +26,102 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
-from thresher.checkpoint.rng import capture_rng, restore_rng
+from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.data.pair import Pair, PairBatch
+from thresher.data.rows.formats import FORMAT_BY_NAME, to_preference_row, with_system
+from thresher.data.rows.parsing import BadRowError, parse_row
+from thresher.data.store.reader import PairStore
+from thresher.data.tokenization.chat_template import Template, render
+from thresher.data.tokenization.control_tokens import ControlTokens
+from thresher.data.tokenization.tokenizer import PairTokenizer
+from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
 from thresher.sampling.generation import GenerationSettings, TokenSequence, generate
-from thresher.sampling.prompts import Prompt
 from thresher.strategies.engine import TrainEngine
 from thresher.strategies.native.build import infer_engine
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it, with the generation prompt of the chat template, and as people and judges do."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """Prompts of a text file, one per line, or of a file of JSON lines with a `prompt`: a text or messages.
+
+    Template and system prompt are the training data's.
+    """
+
+    path: Path
+    template: Template
+    system_prompt: str | None = None
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
+        """Read the first distinct prompts, rendered and tokenized like the prompts of training pairs."""
+        to_tokens = PairTokenizer(tokenizer, self.template, ControlTokens(tokenizer, self.template).placeholders)
+        found: dict[tuple[int, ...], Prompt] = {}
+        for number, line in self._lines():
+            try:
+                value = self._prompt(line)
+                # the sides must differ at once: the prompt ends where they begin
+                row = to_preference_row({"prompt": value, "chosen": "A", "rejected": "B"}, FORMAT_BY_NAME["prompt"], {})
+                (tokenized,) = to_tokens([render(with_system(row, self.system_prompt), self.template, tokenizer)])
+            except BadRowError as error:
+                raise UserError(f"line {number} of {self.path} is not a prompt: {error}; fix or remove it") from error
+            token_ids = tuple(tokenized.pair.prompt_ids.tolist())
+            found.setdefault(token_ids, Prompt(_shown(value), token_ids))
+            if len(found) == num_prompts:
+                break
+        if not found:
+            raise UserError(f"{self.path} contains no prompts; write one per line")
+        return list(found.values())
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read samples.prompts_file {self.path}: {error}") from error
+        return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+    def _prompt(self, line: str) -> Any:
+        if self.path.suffix not in (".jsonl", ".json"):
+            return line
+        row = parse_row(line.encode())
+        if "prompt" not in row:
+            raise BadRowError("it has no column `prompt`")
+        return row["prompt"]
+
+
+def store_prompts(store: PairStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
+    """The first distinct prompts of the pairs."""
+    found: dict[tuple[int, ...], Prompt] = {}
+    for pair_id in range(len(store)):
+        token_ids = tuple(store[pair_id].prompt_ids.tolist())
+        if token_ids and token_ids not in found:  # transcripts without a shared start have an empty prompt
+            found[token_ids] = Prompt(str(tokenizer.decode(list(token_ids), skip_special_tokens=True)), token_ids)
+            if len(found) == num_prompts:
+                break
+    if not found:
+        raise UserError("the validation pairs have no prompts to sample answers to; set samples.prompts_file")
+    return list(found.values())
+
+
+def _shown(value: Any) -> str:
+    """A prompt as text: its only message, or the messages with their roles."""
+    if isinstance(value, str):
+        return value
+    messages = [each for each in value if isinstance(each, dict)]
+    if len(messages) == 1:
+        return str(messages[0].get("content"))
+    return "\n\n".join(f"{each.get('role')}: {each.get('content')}" for each in messages)
+
 
 LoadModel = Callable[[Path], PreTrainedModel]
 _PAIRS_PER_BATCH = 8
@@ -41,30 +130,24 @@ _WEIGHTS = ".weights"
 
 @dataclass(frozen=True)
 class SampledModels:
-    """Loads policy and reference on rank 0 from the directory with the weights of this step.
-
-    reference_key: identifies the reference's weights and precision; None if they change during the run.
-    """
+    """Loads policy and reference on rank 0 from the directory with the weights of this step."""
 
     policy: LoadModel
     reference: LoadModel
-    reference_key: str | None
+    reference_key: str | None  # identifies the reference's weights and precision; None if they change during the run
 
 
 @dataclass(frozen=True)
 class AnswerSampler:
-    """Answers the same prompts at each evaluation, with the same seed.
-
-    directory: where the weights of a step pass through, and the reference's answers are kept. prompts, tokenizer: used
-    on rank 0, so called there only. extra: the tensors that a snapshot of the policy also contains.
-    """
+    """Answers the same prompts at each evaluation, with the same seed."""
 
     strategy: TrainEngine
     models: SampledModels
     layout: Layout
     settings: GenerationSettings
-    directory: Path
-    load_prompts: Callable[[], tuple[PreTrainedTokenizerBase, list[Prompt]]]
+    directory: Path  # where the weights of a step pass through, and the reference's answers are kept
+    load_prompts: Callable[[], tuple[PreTrainedTokenizerBase, list[Prompt]]]  # called on rank 0 only
+    # the tensors that a snapshot of the policy contains besides its weights
     extra: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict
 
     def sample(self) -> SampledAnswers | None:
@@ -119,7 +202,7 @@ class AnswerSampler:
     def _reference_answers(
         self, model: PreTrainedModel, prompts: Sequence[TokenSequence], end_ids: Sequence[int]
     ) -> list[TokenSequence]:
-        """Generate the reference's answers, or read those of an earlier evaluation of the same weights and prompts."""
+        """Generate the reference's answers, or read them from an earlier evaluation of the same weights and prompts."""
         if self.models.reference_key is None:
             return generate(model, prompts, self.settings, end_ids)
         identity = [self.models.reference_key, repr(self.settings), prompts, list(end_ids), str(model.device)]
@@ -151,7 +234,7 @@ class AnswerSampler:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """The tokens that end an answer: the one that training pairs end with, and those of the model's config."""
+    """The tokens that end an answer: the one that training pairs end with, and the ones in the model's config."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     others = [] if named is None else [named] if isinstance(named, int) else list(named)
     return list(dict.fromkeys([int(tokenizer.eos_token_id), *others]))

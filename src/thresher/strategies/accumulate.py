@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import (

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.sharded import Shard
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.tensor_files import Shard
 from thresher.config.roles import TrainingArgs
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics

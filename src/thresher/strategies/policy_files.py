@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import save_json
-from thresher.checkpoint.safetensors_io import save_shards
-from thresher.checkpoint.sharded import Shard, ShardFile
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.tensor_files import Shard, ShardFile, save_shards
 from thresher.distributed.groups import Group
 
 OPTIMIZER = "optimizer"

@@ -20,9 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.config.strategies import StrategySettings
 from thresher.distributed.groups import Group
-from thresher.models.layouts import Layout
-from thresher.models.layouts.choose import transformers_attention
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.layouts import Layout, transformers_attention
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, build_to_share
 from thresher.models.loading.location import named_model

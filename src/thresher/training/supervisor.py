@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from thresher.checkpoint.manager import READ_BY_DRIVER
+from thresher.checkpoint.manager import READ_BY_DRIVER, DamagedCheckpoints
 from thresher.checkpoint.manifest import read_manifest, verify
-from thresher.checkpoint.retention import DamagedCheckpoints
 from thresher.errors import CheckpointError, RescaleRequested, ResourceError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.timing import PhaseClock

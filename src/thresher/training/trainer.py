@@ -16,19 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thresher.checkpoint.collective_save import Write
-from thresher.checkpoint.host_buffers import HostBuffers
+from thresher.checkpoint.background import AsyncSaver, HostBuffers
 from thresher.checkpoint.json_io import load_json, save_json
-from thresher.checkpoint.manager import AsyncSaver, CheckpointManager
-from thresher.checkpoint.rng import capture_rng, merge_rng, restore_rng, restore_rng_of_rank
-from thresher.checkpoint.state import load_state, save_state
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.save import Write
+from thresher.checkpoint.state import capture_rng, load_state, merge_rng, restore_rng, restore_rng_of_rank, save_state
+from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
-from thresher.distributed.groups import Metrics
-from thresher.distributed.timeouts import PEER_TIMEOUT, limit_collectives
+from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps

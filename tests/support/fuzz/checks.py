@@ -22,7 +22,7 @@ from thresher.checkpoint.json_io import dumps, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
 from thresher.data.pair import Pair
-from thresher.data.prepare.block_worker import BadRow, BlockTask, BlockWorker
+from thresher.data.prepare.blocks import BadRow, BlockTask, BlockWorker, UnpairedJoiner
 from thresher.data.prepare.prepare import prepare
 from thresher.data.prepare.report import report_of
 from thresher.data.rows.formats import (
@@ -33,9 +33,7 @@ from thresher.data.rows.formats import (
     read_numbers,
     to_preference_row,
 )
-from thresher.data.rows.parsing import BadRowError, parse_row
-from thresher.data.rows.tokenized import read_tokenized
-from thresher.data.rows.unpaired import UnpairedJoiner
+from thresher.data.rows.parsing import BadRowError, parse_row, read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch

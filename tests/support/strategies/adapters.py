@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.strategies.parity import CPU, gather_full, mesh_of
 from thresher.distributed.mesh import ParallelDims
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles, attach_adapter
 from thresher.models.loading.load_sharded import build_on_meta
-from thresher.models.loading.lora import attach_adapter
 from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.parallelize import parallelize
 

@@ -25,7 +25,7 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.errors import CheckpointError
 from thresher.models.forward_check import LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PackedLayout
-from thresher.models.loading.adapter_files import AdapterFiles
+from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.trained import TrainedParts
 from thresher.strategies.megatron.declaration import MegatronSettings
 from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec

@@ -24,9 +24,7 @@ from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.config.roles import ModelArgs, TrainingArgs
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.groups import DataParallelGroup
@@ -35,9 +33,10 @@ from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.loading.adapters import LoraSettings
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
-from thresher.models.loading.trained import LoraSettings, TrainedParts
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import Recompute, recompute_activations

@@ -9,11 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.support.strategies import parity
 from tests.support.strategies.saved_runs import Run, build_policy, build_trainer
-from thresher.checkpoint.weights import load_weights
+from thresher.checkpoint.state import load_weights
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.generation import GenerationSettings
-from thresher.sampling.prompts import Prompt
-from thresher.sampling.sampler import AnswerSampler, SampledModels
+from thresher.sampling.sampler import AnswerSampler, Prompt, SampledModels
 
 PROMPTS = [Prompt(str(number), tuple(range(5 + number, 9 + 2 * number))) for number in range(4)]
 

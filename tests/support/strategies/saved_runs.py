@@ -16,12 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.strategies import parity
-from thresher.checkpoint.collective_save import Write
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.checkpoint.save import Write
 from thresher.config.roles import TrainingArgs
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import ScoringBatching
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.errors import UserError

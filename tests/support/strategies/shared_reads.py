@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.strategies.parity import CPU, LAYOUTS
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.models.loading import load, load_sharded
 from thresher.models.logps import base_model
 from thresher.strategies.native.build import build_infer

@@ -17,8 +17,7 @@ from tests.support.strategies.parity import LAYOUTS
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.reference import open_cache
-from thresher.data.batching.balance import CostModel
-from thresher.data.batching.blocks import Blocks
+from thresher.data.batching.batches import Blocks, CostModel
 from thresher.data.pair import Pair, PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps
 from thresher.reference.fingerprint import weights_digest

@@ -25,12 +25,11 @@ from thresher.builders.reference_mode import (
 )
 from thresher.builders.run import build_tracking
 from thresher.builders.samples import build_judge, prompt_file
-from thresher.checkpoint.retention import list_checkpoints
+from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import DPOConfig
-from thresher.data.prepare.tasks import find_template
+from thresher.data.prepare.blocks import find_template
 from thresher.data.tokenization.chat_template import eos_token
-from thresher.models.layouts import PaddedLayout
-from thresher.models.layouts.choose import VARLEN, vocab_size_of
+from thresher.models.layouts import VARLEN, PaddedLayout, vocab_size_of
 from thresher.models.loading.load import DTYPES, load_tokenizer, max_positions
 from thresher.models.loading.location import TOKENIZER_FILES
 from thresher.models.loading.weight_files import find_file, find_weight_files

@@ -185,7 +185,7 @@ def _open_store(path: str) -> None:
 
 
 def _find_checkpoint(path: str) -> None:
-    from thresher.checkpoint.retention import resolve_resume
+    from thresher.checkpoint.manager import resolve_resume
 
     resolve_resume(path, Path(), digests=False)  # sizes only: digests are verified when the checkpoint is loaded
 

@@ -1,7 +1,8 @@
 """Training plan: the pairs of a step as a pure function of (number of pairs, seed, step).
 
-They do not depend on ranks, micro-batches or earlier steps, so a run can stop anywhere, resume with another world size
-and train on the same steps. Time and memory are O(pairs per step): the permutation of an epoch is never materialized.
+They do not depend on ranks, micro-batches or earlier steps, so a run can stop anywhere, resume with a different world
+size and train on the same steps. Time and memory are O(pairs per step): the permutation of an epoch is never
+materialized.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Executors on this machine: one process or several; `runtime/ray/ray_data` has the executor for a Ray cluster.
+"""Executors run the conversion of blocks: in this process, in several, or by `SpanWorker`s of Ray Data.
 
-An executor yields results in task order and keeps a bounded number of them in memory.
+An executor yields results in task order and keeps a bounded number of them in memory. The one for a Ray cluster is in
+`runtime/ray/ray_data`; its worker is here, so worker processes import only what tokenization needs.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
+from typing import Any
 
-from thresher.data.prepare.block_worker import BlockResult, BlockTask, BlockWorker
-from thresher.data.prepare.tasks import SpanTask, TaskReader
+import numpy as np
+import numpy.typing as npt
+
+from thresher.data.prepare.blocks import BlockResult, BlockTask, BlockWorker, SpanTask, TaskReader, read_task
 from thresher.errors import UserError
 
 # closing the generator stops the executor
@@ -48,7 +52,7 @@ def _run_in_processes(worker: BlockWorker, tasks: Iterator[BlockTask], num_proce
         initializer=_start_process,
         initargs=(worker,),
     )
-    # bounded, so that the reader cannot load the whole data set ahead of the writer
+    # bounded: the reader must not load the whole dataset ahead of the writer
     pending: deque[Future[BlockResult]] = deque()
     try:
         for task in tasks:
@@ -78,3 +82,31 @@ def _start_process(worker: BlockWorker) -> None:
 
 def _run_task(task: BlockTask) -> BlockResult:
     return _worker(task)
+
+
+TASK_COLUMN, RESULT_COLUMN = "task", "result"
+ObjectBatch = dict[str, npt.NDArray[np.object_]]
+
+
+class SpanWorker:
+    """Ray Data worker that reads spans and converts their blocks: batches of tasks in, batches of results out."""
+
+    def __init__(self, worker: BlockWorker) -> None:
+        # one thread per process: the processes already use all cores
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._worker = worker
+
+    def __call__(self, batch: Mapping[str, Sequence[SpanTask]]) -> Iterator[ObjectBatch]:
+        try:
+            for task in batch[TASK_COLUMN]:
+                for block in read_task(task):
+                    yield _batch_of(self._worker(block))
+        except UserError as error:
+            # returned, not raised: Ray would wrap it and might retry the task
+            yield _batch_of(error)
+
+
+def _batch_of(value: Any) -> ObjectBatch:
+    column = np.empty(1, dtype=np.object_)
+    column[0] = value
+    return {RESULT_COLUMN: column}

@@ -1,4 +1,4 @@
-"""Data-quality findings, length bias, and leaks between two stores; `duplicates` finds repeats within one.
+"""Data-quality findings: repeats within a store, leaks between two stores, length bias.
 
 Findings are reported and the pairs kept. Pairs are compared by the first 64 bits of their hashes: with 100 million
 pairs, a false match occurs once in thousands of runs.
@@ -6,15 +6,19 @@ pairs, a false match occurs once in thousands of runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from thresher import durable
 from thresher.data.store.arrow_schema import find_sorted
 from thresher.data.store.reader import Hashes, PairStore
+from thresher.data.store.writer import open_at
 
 Keys = npt.NDArray[np.uint64]
 NUM_EXAMPLES = 5
@@ -71,3 +75,93 @@ def _find_leaks(name: str, column: str, store: PairStore, other: PairStore) -> F
         leaks = leaks.with_more(np.flatnonzero(find_sorted(to_keys(hashes), known) >= 0) + start)
         start += len(hashes)
     return leaks
+
+
+KEYS_PER_PARTITION = 1 << 18
+# each partition is an open file while it is written; 1024 open files are a common limit
+MAX_PARTITIONS = 256
+_KEY_DTYPE = np.dtype("<u8")
+_ENTRY_DTYPE = np.dtype([("key", _KEY_DTYPE), ("pair", _KEY_DTYPE)])
+
+
+class SpilledKeys:
+    """The keys of all pairs, and their keys with the sides exchanged, in two files of a directory, in pair order.
+
+    There may be more pairs than fit into memory. To compare them, each file is partitioned by key: equal keys are in
+    the same partition, and a partition is small enough to sort. The files already have `num_pairs` pairs; anything
+    after them is truncated.
+    """
+
+    def __init__(self, directory: Path, num_pairs: int = 0) -> None:
+        self._num_pairs = num_pairs
+        self._paths = [directory / "keys.bin", directory / "swapped_keys.bin"]
+        self._streams = [open_at(path, num_pairs * _KEY_DTYPE.itemsize) for path in self._paths]
+
+    def append(self, keys: Keys, swapped_keys: Keys) -> None:
+        for stream, values in zip(self._streams, (keys, swapped_keys), strict=True):
+            stream.write(values.astype(_KEY_DTYPE).tobytes())
+        self._num_pairs += len(keys)
+
+    def sync(self) -> None:
+        """Flush all keys to the disk."""
+        for stream in self._streams:
+            durable.sync_stream(stream)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def find_repeats(self) -> tuple[Finding, Finding]:
+        """Find pairs that repeat an earlier one, and pairs that also occur with their sides exchanged."""
+        for stream in self._streams:
+            stream.flush()
+        num_partitions = min(MAX_PARTITIONS, -(-self._num_pairs // KEYS_PER_PARTITION))
+        duplicates, contradictions = Finding("duplicates"), Finding("contradictions")
+        with ExitStack() as stack:
+            partitioned = [stack.enter_context(_PartitionedKeys(path, num_partitions)) for path in self._paths]
+            for pairs, swapped in zip(*partitioned, strict=True):
+                is_repeat = np.ones(len(pairs), dtype=np.bool_)
+                # a partition is in pair order, and np.unique returns the first of equal keys
+                is_repeat[np.unique(pairs["key"], return_index=True)[1]] = False
+                duplicates = duplicates.with_more(pairs["pair"][is_repeat])
+                contradictions = contradictions.with_more(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
+        return duplicates, contradictions
+
+
+class _PartitionedKeys:
+    """A file of keys partitioned by key into files next to it; iterating yields the (key, pair) entries of each."""
+
+    def __init__(self, path: Path, num_partitions: int) -> None:
+        self._path = path
+        self._partitions = [path.with_name(f"{path.name}.{number}") for number in range(num_partitions)]
+
+    def __enter__(self) -> _PartitionedKeys:
+        with ExitStack() as stack:
+            streams = [stack.enter_context(partition.open("wb")) for partition in self._partitions]
+            for entries in _read_entries(self._path):
+                number = entries["key"] % np.uint64(len(streams))
+                order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
+                ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=len(streams)))
+                for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
+                    stream.write(selected.tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for partition in self._partitions:
+            partition.unlink(missing_ok=True)
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        for partition in self._partitions:
+            yield np.fromfile(partition, dtype=_ENTRY_DTYPE)
+
+
+def _read_entries(path: Path) -> Iterator[npt.NDArray[Any]]:
+    # read, not mapped: mapped pages would count as memory of this process
+    first = 0
+    with path.open("rb") as stream:
+        while len(keys := np.fromfile(stream, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
+            entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
+            entries["key"] = keys
+            entries["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
+            first += len(keys)
+            yield entries

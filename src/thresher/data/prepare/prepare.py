@@ -1,7 +1,8 @@
 """Prepare source files into a store of tokenized pairs, with a report that accounts for every row.
 
 This process writes the store in file order; an executor decides where rows are rendered, tokenized and hashed. The
-bytes of a store depend neither on the executor nor on how often the preparation was interrupted and resumed.
+bytes of a store depend neither on the executor nor on how often the preparation was interrupted and resumed. A run
+reuses a store if and only if the fingerprints of its inputs are equal.
 """
 
 from __future__ import annotations
@@ -10,28 +11,98 @@ import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thresher import durable
-from thresher.data.prepare.block_worker import BadRow, BlockWorker
+from thresher.data.prepare.blocks import BadRow, BlockWorker, TaskReader, find_template
 from thresher.data.prepare.executor import Executor, local_executor
-from thresher.data.prepare.fingerprint import digest_sources, fingerprinted_settings, make_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import PrepareReport, other_truncation
 from thresher.data.prepare.stats import PrepareStats
-from thresher.data.prepare.tasks import TaskReader, find_template
 from thresher.data.settings import DataSettings, OnBadRow
 from thresher.data.sources.readers import BYTES_PER_SPAN, ROWS_PER_BLOCK, ROWS_PER_SPAN
-from thresher.data.sources.resolve import SourceFile, resolve_sources
-from thresher.data.store.staging import check_output, open_at, quarantine_file
-from thresher.data.store.writer import StoreWriter
+from thresher.data.sources.resolve import SourceFile, resolve_sources, source_digest
+from thresher.data.store.reader import FORMAT_VERSION
+from thresher.data.store.writer import StoreWriter, check_output, open_at, quarantine_file
+from thresher.data.tokenization.chat_template import Template
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# raise it when the same rows, tokenizer and settings give different tokens: stores are then prepared again
+TOKENIZATION_VERSION = 2
+# the spelling in stores and fingerprints is older than the one in the settings
+_STORED_SPECIAL_TOKENS_IN_TEXT = {"keep_as_text": "text", "reject": "refuse"}
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest how text becomes token ids: vocabulary, merges, normalizers, BOS and EOS; not chat template or padding."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state: dict[str, Any] = json.loads(backend.to_str())
+        # set as a side effect of tokenizer calls
+        content = {key: value for key, value in state.items() if key not in ("padding", "truncation")}
+        parts = [json.dumps(content, sort_keys=True).encode()]
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_vocabulary(directory)
+            parts = [file.read_bytes() for file in sorted(Path(directory).iterdir())]
+    special = [tokenizer.bos_token, tokenizer.eos_token]
+    return _digest([json.dumps(special).encode(), *parts])
+
+
+def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
+    """Return the settings that can change a store's pairs, as in its manifest."""
+    # absent unless set, as in stores that are older than the setting
+    newer = {"max_samples": settings.max_samples, "system_prompt": settings.system_prompt}
+    return {
+        **{name: value for name, value in newer.items() if value is not None},
+        "sequence_length": settings.sequence_length,
+        "truncation": settings.truncation,
+        "on_bad_row": settings.on_bad_row,
+        "special_tokens_in_text": _STORED_SPECIAL_TOKENS_IN_TEXT[settings.special_tokens_in_text],
+        "column_names": dict(settings.column_names),
+    }
+
+
+def make_fingerprint(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template, source_digests: Sequence[str]
+) -> str:
+    """Digest everything that determines a store's pairs."""
+    content = {
+        "format_version": FORMAT_VERSION,
+        "tokenization_version": TOKENIZATION_VERSION,
+        "sources": list(source_digests),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "template": template.digest,
+        "settings": fingerprinted_settings(settings),
+    }
+    return _digest([json.dumps(content, sort_keys=True).encode()])
+
+
+def store_fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the fingerprint of the store that these settings would prepare; reads the sources once."""
+    template = find_template(settings, tokenizer)
+    return make_fingerprint(settings, tokenizer, template, digest_sources(resolve_sources(settings.file_names)))
+
+
+def digest_sources(sources: Sequence[SourceFile]) -> list[str]:
+    """Digest the format and content of each source, in order."""
+    return [f"{source.format}:{source_digest(source)}" for source in sources]
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
 
 # version of the checkpoint state; a checkpoint of another version is not resumed
 _STATE_VERSION = 3
@@ -39,7 +110,7 @@ _STATE_VERSION = 3
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Progress of a preparation; bytes are those of the source files on disk, compressed or not."""
+    """Preparation progress; bytes are counted in the source files on disk, compressed or not."""
 
     rows_read: int
     pairs_kept: int
@@ -102,7 +173,7 @@ def prepare(
 ) -> PrepareReport:
     """Prepare a store at `output_dir`; resume if an earlier process was interrupted.
 
-    executor: runs the tokenization; by default `settings.num_processes` processes on this machine.
+    The default executor is `settings.num_processes` processes on this machine.
     """
     output = Path(output_dir)
     check_output(output, overwrite=overwrite)
@@ -129,7 +200,7 @@ def prepare(
             for result in results:
                 # A checkpoint keeps complete record batches, and a record batch may end within a block. So it is saved
                 # after writing a block and before counting it: the saved statistics exclude this block, and a resumed
-                # process computes the block again and skips those of its pairs that were already written.
+                # process computes the block again and skips the pairs that were already written.
                 num_already_written = writer.num_pairs - stats.pairs_kept
                 writer.append(result.pairs.slice(num_already_written))
                 if writer.checkpoint_due and writer.pairs_written >= stats.pairs_kept:
@@ -172,7 +243,7 @@ def _resume_fingerprint(fingerprint: str, settings: DataSettings, sources: Seque
 
 
 class _Quarantine:
-    """The bad rows of `on_bad_row: quarantine`, collected in a file beside the store; otherwise nothing."""
+    """The bad rows of `on_bad_row: quarantine`, collected in a file next to the store; otherwise nothing."""
 
     def __init__(self, directory: Path, on_bad_row: OnBadRow, num_bytes: int) -> None:
         self._on_bad_row = on_bad_row
@@ -191,11 +262,11 @@ class _Quarantine:
         return self._stream.tell()
 
     def publish(self, output: Path) -> None:
-        """Copy the file beside the store if it has rows; otherwise remove the one of an earlier preparation."""
+        """Copy the file next to the store if it has rows; otherwise remove the one of an earlier preparation."""
         if self._on_bad_row == "quarantine":
             target = quarantine_file(output)
             if self.sync():
-                # renamed, not written in place, so that a symlink at the target is not followed
+                # renamed, not written in place: a symlink at the target must not be followed
                 shutil.copyfile(self._path, copied := self._path.with_suffix(".copy"))
                 copied.replace(target)
             else:

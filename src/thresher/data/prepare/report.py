@@ -1,4 +1,4 @@
-"""Report of a preparation: counts that account for every row, lengths and findings; `cli/` and `report/` show it."""
+"""Preparation report: counts that account for every row, lengths and findings; `cli/` and `report/` show it."""
 
 from __future__ import annotations
 
@@ -26,40 +26,35 @@ RowPlace = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class FileReport:
-    """One source file; shape: the name of its row format."""
+    """One source file."""
 
     name: str
     digest: str
-    shape: str
+    shape: str  # name of its row format
     rows: int
     unused_columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """Counts of a preparation; rows_read = pairs_kept + rows_joined + bad_rows + the sum of dropped.
-
-    rows_joined: labelled rows that became the second response of a pair.
-    percentiles: tokens of prompt, chosen, rejected and total (prompt + longer side) at `PERCENTILES`.
-    length_to_keep_95: the sequence_length that keeps 95 % of the pairs; None if none is too long, or in older stores.
-    bad_examples: the first bad rows of each reason in `bad_reasons`; empty in older stores.
-    """
+    """Counts of a preparation; rows_read = pairs_kept + rows_joined + bad_rows + the sum of dropped."""
 
     files: tuple[FileReport, ...]
     rows_read: int
     pairs_kept: int
-    rows_joined: int = 0
+    rows_joined: int = 0  # labelled rows that became the second response of a pair
     bad_rows: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     truncated: Mapping[str, int] = field(default_factory=dict)
     splits_moved: int = 0
     headers_shortened: int = 0
+    # tokens of prompt, chosen, rejected and total (prompt + longer side) at `PERCENTILES`
     percentiles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     length_bias: LengthBias | None = None
     bad_reasons: Mapping[str, int] = field(default_factory=dict)
-    length_to_keep_95: int | None = None
-    bad_examples: Mapping[str, tuple[RowPlace, ...]] = field(default_factory=dict)
+    length_to_keep_95: int | None = None  # the sequence_length that keeps 95 % of the pairs; None if none is too long
+    bad_examples: Mapping[str, tuple[RowPlace, ...]] = field(default_factory=dict)  # the first of each bad reason
 
     def __post_init__(self) -> None:
         accounted = self.pairs_kept + self.rows_joined + self.bad_rows + sum(self.dropped.values())
@@ -69,8 +64,10 @@ class PrepareReport:
     def truncation_warning(self, how: str, sequence_length: str, truncation: str) -> str | None:
         """Describe the pairs dropped as too long if they are many, and what the user can set to keep them.
 
-        how: the truncation in use. sequence_length and truncation: an option or a config key, up to and including what
-        precedes the value.
+        Args:
+            how: the truncation in use.
+            sequence_length: an option or a config key, up to and including what precedes the value.
+            truncation: the same.
         """
         dropped = self.dropped.get("too_long", 0)
         total = self.pairs_kept + dropped
@@ -85,7 +82,7 @@ class PrepareReport:
         )
 
     def count_rows(self) -> Iterator[tuple[str, int]]:
-        """Yield what became of the rows, in words, with counts."""
+        """Yield how the rows were handled, in words, with counts."""
         yield "rows read", self.rows_read
         yield "pairs kept", self.pairs_kept
         if self.rows_joined:
@@ -122,7 +119,7 @@ class PrepareReport:
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
-        if not self.bad_examples:  # as in stores that are older than the field
+        if not self.bad_examples:
             del values["bad_examples"]
         return values
 

@@ -1,11 +1,12 @@
-"""Running statistics of a preparation, summed over blocks in file order, in bounded memory.
+"""Running preparation statistics, summed over blocks in file order, in bounded memory.
 
-Keys that must be compared over all pairs are in files (`duplicates`); everything else is a count. The state can be
-saved, so that an interrupted preparation resumes with the same numbers.
+Keys that must be compared over all pairs are in files (`SpilledKeys`); everything else is a count. The state can be
+saved, so an interrupted preparation resumes with the same numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +15,74 @@ from typing import Any
 
 import numpy as np
 
-from thresher.data.prepare.block_worker import BadRow, BlockResult
-from thresher.data.prepare.duplicates import SpilledKeys
-from thresher.data.prepare.findings import Finding
-from thresher.data.prepare.length_histogram import LengthHistogram
-from thresher.data.prepare.report import FileReport, PrepareReport, RowPlace
-from thresher.data.prepare.tasks import TaskReader
+from thresher.data.prepare.blocks import BadRow, BlockResult, TaskReader
+from thresher.data.prepare.findings import Finding, LengthBias, SpilledKeys
+from thresher.data.prepare.report import PERCENTILES, FileReport, PrepareReport, RowPlace
 from thresher.data.store.arrow_schema import lengths_of
-from thresher.data.store.reader import LENGTH_DTYPE
+from thresher.data.store.reader import LENGTH_DTYPE, Lengths
+
+_COLUMNS = ("prompt", "chosen", "rejected", "total")
+
+
+class LengthHistogram:
+    """Number of pairs per length in tokens, for exact percentiles and length bias.
+
+    Memory grows with the longest pair, not with the number of pairs.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        counts: Mapping[str, Mapping[str, int]] = state["counts"] if state else {}
+        self._counts = {
+            name: Counter({int(length): count for length, count in counts.get(name, {}).items()}) for name in _COLUMNS
+        }
+        self._num_chosen_longer = int(state["num_chosen_longer"]) if state else 0
+        self._num_equal = int(state["num_equal"]) if state else 0
+
+    def add(self, lengths: Lengths) -> None:
+        """Count pairs; `lengths` is [pairs, (prompt, chosen, rejected)]."""
+        prompt, chosen, rejected = lengths.T
+        for name, column in zip(_COLUMNS, (prompt, chosen, rejected, prompt + lengths[:, 1:].max(axis=1)), strict=True):
+            values, counts = np.unique(column, return_counts=True)
+            self._counts[name].update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        self._num_chosen_longer += int(np.count_nonzero(chosen > rejected))
+        self._num_equal += int(np.count_nonzero(chosen == rejected))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to resume from, as JSON values."""
+        return {
+            "counts": {name: dict(counts) for name, counts in self._counts.items()},
+            "num_chosen_longer": self._num_chosen_longer,
+            "num_equal": self._num_equal,
+        }
+
+    def percentiles(self) -> dict[str, tuple[int, ...]]:
+        """Return token counts at `PERCENTILES`, each the length of an actual pair (not interpolated)."""
+        return {name: _percentiles(counts) for name, counts in self._counts.items()}
+
+    def length_to_keep(self, share: float, dropped: Counter[int]) -> int:
+        """Return the smallest length that this share of all pairs does not exceed, including dropped ones."""
+        counts = self._counts["total"] + dropped
+        lengths = sorted(counts)
+        ends = np.cumsum([counts[length] for length in lengths])
+        return lengths[int(np.searchsorted(ends, math.ceil(share * int(ends[-1]))))]
+
+    def bias(self) -> LengthBias:
+        """Compare the lengths of chosen and rejected responses."""
+        num_pairs = self._counts["total"].total()
+        chosen, rejected = (
+            sum(length * count for length, count in self._counts[side].items()) / num_pairs
+            for side in ("chosen", "rejected")
+        )
+        return LengthBias(self._num_chosen_longer / num_pairs, self._num_equal / num_pairs, chosen, rejected)
+
+
+def _percentiles(counts: Counter[int]) -> tuple[int, ...]:
+    lengths = sorted(counts)
+    ends = np.cumsum([counts[length] for length in lengths])
+    # index into the sorted lengths, rounded down as in numpy.percentile(method="lower")
+    indices = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in PERCENTILES]
+    return tuple(lengths[int(np.searchsorted(ends, index, side="right"))] for index in indices)
+
 
 # reasons may quote a row, so their number is otherwise unbounded
 MAX_REASONS = 4096
@@ -31,10 +92,7 @@ _COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_sh
 
 
 class PrepareStats:
-    """Sums of block results, and their position in the sources.
-
-    directory: for the files of keys. state: return value of `sync` in the process to resume.
-    """
+    """Sums of block results, and their position in the sources; `state` is what `sync` returned before a restart."""
 
     def __init__(self, reader: TaskReader, directory: Path, state: Mapping[str, Any] | None = None) -> None:
         self._reader = reader
@@ -140,7 +198,7 @@ class PrepareStats:
         self._keys.close()
 
     def report(self, digests: Sequence[str]) -> PrepareReport:
-        """Build the report after the last block; digests: one per source."""
+        """Build the report after the last block, with one digest per source."""
         dropped = Counter(self._dropped)
         if self._reader.num_unpaired:
             dropped["unpaired"] += self._reader.num_unpaired

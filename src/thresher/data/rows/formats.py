@@ -1,6 +1,6 @@
 """Row formats: detect the format of a file from its first row, and read rows of it as `PreferenceRow`s.
 
-Rendering and tokenization are left to `tokenization`; rows with a label are joined into pairs by `unpaired`.
+Rendering and tokenization are left to `tokenization`. Rows with a label are joined into pairs before they are read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from thresher.data.rows.messages import (
     to_tools,
 )
 from thresher.data.rows.parsing import BadRowError, Row, decode_json, quoted
-from thresher.errors import UserError
-from thresher.spelling import nearest
+from thresher.errors import UserError, nearest
 
 # rendering is quadratic: each assistant message is rendered with all messages before it
 MAX_MESSAGES = 1000
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
-# variables of the chat template: TRL's name, and that of our config
+# variables of the chat template: TRL's name and the config's
 _ARGUMENTS = ("chat_template_kwargs", "template_arguments")
 # of the chosen and the rejected response, as UltraFeedback and others name them
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
@@ -50,32 +49,29 @@ class PlainText:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One pair before tokenization.
-
-    chosen, rejected: the messages after the prompt; the first and the last are from the assistant.
-    template_arguments: variables of the chat template for this row.
-    scores_contradict: the row has scores, and that of the rejected response is higher.
-    """
+    """One pair before tokenization."""
 
     prompt: list[Message]
+    # the messages after the prompt; the first and the last are from the assistant
     chosen: list[Message]
     rejected: list[Message]
     tools: list[dict[str, Any]] | None = None
     plain: PlainText | None = None
     weight: float = 1.0
     margin: float = 0.0
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    scores_contradict: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of this row
+    scores_contradict: bool = False  # the rejected response has the higher score
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns of a row and how to read them; rows of token ids are read by `tokenized`."""
+    """The columns of a row and how to read them; rows of token ids by `read_tokenized`."""
 
     name: str
     required: tuple[str, ...]
     read: Callable[[Row], PreferenceRow]
     optional: tuple[str, ...] = _OPTIONAL
+    matches: Callable[[Row], bool] = lambda row: True  # whether the values have the types of this format
     is_unpaired: bool = False
     is_tokenized: bool = False
 
@@ -138,13 +134,8 @@ def _join_conversations(prompt: list[Message], prefix: list[Message], column: st
     return prompt[: len(prompt) - overlap] + prefix
 
 
-def _read_question(row: Row) -> PreferenceRow:
-    return _read_prompt({**row, "prompt": row["question"]})
-
-
-def _read_context(row: Row) -> PreferenceRow:
-    """ColossalChat: the turns before the answers are in `context`."""
-    return _read_prompt({**row, "prompt": row["context"]})
+def _read_prompt_in(column: str) -> Callable[[Row], PreferenceRow]:
+    return lambda row: _read_prompt({**row, "prompt": row[column]})
 
 
 def _read_ranked(row: Row) -> PreferenceRow:
@@ -221,44 +212,45 @@ def _read_evals(row: Row) -> PreferenceRow:
     return _read_texts({**row, "chosen": chosen, "rejected": rejected}, question, chosen, rejected)
 
 
-def _read_unpaired(row: Row) -> PreferenceRow:
-    raise AssertionError(f"row with columns {sorted(row)}: `unpaired` must join rows with a label before they are read")
+def _not_read(row: Row) -> PreferenceRow:
+    raise AssertionError(f"rows with columns {sorted(row)} are joined to pairs, or have token ids instead of text")
 
 
-def _read_ids(row: Row) -> PreferenceRow:
-    raise AssertionError(f"row with columns {sorted(row)}: rows of token ids have no text")
+def _has(column: str, *types: type) -> Callable[[Row], bool]:
+    return lambda row: isinstance(row[column], types)
 
 
 _SIDES = ("chosen", "rejected")
+_WITH_HISTORY = ("input", "history", *_OPTIONAL)
 # in order of priority: the first format whose required columns are all present is used
 FORMATS = (
     RowFormat(
         "tokenized",
         tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask")),
-        _read_ids,
+        _not_read,
         (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight"),
         is_tokenized=True,
     ),
     RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
     RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
-    RowFormat(
-        "instruction", ("instruction", "chosen", "rejected"), _read_instruction, ("input", "history", *_OPTIONAL)
-    ),
-    RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, ("input", "history", *_OPTIONAL)),
-    RowFormat("prompt", ("prompt", "chosen", "rejected"), _read_prompt, ("input", *_OPTIONAL)),
-    RowFormat("messages", ("messages", "chosen", "rejected"), _read_prompt),
-    RowFormat("conversations", ("conversations", "chosen", "rejected"), _read_prompt),
-    RowFormat("context", ("context", "chosen", "rejected"), _read_context),
+    RowFormat("instruction", ("instruction", *_SIDES), _read_instruction, _WITH_HISTORY),
+    # a text is an answer without a rejected one
+    RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, _WITH_HISTORY, _has("output", list)),
+    RowFormat("prompt", ("prompt", *_SIDES), _read_prompt, ("input", *_OPTIONAL)),
+    RowFormat("messages", ("messages", *_SIDES), _read_prompt),
+    RowFormat("conversations", ("conversations", *_SIDES), _read_prompt),
+    # ColossalChat: the turns before the answers; in other formats, a text that is not read
+    RowFormat("context", ("context", *_SIDES), _read_prompt_in("context"), matches=_has("context", list)),
     RowFormat("ranked_completions", ("context", "completions"), _read_ranked),
     RowFormat("rejected_response", ("messages", "rejected_response"), _read_rejected_answer),
     RowFormat("rejected_messages", ("messages", "rejected_messages"), _read_rejected_messages),
-    RowFormat("transcripts", ("chosen", "rejected"), _read_transcripts),
-    RowFormat("whole_conversations", ("chosen", "rejected"), _read_conversations),
+    RowFormat("transcripts", _SIDES, _read_transcripts, matches=lambda row: is_transcript(row["chosen"])),
+    RowFormat("whole_conversations", _SIDES, _read_conversations, matches=_has("chosen", list, dict)),
     # after the formats of whole conversations, which may have a column `question` that they do not read
-    RowFormat("question", ("question", "chosen", "rejected"), _read_question, ("input", *_OPTIONAL)),
-    RowFormat("labelled_completions", ("prompt", "completion", "label"), _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_messages", ("messages", "label"), _read_unpaired, is_unpaired=True),
-    RowFormat("labelled_conversations", ("conversations", "label"), _read_unpaired, is_unpaired=True),
+    RowFormat("question", ("question", *_SIDES), _read_prompt_in("question"), ("input", *_OPTIONAL)),
+    RowFormat("labelled_completions", ("prompt", "completion", "label"), _not_read, is_unpaired=True),
+    RowFormat("labelled_messages", ("messages", "label"), _not_read, is_unpaired=True),
+    RowFormat("labelled_conversations", ("conversations", "label"), _not_read, is_unpaired=True),
 )
 FORMAT_BY_NAME = {row_format.name: row_format for row_format in FORMATS}
 
@@ -275,21 +267,9 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
     for row_format in FORMATS:
         required = set(row_format.required)
         # a format that ignores a column named by the user cannot be the intended one
-        if set(column_names) <= required <= present and _matches_values(row_format, row):
+        if set(column_names) <= required <= present and row_format.matches(row):
             return row_format
     raise UserError(_unrecognized(row, where))
-
-
-def _matches_values(row_format: RowFormat, row: Row) -> bool:
-    if row_format.name == "context":  # in other formats, a text that is not read
-        return isinstance(row["context"], list)
-    if row_format.name == "ranked_output":  # a text is an answer without a rejected one
-        return isinstance(row["output"], list)
-    if row_format.name == "transcripts":
-        return is_transcript(row["chosen"])
-    if row_format.name == "whole_conversations":
-        return isinstance(row["chosen"], list | dict)
-    return True
 
 
 def _unrecognized(row: Row, where: str) -> str:

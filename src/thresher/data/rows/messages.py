@@ -123,14 +123,11 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A text of `Human:` and `Assistant:` turns.
-
-    starts, label_starts: for each turn, the offset of its text after the label and the offset of the label.
-    """
+    """A text of `Human:` and `Assistant:` turns."""
 
     text: str
     messages: list[Message]
-    starts: list[int]
+    starts: list[int]  # offset of each turn's text, after its label
     label_starts: list[int]
 
     def segments_from(self, turn: int) -> tuple[TextSegment, ...]:

@@ -2,7 +2,9 @@
 
 A source is split into spans that processes read independently: JSON lines by bytes, Parquet by row groups; any other
 file is one span. Spans and blocks depend on the file alone, never on the number of processes.
-JSONL, CSV, Parquet and Arrow are streamed; a JSON array is read into memory.
+JSONL, CSV, Parquet and Arrow are streamed; a JSON array is read into memory. Lines are read with bounded memory, even
+from a file without line ends or one that decompresses to gigabytes: a line longer than `MAX_ROW_BYTES` is skipped and
+returned as `Unreadable`, so it is counted and reading continues.
 """
 
 from __future__ import annotations
@@ -21,11 +23,97 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from thresher.data.rows.parsing import MAX_ROW_BYTES, Row, Unreadable, decode_json, find_invalid, is_text
-from thresher.data.sources.arrow_types import strip_extension_types
-from thresher.data.sources.lines import read_lines, read_span_lines, text_lines
 from thresher.data.sources.resolve import SourceFile, load_hub_dataset, open_binary
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
+
+
+def strip_extension_types(batch: Any) -> Any:
+    """Cast a record batch or table to the storage types of its columns.
+
+    An extension type may run Python code on a file's bytes: Ray, for example, registers one that unpickles its values,
+    and a file only has to name it.
+    """
+    fields = [_storage_field(field) for field in batch.schema]
+    if all(new.type.equals(old.type) for new, old in zip(fields, batch.schema, strict=True)):
+        return batch
+    return batch.cast(pa.schema(fields))
+
+
+def _storage_field(field: Any) -> Any:
+    return pa.field(field.name, _storage_type(field.type, field.name), field.nullable)
+
+
+def _storage_type(data_type: Any, column: str) -> Any:
+    if isinstance(data_type, pa.BaseExtensionType):
+        return _storage_type(data_type.storage_type, column)
+    if pa.types.is_struct(data_type):
+        return pa.struct([_storage_field(data_type.field(number)) for number in range(data_type.num_fields)])
+    if pa.types.is_list(data_type):
+        return pa.list_(_storage_field(data_type.value_field))
+    if pa.types.is_large_list(data_type):
+        return pa.large_list(_storage_field(data_type.value_field))
+    if pa.types.is_fixed_size_list(data_type):
+        return pa.list_(_storage_field(data_type.value_field), data_type.list_size)
+    if pa.types.is_map(data_type):
+        return pa.map_(_storage_field(data_type.key_field), _storage_field(data_type.item_field))
+    if _has_extension(data_type):
+        raise UserError(f"column {column!r} has the unsupported type {data_type}; store it as a plain type")
+    return data_type
+
+
+def _has_extension(data_type: Any) -> bool:
+    children = [data_type.field(number).type for number in range(data_type.num_fields)]
+    if pa.types.is_dictionary(data_type):
+        children.append(data_type.value_type)
+    return isinstance(data_type, pa.BaseExtensionType) or any(map(_has_extension, children))
+
+
+_EXCERPT_BYTES = 1000
+_SKIP_BYTES = 1 << 20
+_TOO_LONG = f"a line of more than {MAX_ROW_BYTES >> 20} MiB; is a line end missing?"
+
+
+def read_lines(stream: Any, max_lines: int, max_bytes: int) -> list[bytes | Unreadable]:
+    """Read the next lines, at least one unless the stream has ended; stop at `max_lines` or after `max_bytes`."""
+    lines: list[bytes | Unreadable] = []
+    num_bytes = 0
+    while len(lines) < max_lines and num_bytes < max_bytes and (line := stream.readline(MAX_ROW_BYTES)):
+        num_bytes += len(line)
+        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+            _skip_line(stream)
+            line = Unreadable(_TOO_LONG, line[:_EXCERPT_BYTES].decode("utf-8", errors="replace"))
+        lines.append(line)
+    return lines
+
+
+def read_span_lines(stored: Any, start: int, stop: int) -> tuple[bytes, int]:
+    """Return the lines that begin in [start, stop) and the offset of the first; a too long last line is cut off."""
+    if start > 0:
+        # the line that contains the byte before `start` belongs to the previous span
+        stored.seek(start - 1)
+        _skip_line(stored, stop)
+    begin = stored.tell()
+    if begin >= stop:
+        return b"", begin
+    content = stored.read(stop - begin)
+    return (content if content.endswith(b"\n") else content + stored.readline(MAX_ROW_BYTES)), begin
+
+
+def _skip_line(stream: Any, stop: int | None = None) -> None:
+    """Skip the rest of a line, or up to `stop`: a line over many spans must not be read again for each of them."""
+    while (piece := stream.readline(_SKIP_BYTES)) and not piece.endswith(b"\n"):
+        if stop is not None and stream.tell() >= stop:
+            return
+
+
+def text_lines(text: Any) -> Iterator[str]:
+    """Yield lines for the CSV reader; a too long one is a `csv.Error`."""
+    while line := text.readline(MAX_ROW_BYTES):
+        if len(line) == MAX_ROW_BYTES:
+            raise csv.Error(_TOO_LONG)
+        yield line
+
 
 ROWS_PER_BLOCK = 512
 BYTES_PER_SPAN = 4 << 20
@@ -33,38 +121,30 @@ ROWS_PER_SPAN = 4096
 # bounds the memory of a block of long lines
 BYTES_PER_BLOCK = MAX_ROW_BYTES
 MAX_JSON_BYTES = 2 << 30
-# keys of a JSON file under which exports put their rows, beside other keys
+# keys of a JSON file under which exports put their rows, next to other keys
 _WRAPPERS = ("data", "rows", "train", "examples")
 
 
 @dataclass(frozen=True)
 class SourceSpan:
-    """A range of a source; the rows of its spans, in order, are the rows of the source.
-
-    start, stop: bytes of JSON lines (a line belongs to the span in which it begins) or row groups of Parquet; a stop of
-    None is the end.
-    """
+    """A range of a source; the rows of its spans, in order, are the rows of the source."""
 
     source: SourceFile
+    # bytes of JSON lines (a line belongs to the span in which it begins) or row groups of Parquet
     start: int = 0
-    stop: int | None = None
+    stop: int | None = None  # None: the end
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of one span; `contents` are unparsed JSON lines or values.
-
-    unit: "line" or "row", what `numbers` count from 1 at the start of the span.
-    last_number: the last number read, including blank lines.
-    bytes_done: the offset in the stored file after this block, for progress only.
-    """
+    """Consecutive rows of one span."""
 
     file: str
-    unit: str
-    numbers: tuple[int, ...]
-    contents: tuple[Any, ...]
-    last_number: int
-    bytes_done: int = 0
+    unit: str  # "line" or "row"
+    numbers: tuple[int, ...]  # from 1 at the start of the span
+    contents: tuple[Any, ...]  # unparsed JSON lines or values
+    last_number: int  # the last one read, including blank lines
+    bytes_done: int = 0  # offset in the stored file after this block, for progress only
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -47,7 +47,7 @@ def find_in_directory(name: str, directory: str | None) -> str:
 
 
 def at_revision(name: str, revision: str | None) -> str:
-    """Name a revision of a data set of the Hub, hf://OWNER/NAME@REVISION, unless the name has one."""
+    """Name a revision of a Hub dataset, hf://OWNER/NAME@REVISION, unless the name has one."""
     match = _HUB_NAME.fullmatch(name)
     if revision is None or match is None or match[2].startswith("@"):
         return name
@@ -56,16 +56,13 @@ def at_revision(name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, saved dataset directory or Hub dataset.
-
-    size: in bytes, 0 if unknown. max_rows: only the first rows are read; None: all.
-    """
+    """One file, saved dataset directory or Hub dataset."""
 
     name: str
     format: Format
     compression: str | None = None
-    size: int = 0
-    max_rows: int | None = None
+    size: int = 0  # in bytes, 0 if unknown
+    max_rows: int | None = None  # only the first rows are read
 
     @property
     def shown(self) -> str:
@@ -96,7 +93,7 @@ def _resolve(name: str) -> list[SourceFile]:
 
 
 def _is_hub_dataset(name: str) -> bool:
-    """Tell a data set of the Hub from a file on it; a dot in OWNER/NAME or in a revision is not a suffix."""
+    """Tell a Hub dataset from a file on the Hub; a dot in OWNER/NAME or in a revision is not a suffix."""
     suffix, match = _suffixes(name)[0], _HUB_NAME.fullmatch(name)
     is_whole = match is not None and match[2][:1] in ("", "@", ":") and suffix not in FORMAT_OF_SUFFIX
     return name.startswith(_HUB) and (not suffix or is_whole)
@@ -114,7 +111,7 @@ def _find_files(name: str) -> list[SourceFile]:
     if not filesystem.exists(path):
         _reject_broken_link(filesystem, path, name)
         is_hub_name = _HUB_DATASET.fullmatch(name) and _suffixes(name)[0] not in FORMAT_OF_SUFFIX
-        hub = f"; a data set of the Hugging Face Hub is named {_HUB}{name}" if is_hub_name else ""
+        hub = f"; a dataset of the Hugging Face Hub is named {_HUB}{name}" if is_hub_name else ""
         raise UserError(f"{name!r} does not exist; {_suggestion(filesystem, path)}{hub}")
     return [_file(filesystem, path, name)]
 
@@ -131,7 +128,7 @@ def _resolve_directory(filesystem: Any, path: str, name: str) -> list[SourceFile
     names = sorted(Path(entry).name for entry in filesystem.ls(path, detail=False))
     names = [each for each in names if not each.startswith(".")]  # not data: .gitattributes, .cache
     parts = [each for each in names if filesystem.isdir(f"{path}/{each}")]
-    # shards of one data set, as ColossalChat writes them
+    # shards of one dataset, as ColossalChat writes them
     if parts and all(filesystem.exists(f"{path}/{part}/state.json") for part in parts):
         return [each for part in parts for each in _resolve_directory(filesystem, f"{path}/{part}", f"{name}/{part}")]
     if not parts and len({FORMAT_OF_SUFFIX.get(_suffixes(each)[0]) for each in names}) == 1:
@@ -146,7 +143,7 @@ def _mixed_directory(directory: str, names: Sequence[str]) -> str:
         return f"{directory!r} is a directory without data files: it {found}"
     suffixes = Path(data).suffixes[-2 if _suffixes(data)[1] else -1 :]
     return (
-        f"{directory!r} is a directory with other entries than files of one format: it {found}; name the files, such "
+        f"{directory!r} is a directory that contains more than files of one format: it {found}; name the files, such "
         f"as '{directory}/*{''.join(suffixes)}'"
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from thresher import durable
 from thresher.data.store.reader import PairStore
-from thresher.data.store.staging import Staging, quarantine_file
+from thresher.data.store.writer import Staging, quarantine_file
 from thresher.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ DAMAGED = ".damaged-"
 
 
 def chosen_cache_dir(cache_dir: str | None) -> Path | None:
-    """Return the cache directory of the config, else `$THRESHER_CACHE_DIR`, else None."""
+    """Return the config's cache directory, else `$THRESHER_CACHE_DIR`, else None."""
     chosen = cache_dir or os.environ.get("THRESHER_CACHE_DIR")
     return Path(chosen).expanduser() if chosen else None
 
@@ -47,7 +47,7 @@ class StoreCache:
 
     @contextlib.contextmanager
     def reserve(self, fingerprint: str) -> Iterator[None]:
-        """Wait for a process of this machine that prepares the same pairs, so that the work is done once."""
+        """Wait for a process of this machine that prepares the same pairs, so the work is done once."""
         path = self.root / f".{fingerprint}.lock"
         descriptor = self._lock(path)
         try:
@@ -104,7 +104,7 @@ class StoreCache:
             store.verify()
             _link_files(store, target)
         except UserError as error:
-            # renamed, so that it is reported once, and this run can add a valid one
+            # renamed: it is reported once, and this run can add a valid one
             with contextlib.suppress(OSError):
                 entry.rename(self.root / f"{DAMAGED}{entry.name}-{secrets.token_hex(6)}")
             logger.warning("store cache: %s is set aside, and its pairs are prepared again: %s", entry, error)
@@ -148,13 +148,13 @@ def _link_files(store: PairStore, target: Path) -> None:
 
 @dataclass(frozen=True)
 class CachedStore:
-    """An entry of the cache; sources are the names of its files, last_used is in seconds since 1970."""
+    """An entry of the cache."""
 
     directory: Path
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # names of its source files
     num_pairs: int
     num_bytes: int
-    last_used: float
+    last_used: float  # in seconds since 1970
 
     @property
     def identity(self) -> str:
@@ -168,7 +168,7 @@ def list_stores(root: Path) -> list[CachedStore]:
 
 
 def verify_stores(root: Path) -> Iterator[tuple[Path, str | None]]:
-    """Read every store in full; yield its directory with what is wrong with it, or None."""
+    """Read every store in full; yield its directory and the problem, or None."""
     for entry in _entries(root):
         problem = None
         try:

@@ -21,9 +21,38 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.pair import Pair, PairBatch
-from thresher.data.store.split import Split
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
+
+Keys = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One side of a split by prompt: the share that is held out, or the rest; decided by prompt and seed alone.
+
+    Pairs of one prompt are on the same side, whatever the order of files, and stay there when pairs are added.
+    """
+
+    share: float
+    seed: int
+    held_out: bool
+
+    def select(self, prompt_hashes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+        """Return the numbers of the pairs on this side, ascending; at least one prompt is held out."""
+        keys = _mix(prompt_hashes.view("<u8")[::2], self.seed)
+        limit = np.uint64(min(int(self.share * 2.0**64), 2**64 - 1))
+        is_held_out = keys <= max(limit, keys.min())
+        return np.flatnonzero(is_held_out if self.held_out else ~is_held_out)
+
+
+def _mix(hashes: npt.NDArray[Any], seed: int) -> Keys:
+    """Mix hashes with a seed: the finalizer of SplitMix64 (Steele et al., 2014), a bijection of 64 bits."""
+    keys = hashes.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(keys ^ (keys >> np.uint64(31)), dtype=np.uint64)
+
 
 FORMAT_VERSION = 1
 ROWS_PER_RECORD_BATCH = 1024
@@ -143,14 +172,7 @@ class StoreFile:
 
 
 class PairStore:
-    """Pairs of a prepared directory, or those of a split of it, read by number.
-
-    digest: of all pairs in order, independent of the shard size.
-    fingerprint: of the sources, tokenizer, template and settings that the store was prepared from.
-    longest_pair: most tokens of a prompt plus its longer response.
-    columns_in_use: those of `weight` and `margin` that differ from the default in at least one pair.
-    lengths: tokens of (prompt, chosen, rejected) per pair. scored_lengths: scored tokens of (chosen, rejected).
-    """
+    """Pairs of a prepared directory, or of a split of it, read by number."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], split: Split | None = None) -> None:
         self.path = path
@@ -160,13 +182,16 @@ class PairStore:
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name))
-        self.digest = str(manifest["content_digest"])
-        self.fingerprint = str(manifest["identity"])
+        self.digest = str(manifest["content_digest"])  #: of all pairs in order, independent of the shard size
+        self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
-        self.longest_pair = int(manifest["longest_pair"])
+        self.longest_pair = int(manifest["longest_pair"])  #: tokens of a prompt plus its longer response
+        #: `weight` and `margin`, each if it differs from the default in at least one pair
         self.columns_in_use = frozenset(manifest["columns_in_use"])
+        #: tokens of (prompt, chosen, rejected) per pair
         self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
         has_masks = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
+        #: scored tokens of (chosen, rejected) per pair
         self.scored_lengths = _map_lengths(path / "scored.bin", len(self), 2) if has_masks else self.lengths[:, 1:]
         if split is not None:
             self._select(split)
@@ -227,7 +252,7 @@ class PairStore:
         return PairBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
-        """Yield the hashes of one shard at a time; column: `hash` for whole pairs or `prompt_hash`."""
+        """Yield one shard's hashes at a time: column `hash` for whole pairs, or `prompt_hash`."""
         for number, start in enumerate(self._shard_starts[:-1]):
             hashes = self._shard(number).hashes(column)
             if self._numbers is not None:
@@ -237,7 +262,7 @@ class PairStore:
 
     @property
     def file_names(self) -> list[str]:
-        """The files of the store, relative to its directory."""
+        """The store's files, relative to its directory."""
         return ["manifest.json", *(file.name for file in _files(self.manifest))]
 
     def verify(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,10 @@ from thresher.data.store.reader import (
     fixed_width_values,
     sha256_of_file,
 )
-from thresher.data.store.staging import Staging, open_at
+from thresher.errors import UserError
+
+_PROGRESS = "progress.json"
+
 
 # most pairs to repeat after a crash; a checkpoint takes a few hundredths of a second
 PAIRS_PER_CHECKPOINT = 32_768
@@ -40,11 +45,7 @@ _STREAM_START = 8
 
 
 class StoreWriter:
-    """Write record batches into shards in the staging directory; `finish` renames it to the output.
-
-    fingerprint: see `Staging`. resumed: the last argument of `checkpoint` if an interrupted write is resumed.
-    pairs_written: pairs in complete record batches, which `checkpoint` keeps; the rest are pending in memory.
-    """
+    """Write record batches into shards in the staging directory; `finish` renames it to the output."""
 
     def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None) -> None:
         self._shard_rows = shard_rows
@@ -60,16 +61,18 @@ class StoreWriter:
             self._staging.clear()
             self._begin({})
         state = self._staging.state
+        # the last argument of `checkpoint` if an interrupted write is resumed
         self.resumed: Mapping[str, Any] | None = state["caller"] if state else None
         self._pairs_per_checkpoint = min(shard_rows, PAIRS_PER_CHECKPOINT)
         self._pairs_saved = self.pairs_written
 
     def _begin(self, state: Mapping[str, Any]) -> None:
-        """Open the files and keep the pairs of an interrupted write; state: the last return value of its `_sync`."""
+        """Open the files and keep the pairs of an interrupted write, whose last `_sync` returned this state."""
         (self._content / "shards").mkdir(exist_ok=True)
         self._pending: list[Any] = []
         self._num_pending = 0
         self._shards = [StoreFile(**shard) for shard in state.get("shards", ())]
+        # in complete record batches, which `checkpoint` keeps; the rest are pending in memory
         self.pairs_written = sum(shard.num_pairs for shard in self._shards)
         self._sink: Any = None
         self._writer: Any = None
@@ -88,7 +91,7 @@ class StoreWriter:
 
     def _copy_torn_shard(self, num_batches: int) -> None:
         """Copy the first record batches of the shard that was open at a crash."""
-        # renamed first, so that a crash during the copy leaves it intact
+        # renamed first: a crash during the copy leaves it intact
         torn = self._shard_path.with_suffix(".torn")
         if not torn.exists():
             self._shard_path.rename(torn)
@@ -131,7 +134,7 @@ class StoreWriter:
             self._write_pending(wanted)
 
     def checkpoint(self, caller: Mapping[str, Any]) -> None:
-        """Save the progress, so that a later process can resume here with `caller` as its `resumed`."""
+        """Save the progress; a later process can resume here with `caller` as its `resumed`."""
         self._staging.save({"files": self._sync(), "caller": caller})
         self._pairs_saved = self.pairs_written
 
@@ -140,7 +143,7 @@ class StoreWriter:
         self._staging.discard()
 
     def finish(self, fields: Mapping[str, Any], *, overwrite: bool = False) -> Path:
-        """Write the pending pairs and the manifest, and publish the store; fields: extra manifest fields."""
+        """Write the pending pairs and the manifest, with extra fields, and publish the store."""
         if self._num_pending:
             self._write_pending(self._num_pending)
         if self._writer is not None:
@@ -212,7 +215,7 @@ class StoreWriter:
             self._close_shard()
 
     def _digest_content(self, batch: Any) -> npt.NDArray[Any]:
-        # row by row, so that the digest does not depend on batch boundaries
+        # row by row: the digest must not depend on batch boundaries
         rows = np.empty(batch.num_rows, dtype=_CONTENT_DTYPE)
         for name in _CONTENT_COLUMNS:
             rows[name] = fixed_width_values(batch.column(name), _CONTENT_DTYPE[name])
@@ -252,3 +255,110 @@ def _content_columns(path: Path) -> Iterator[Any]:
         reader = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
             yield reader.get_batch(number)
+
+
+class Staging:
+    """The staging directory of an output: a hidden directory next to it, renamed into place when it is complete.
+
+    A lock admits one process at a time. After a crash, a process with the same fingerprint, a digest of everything that
+    determines the bytes of the output, continues from `state`, the last argument of `save`. Other work is deleted.
+    """
+
+    def __init__(self, output: Path, fingerprint: str | None = None) -> None:
+        self.output = output
+        self.directory = output.parent / f".{output.name}.partial"
+        self._replaced = self.directory / "replaced"
+        self._fingerprint = fingerprint
+        self._lock = self._acquire()
+        self._restore()
+        self.state: dict[str, Any] | None = self._read_state()
+        if self.state is None:
+            self.clear()
+        self._is_resumable = self.state is not None
+
+    @property
+    def content(self) -> Path:
+        """The directory that becomes the output."""
+        return self.directory / "content"
+
+    def close(self, *, failed: bool) -> None:
+        """Release the lock; delete everything except work that a later process can resume."""
+        if not failed or not self._is_resumable:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Record the progress; the files that `state` describes must already be flushed to the disk."""
+        content = json.dumps({"fits": self._fingerprint, "state": state})
+        durable.replace(self.directory / _PROGRESS, content.encode())
+        self._is_resumable = self._fingerprint is not None
+
+    def clear(self) -> None:
+        """Delete all staged work."""
+        for entry in self.directory.iterdir():
+            durable.remove(entry)
+        self.content.mkdir()
+        self.state = None
+        self._is_resumable = False
+
+    def discard(self) -> None:
+        """Delete staged work on close: a resumed run would fail in the same way."""
+        self._is_resumable = False
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Rename the content to the output; an old store is moved aside first, so no partial one is ever visible."""
+        check_output(self.output, overwrite=overwrite)
+        if self.output.exists():
+            self.output.rename(self._replaced)
+        self.content.rename(self.output)
+
+    def _acquire(self) -> int:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        durable.refuse_link(self.directory)
+        while True:
+            self.directory.mkdir(exist_ok=True)
+            try:
+                lock = os.open(self.directory, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            if not durable.lock(lock):
+                os.close(lock)
+                raise UserError(f"another process is writing {self.output}; wait for it, or choose another directory")
+            if durable.is_open_file(self.directory, lock):
+                return lock
+            os.close(lock)
+
+    def _restore(self) -> None:
+        """Restore the old store after a crash between the two renames of `publish`."""
+        if self._replaced.exists() and not self.output.exists():
+            self._replaced.rename(self.output)
+
+    def _read_state(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.directory / _PROGRESS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        matches = self._fingerprint is not None and found["fits"] == self._fingerprint and self.content.is_dir()
+        return found["state"] if matches else None
+
+
+def open_at(path: Path, size: int) -> BinaryIO:
+    """Truncate a file to `size` bytes and open it for appending."""
+    stream = path.open("ab")
+    stream.truncate(size)
+    return stream
+
+
+def quarantine_file(store: Path) -> Path:
+    """Return the file next to a store with the rows that were rejected."""
+    return store.with_name(f"{store.name}.quarantine.jsonl")
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Raise if the output directory exists, unless it is empty or a store that may be overwritten."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"{output} already exists; choose another directory, or pass --overwrite to replace a store")
+    if not (output / "manifest.json").is_file():
+        raise UserError(f"{output} is not a pair store and will not be overwritten; choose another directory")

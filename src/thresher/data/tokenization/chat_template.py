@@ -27,7 +27,7 @@ CharSpan = tuple[int, int]
 TEMPLATE_KEY = "actor_train.data_args.template"
 _TEMPLATES = Path(__file__).with_name("templates")
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?INST\]")
-# private use, so that no header contains it
+# private use, so no header contains it
 _PROBE = "\ue000"
 
 
@@ -41,17 +41,13 @@ class SideText:
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """The texts of a row; both sides begin with `prompt`.
-
-    header_shortened: `prompt` is only a prefix of the generation prompt.
-    has_placeholders: placeholders replace the template's control tokens, and any spelled-out token is text.
-    """
+    """The texts of a row; both sides begin with `prompt`."""
 
     prompt: str
     chosen: SideText
     rejected: SideText
-    header_shortened: bool = False
-    has_placeholders: bool = False
+    header_shortened: bool = False  # `prompt` is only a prefix of the generation prompt
+    has_placeholders: bool = False  # for the template's control tokens; any spelled-out token is text
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,37 @@
 """Find text that spells a control token, such as `<|im_end|>`, and keep it from becoming the token.
 
 Only the template may write control tokens: the text of a row must not end a turn or begin another one. A row that
-spells one is rendered with a mark character inside each occurrence, so that the unmarked ones are the template's.
-Those become placeholders (see `placeholders`), and the marks are removed. Other rows take the ordinary path.
+spells one is rendered with a mark character inside each occurrence, so the unmarked ones are the template's. They
+become placeholders, and the marks are removed. Other rows take the ordinary path.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.rows.formats import PlainText, PreferenceRow
 from thresher.data.rows.messages import Message, TextSegment
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import RenderedRow, SideText, Template, apply_template, render
-from thresher.data.tokenization.placeholders import PlaceholderTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Unicode planes 15 and 16 are private use and do not occur in known vocabularies
+_FIRST_CHARACTER = 0xF0000
+
 
 # Unicode noncharacters: the first one that does not occur in a row is its mark
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer with a template.
+    """A tokenizer's control tokens, with a template.
 
     All added tokens, special or not, except single characters and whitespace. The text of an assistant may spell those
     that are neither special nor written around turns by the template, such as `<think>`.
@@ -83,7 +87,7 @@ class ControlTokens:
         return self._assistant_forbidden if by_assistant else self._forbidden
 
     def render_as_text(self, row: PreferenceRow) -> RenderedRow:
-        """Render a row with placeholders for the template's control tokens, so that its own text stays text."""
+        """Render a row with placeholders for the template's control tokens, so its own text stays text."""
         dump = json.dumps(asdict(row), ensure_ascii=False, default=str)
         self.placeholders.check(dump)
         mark = next((mark for mark in _MARKS if mark not in dump and _escaped(mark) not in dump), None)
@@ -201,3 +205,65 @@ def _without(text: str, mark: str) -> str:
 
 def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
+
+
+class PlaceholderTokenizer:
+    """Placeholders of a tokenizer's control tokens, and a copy of the tokenizer, made at first use, that reads them.
+
+    A placeholder repeats one private-use character, as long as the token, so offsets stay the same. The copy has the
+    placeholders instead of the control tokens, with the same ids and rules, and makes no control token from any other
+    text. A full text is tokenized in one call, as by the original tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+        self._tokenizer: Any = tokenizer
+        self.by_token: Mapping[str, str] = {
+            token: chr(_FIRST_CHARACTER + number) * len(token) for number, token in enumerate(sorted(tokens))
+        }
+
+    def check(self, text: str) -> None:
+        """Raise `BadRowError` for text that contains a placeholder, and for a slow tokenizer."""
+        if not self._tokenizer.is_fast:
+            raise BadRowError("the text spells a control token, which only a fast tokenizer can keep as text")
+        if max(text, default="") >= chr(_FIRST_CHARACTER) and any(name in text for name in self.by_token.values()):
+            raise BadRowError("the text spells a control token and contains private-use characters reserved for them")
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Tokenize texts; return for each its ids and the start and end offset of each token."""
+        copy, original_ids = self._copy
+        return [
+            ([original_ids.get(id_, id_) for id_ in encoding.ids], list(encoding.offsets))
+            for encoding in copy.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
+    @cached_property
+    def _copy(self) -> tuple[Any, dict[int, int]]:
+        from tokenizers import Tokenizer
+
+        state: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        state["padding"] = state["truncation"] = None
+        ids = {}
+        for token in state["added_tokens"]:
+            name = self.by_token.get(token["content"])
+            if name is not None:
+                # a normalizer must not change placeholders
+                token.update(content=name, normalized=False)
+            ids[token["content"]] = token["id"]
+        _rename(state["model"], self.by_token, ids)
+        copy: Any = Tokenizer.from_str(json.dumps(state))
+        return copy, {copy.token_to_id(name): number for name, number in ids.items()}
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str], ids: Mapping[str, int]) -> None:
+    """Rename control tokens to placeholders in a model's vocabulary, so it makes none from other text."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        kept = {content: number for content, number in vocabulary.items() if content not in names}
+        model["vocab"] = {**kept, **ids}
+    else:
+        model["vocab"] = [[names.get(content, content), score] for content, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]

@@ -1,22 +1,23 @@
 """FlexAttention over segments, for GPUs: the segments as a block mask, and a bounded number of compiled kernels.
 
-The blocks are listed on the host, because `create_block_mask` allocates a number per query and key. The backward has no
-CPU kernel.
+The blocks are listed on the host, because `create_block_mask` allocates a number per query and key. Here, work and
+memory are one number per query and one per pair of blocks. The backward has no CPU kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from thresher.distributed.host_copies import copy_arrays_to_device
+from thresher.distributed.tensors import copy_arrays_to_device
 from thresher.errors import UserError
-from thresher.models.attention.block_lists import block_lists, visible_keys
 from thresher.models.attention.segments import Segment
 
 BLOCK_SIZE = 128
@@ -29,7 +30,7 @@ _LIST_NAMES = [
 
 
 def block_mask(segments: tuple[Segment, ...], num_keys: int, window: int | None, device: torch.device) -> BlockMask:
-    """Build the mask from four integers per query; a window is part of them, so that all layers share kernels."""
+    """Build the mask from four integers per query; a window is part of them, so all layers share kernels."""
     keys = visible_keys(segments, window)
     lists = [blocks[None, None] for side in block_lists(keys, num_keys, BLOCK_SIZE) for blocks in side]
     own_start, own_stop, prefix_start, prefix_stop, *listed = copy_arrays_to_device([*keys, *lists], device)
@@ -54,7 +55,7 @@ def flex_segment_attention(
 ) -> Tensor:
     """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim].
 
-    attend: FlexAttention; uncompiled, it allocates the scores of all queries and keys.
+    Uncompiled, FlexAttention allocates the scores of all queries and keys.
     """
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
 def compile_flex_attention(backend: str | Callable[..., Any], max_variants: int) -> Callable[..., Tensor]:
     """Compile FlexAttention for rows of any length; more than `max_variants` compilations are an error.
 
-    By default torch would continue uncompiled, with scores of heads x queries x keys. The limit is that of this
+    By default torch would continue uncompiled, with scores of heads x queries x keys. The limit applies to this
     function alone.
     """
     from torch._dynamo import config  # slow to import
@@ -108,3 +109,76 @@ def compile_flex_attention(backend: str | Callable[..., Any], max_variants: int)
         return out
 
     return attend
+
+
+Integers = npt.NDArray[np.int64]
+
+
+class VisibleKeys(NamedTuple):
+    """Each query attends to keys own_start..own_stop and prefix_start..prefix_stop, which do not overlap: [queries]."""
+
+    own_start: Integers
+    own_stop: Integers
+    prefix_start: Integers
+    prefix_stop: Integers
+
+
+class BlockLists(NamedTuple):
+    """Blocks by row of blocks, as FlexAttention reads them: how many are listed, and their columns, listed ones first.
+
+    num_: [rows], the others: [rows, columns]. Blocks with some but not all pairs visible are partial; a block that
+    extends over the edge is never full.
+    """
+
+    num_partial: Integers
+    partial: Integers
+    num_full: Integers
+    full: Integers
+
+
+def visible_keys(segments: tuple[Segment, ...], window: int | None) -> VisibleKeys:
+    """Return the keys that each query sees. A window counts positions: a segment continues where its prefix ends."""
+    fields = np.array([(s.start, s.stop, s.prefix_start, s.prefix_stop) for s in segments], dtype=np.int64)
+    lengths = fields[:, 1] - fields[:, 0]
+    start, _, prefix_start, prefix_stop = np.repeat(fields, lengths, axis=0).T
+    inner = np.arange(len(start)) - np.repeat(lengths.cumsum() - lengths, lengths)  # index in the segment
+    row = start + inner
+    if window is not None:
+        prefix_length = prefix_stop - prefix_start
+        outside = prefix_length + inner + 1 - window  # positions from the first on that are too far back
+        start = np.maximum(start, row + 1 - window)
+        prefix_start = prefix_start + np.clip(outside, 0, prefix_length)
+    return VisibleKeys(start, row + 1, prefix_start, prefix_stop)
+
+
+def block_lists(keys: VisibleKeys, num_keys: int, block_size: int) -> tuple[BlockLists, BlockLists]:
+    """Return the key blocks of each query block, and the query blocks of each key block."""
+    visible = _count_visible_pairs(keys, num_keys, block_size)
+    is_full = visible == block_size**2
+    is_partial = (visible > 0) & ~is_full
+    return (
+        BlockLists(*_listed(is_partial), *_listed(is_full)),
+        BlockLists(*_listed(is_partial.T), *_listed(is_full.T)),
+    )
+
+
+def _count_visible_pairs(keys: VisibleKeys, num_keys: int, block_size: int) -> Integers:
+    """Count the visible pairs of each query block and key block: [query blocks, key blocks]."""
+    num_queries = len(keys.own_start)
+    rows, columns = -(-num_queries // block_size), -(-num_keys // block_size)
+    # a query that sees keys start..stop sees those below `stop` except those below `start`
+    edges = np.concatenate([keys.own_stop, keys.prefix_stop, keys.own_start, keys.prefix_start])
+    signs = np.repeat([1, 1, -1, -1], num_queries)
+    edge_block, rest = np.divmod(edges, block_size)
+    cell = np.tile(np.arange(num_queries) // block_size, 4) * (columns + 1) + edge_block
+    size = rows * (columns + 1)
+    num_edges = np.bincount(cell, weights=signs, minlength=size).reshape(rows, columns + 1)
+    below_edges = np.bincount(cell, weights=signs * rest, minlength=size).reshape(rows, columns + 1)
+    # all keys of a block are below an edge in a later block; in the block of the edge, `rest` keys are
+    later_edges = num_edges[:, :0:-1].cumsum(axis=1)[:, ::-1]
+    visible = block_size * later_edges + below_edges[:, :-1]
+    return visible.astype(np.int64)  # from exact sums in fp64
+
+
+def _listed(blocks: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
+    return blocks.sum(axis=1), np.argsort(~blocks, axis=1, kind="stable")

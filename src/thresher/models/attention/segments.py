@@ -6,20 +6,13 @@ rows, the queries are those rows, and keys and values are still the full row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from thresher.models.attention.flash import SegmentCalls
-
-MaskKey = tuple[int, int | None, torch.device]  # number of keys, window, device
-CallsKey = tuple[int, torch.device]
+T = TypeVar("T")
 
 
 class UlyssesExchange(Protocol):
@@ -71,17 +64,23 @@ class Segment:
 class PackedAttention:
     """The segments as one object that compiled layers pass on as opaque.
 
-    With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs. exchange: the
-    all-to-all of context parallelism. uses_varlen: flash kernels, also on a GPU. masks, calls: the segments as block
-    masks and as calls of flash kernels, which live as long as the micro-batch: a pipeline stage has many in flight, and
-    its backward may compute a forward again.
+    With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs.
     """
 
     segments: tuple[Segment, ...]
-    exchange: UlyssesExchange | None = None
-    uses_varlen: bool = False
-    masks: dict[MaskKey, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
-    calls: dict[CallsKey, SegmentCalls] = field(default_factory=dict, init=False, repr=False, compare=False)
+    exchange: UlyssesExchange | None = None  # the all-to-all of context parallelism
+    uses_varlen: bool = False  # flash kernels, even on a GPU
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the segments in the form that a kernel reads, made once per micro-batch.
+
+        It lives as long as the micro-batch: a pipeline stage has many in flight, and its backward may compute a forward
+        again.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("T", self._made[key])
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def translate_load_errors(what: str, path: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, or one that is in a directory or repository of its own."""
+    """Load a model's tokenizer, or one in its own directory or repository."""
     directory, arguments = locate_tokenizer(path)
     with translate_load_errors("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = _read_once(AutoTokenizer, directory, trust_remote_code, arguments)
@@ -64,7 +64,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the transformers config of a model; reject one that is not causal or names a kernel to download."""
+    """Load a model's transformers config; reject one that is not causal or names a kernel to download."""
     directory, arguments = locate_model(path)
     _check_sizes(path)
     with translate_load_errors("model config", path):
@@ -152,10 +152,7 @@ def with_soft_caps(model: PreTrainedModel, requested: str | None) -> PreTrainedM
 
 
 def _check_loaded(model: PreTrainedModel, path: str, report: Mapping[str, Any]) -> None:
-    """Reject weights that transformers would initialize at random, or untie against the config.
-
-    report: the loading info of transformers.
-    """
+    """Reject weights that transformers reports as initialized at random, or would untie against the config."""
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise wrong_shape(path, name, stored, expected)
     for name in sorted(report["missing_keys"]):

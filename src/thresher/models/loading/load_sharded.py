@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
 from thresher.models.loading.location import hub_arguments
@@ -94,9 +94,9 @@ def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.device | None = None) -> None:
-    """Give every parameter that is on the meta device memory, without values, and move buffers to a device.
+    """Give every parameter that is on the meta device uninitialized memory, and move buffers to a device.
 
-    weights_on: the device of the parameters, if it is another one.
+    `weights_on` is the device of the parameters, if it is a different one.
     """
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
@@ -111,10 +111,9 @@ def load_local_shards(
     weights_on: torch.device | None = None,
     replicas: Group = SINGLE_PROCESS,
 ) -> None:
-    """Allocate every parameter and fill its local shard; `init_adapters` sets those of adapters.
+    """Allocate every parameter and fill its local shard; `init_adapters` sets adapters.
 
-    replicas: the processes that hold the same shards; each tensor is read by one of them, unless transformers must
-    convert it.
+    Each tensor is read by one of the `replicas`, which hold the same shards, unless transformers must convert it.
     """
     allocate(model, device, weights_on=weights_on)
     if not stores_every_parameter(model, path):
@@ -136,7 +135,7 @@ def load_local_shards(
         read()
         return
     filled: list[tuple[Tensor, int]] = []
-    # all read before any of them sends, so that they read at the same time and an error is raised on all
+    # all read before any of them sends: they read at the same time, and an error is raised on all
     run_on_all(replicas, lambda: filled.extend(read()), "load the model")
     for tensor, rank in filled:
         _broadcast(to_local(tensor), rank, replicas, device)
@@ -205,7 +204,7 @@ def load_modules(
 ) -> None:
     """Allocate and read whole parameters, one module at a time; adapters are not read.
 
-    after_module: called with each module that has parameters; it may take their memory away again.
+    `after_module` is called with each module that has parameters; it may take their memory away again.
     """
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     # a tied parameter belongs to two modules, and is stored under the first of its names
@@ -237,7 +236,7 @@ def _stored_name(name: str) -> str:
 
 
 def _stored_tensors(model: PreTrainedModel, reader: SafetensorsReader) -> list[tuple[str, Tensor]]:
-    """The tensors of a model that its files have, by their names there."""
+    """A model's tensors that its files have, by their names there."""
     parameters = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
     return [*parameters, *_stored_buffers(model, reader)]
 
@@ -250,7 +249,7 @@ def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterat
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the weights of a model; the others are computed."""
+    """Yield the buffers that belong to a model's weights; the others are computed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -258,9 +257,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class SafetensorsReader:
-    """Reads tensor shards from the safetensors files of a model.
+    """Reads tensor shards from a model's safetensors files.
 
-    tied: maps names to the ones they equal; compares_tied: their values are compared if the files have both.
+    `tied` maps names to the ones they equal; with `compares_tied`, their values are compared if the files have both.
     """
 
     def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None, *, compares_tied: bool = True):
@@ -293,7 +292,7 @@ class SafetensorsReader:
         self._find(name, tuple(into.shape))
 
     def read_slices(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
-        """Read a slice of a tensor; shape: that the full tensor must have."""
+        """Read a slice of a tensor, which must have this shape in full."""
         values: Tensor = self._find(name, shape)[slices]
         return values
 

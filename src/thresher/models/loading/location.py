@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
 _SECONDS_TO_REACH_HUB = 10
@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def named_model(path: str | None) -> str:
-    """Return the path or name of a model, or raise if the config has none."""
+    """Return a model's path or name, or raise if the config has none."""
     if path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
     return path

@@ -1,42 +1,27 @@
-"""What of a model is trained: all weights, all but frozen modules, or LoRA adapters."""
+"""What of a model is trained: all weights, all but frozen modules, or LoRA adapters above narrowed matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from thresher.models.loading.adapter_files import AdapterFiles
-from thresher.models.loading.freeze import freeze_modules
-from thresher.models.loading.lora import attach_adapter, attach_lora, init_adapters
-from thresher.models.loading.narrow import narrow_frozen_matrices
+from thresher.errors import UserError
+from thresher.models.loading.adapters import AdapterFiles, LoraSettings, attach_adapter, attach_lora, init_adapters
 from thresher.models.pipeline_chunk import decoder_of
 
 
 @dataclass(frozen=True)
-class LoraSettings:
-    """A new adapter; alpha None: twice the rank. init: see `attach_lora`."""
-
-    rank: int
-    alpha: float | None
-    target: Sequence[str]
-    init: str = "default"
-
-    @property
-    def starts_from_weights(self) -> bool:
-        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
-        return self.init != "default"
-
-
-@dataclass(frozen=True)
 class TrainedParts:
-    """The trained part of a model. lora: a new adapter; adapter: one on disk; neither: the weights themselves."""
+    """The trained part of a model: an adapter, or the weights themselves."""
 
-    lora: LoraSettings | None = None
-    adapter: AdapterFiles | None = None
+    lora: LoraSettings | None = None  # a new adapter
+    adapter: AdapterFiles | None = None  # one on disk
     lora_dropout: float = 0.0
     frozen_prefixes: Sequence[str] = ()
 
@@ -47,7 +32,7 @@ class TrainedParts:
     def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
         """Add adapters and freeze the rest, or freeze the named modules; the model may be on the meta device.
 
-        frozen_dtype: precision of the matrices of layers under adapters (see narrow.py); None: that of the model.
+        `frozen_dtype` is the precision of the layers' matrices under adapters, None the model's.
         """
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
@@ -61,15 +46,95 @@ class TrainedParts:
     def _attach(self, model: PreTrainedModel) -> nn.Module:
         if self.adapter is not None:
             return attach_adapter(model, self.adapter, dropout=self.lora_dropout)
-        lora = self.lora
-        assert lora is not None  # noqa: S101
-        return attach_lora(
-            model, rank=lora.rank, alpha=lora.alpha, dropout=self.lora_dropout, target=lora.target, init=lora.init
-        )
+        assert self.lora is not None  # noqa: S101
+        return attach_lora(model, self.lora, dropout=self.lora_dropout)
 
     def init(self, model: PreTrainedModel, seed: int) -> None:
-        """Set the initial values of the adapters of a model that has its weights."""
+        """Set the adapters' initial values; the model has its weights."""
         if self.adapter is not None:
             self.adapter.load(model)
         elif self.lora is not None and not self.lora.starts_from_weights:
             init_adapters(model, seed)
+
+
+_NAMES_SHOWN = 12
+
+
+def freeze_modules(model: nn.Module, prefixes: Sequence[str]) -> None:
+    """Take the gradient from parameters whose name starts with a prefix; a tied one has several names."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    if unmatched := [prefix for prefix in prefixes if not any(name.startswith(prefix) for name, _ in named)]:
+        raise UserError(
+            f"freeze_module_prefix {unmatched} matches no parameter of this model; its modules are {_modules(model)}"
+        )
+    for name, parameter in named:
+        if name.startswith(tuple(prefixes)):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"freeze_module_prefix {list(prefixes)} freezes every parameter, so nothing is trained; name fewer modules "
+            f"of {_modules(model)}"
+        )
+
+
+def _modules(model: nn.Module) -> str:
+    """Names of modules with parameters, down to the single layers."""
+    names = dict.fromkeys(
+        ".".join(name.split(".")[: 3 if ".layers." in f".{name}" else 2]).removesuffix(".weight").removesuffix(".bias")
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    )
+    shown = list(names)
+    if len(shown) > _NAMES_SHOWN:
+        shown[_NAMES_SHOWN // 2 : -_NAMES_SHOWN // 2] = ["..."]
+    return ", ".join(shown)
+
+
+def narrow_frozen_matrices(decoder: nn.Module, dtype: torch.dtype) -> None:
+    """Store the frozen matrices of a decoder's layers in the precision of their products.
+
+    autocast would round each of them to it in every forward. A frozen matrix never changes, so a rounded copy gives the
+    same products bit by bit, in half the memory. Embedding, head, norms and biases, which are not rounded everywhere,
+    keep the precision of the model; so do adapters, which are trained. The model may be on the meta device.
+    """
+    for layer in getattr(decoder, "layers", ()):
+        for module in _frozen(layer):
+            if dtype.itemsize < module.weight.dtype.itemsize:
+                module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+
+
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """Precision of the parameters that are not narrowed."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+@contextmanager
+def widened_matrices(decoder: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within a `with` block, let each layer compute with copies of its frozen matrices in a wider precision."""
+    narrow: dict[nn.Linear, Any] = {}
+
+    def widen(layer: nn.Module, _args: Any) -> None:
+        for module in _frozen(layer):
+            if module.weight.dtype != dtype:
+                narrow[module] = module.weight
+                module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+
+    def restore(*_call: Any) -> None:
+        for module, weight in narrow.items():
+            module.weight = weight
+        narrow.clear()
+
+    handles: list[Any] = []
+    for layer in getattr(decoder, "layers", ()):
+        handles += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(restore)]
+    try:
+        yield
+    finally:
+        restore()
+        for handle in handles:
+            handle.remove()
+
+
+def _frozen(layer: nn.Module) -> list[nn.Linear]:
+    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    return [module for module in linear if not module.weight.requires_grad]

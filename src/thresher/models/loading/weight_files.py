@@ -1,7 +1,7 @@
-"""Find the files of a model's weights, for one process, sharded loading and the digest of the weights alike.
+"""Find the files of a model's weights, for one process, sharded loading and the digest of the weights.
 
-The order is that of transformers: `transformers_weights` of config.json, model.safetensors, then the safetensors index.
-Files that transformers would read in another way than by tensor name from safetensors are rejected.
+In the order of transformers: `transformers_weights` of config.json, model.safetensors, then the safetensors index.
+Files that transformers would not read by tensor name from safetensors are rejected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-from thresher.file_names import is_safe_relative_path
 from thresher.models.loading.location import hub_arguments, read_index
 
 # transformers prefers such files to all others

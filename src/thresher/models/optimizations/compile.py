@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from thresher.errors import UserError
-from thresher.models.optimizations.memory_efficient_layers import COMPILED, elementwise_function
+from thresher.models.optimizations.llama_layers import COMPILED, elementwise_function
 from thresher.models.pipeline_chunk import has_layers, local_layers
 
 _SETTING, _HINT = "actor_train.training_args.torch_compile", "set torch_compile to false"
@@ -27,10 +27,10 @@ MAX_COMPILED_VARIANTS = 32
 
 @dataclass(frozen=True)
 class Compilation:
-    """What to compile: whole layers, or their elementwise functions. is_optional: leave a model that has none as is."""
+    """What to compile: whole layers, or their elementwise functions."""
 
     parts: Literal["layers", "functions"]
-    is_optional: bool = False
+    is_optional: bool = False  # skip models that have none
 
     def apply(self, backbone: nn.Module) -> None:
         if self.is_optional and not has_layers(backbone):
@@ -45,7 +45,7 @@ class Compilation:
 
 
 def compile_layers(backbone: nn.Module) -> None:
-    """Compile every layer of a decoder for rows of any length."""
+    """Compile every decoder layer for rows of any length."""
     for layer in local_layers(backbone, _SETTING, _HINT):
         # dynamic: the number of rows changes with every micro-batch
         layer.compile(dynamic=True, recompile_limit=MAX_COMPILED_VARIANTS)

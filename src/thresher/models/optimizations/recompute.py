@@ -4,7 +4,7 @@
 matrix (2 x inner dimension FLOPs per element), attention, and sums over processes. Norms, rotary embeddings and
 activations are computed again. So are:
 
-- a product of partial sums: the sum over processes is kept in its place,
+- a product of partial sums: the sum over processes is kept instead,
 - the last product of a layer, which no backward reads,
 - products with a narrow inner dimension, such as the second matrix of an adapter,
 - the gathered rows of sequence parallelism, as many times larger than a process's own rows as there are processes.
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.pipeline_chunk import IdentityModule, decoder_of
 
 Recompute = Literal["off", "selective", "full"]
@@ -39,15 +39,15 @@ _KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-# attention kernels that are operations of their own; and compiled code, which is FlexAttention's in an uncompiled layer
+# attention kernels that are single operations; and compiled code, which is FlexAttention's in an uncompiled layer
 _KEPT_NAMESPACES = ("thresher", "torch_attn", "flash_attn", "flash_attn_3")
 _COMPILED = "inductor_compiled_code"
 
 
 def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offload: bool = False) -> None:
-    """Let the layers of a model compute activations again in the backward; adapters are attached already.
+    """Let a model's layers compute activations again in the backward; adapters are attached already.
 
-    offload: keep the inputs of the layers in host memory until then.
+    `offload` keeps the layers' inputs in host memory until then.
     """
     if recompute == "off":
         return
@@ -86,12 +86,12 @@ def _width_of_last_product(model: PreTrainedModel) -> int | None:
 
 
 def _contexts(width: int, width_of_last: int | None) -> Any:
-    """Contexts of the forward of one layer and of its recomputation."""
+    """Contexts of one layer's forward and recomputation."""
     return create_selective_checkpoint_contexts(_LayerPolicy(width, width_of_last))
 
 
 class _LayerPolicy:
-    """Decides for each operation in the forward of a layer whether its result is kept."""
+    """Decides for each operation in a layer's forward whether its result is kept."""
 
     def __init__(self, width: int, width_of_last: int | None):
         self._width, self._width_of_last = width, width_of_last

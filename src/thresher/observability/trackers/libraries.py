@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from thresher.errors import UserError
+from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.tracker import (
@@ -25,7 +25,6 @@ from thresher.observability.trackers.tracker import (
     import_tracker_library,
     rotate,
 )
-from thresher.spelling import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from thresher.builders.objective import build_objective
 from thresher.config import parse_config
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.groups import Group
-from thresher.distributed.host_copies import copy_to_device
 from thresher.distributed.mesh import AXES, ParallelDims
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
 from thresher.observability.machine import peak_rss_bytes

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from thresher.distributed.timeouts import is_lost_connection
+from thresher.distributed.groups import is_lost_connection
 from thresher.errors import ResourceError, UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log

@@ -10,10 +10,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from thresher.data.prepare.block_worker import BlockResult, BlockWorker
-from thresher.data.prepare.executor import Executor, Results
-from thresher.data.prepare.span_worker import RESULT_COLUMN, TASK_COLUMN, SpanWorker
-from thresher.data.prepare.tasks import SpanTask, TaskReader
+from thresher.data.prepare.blocks import BlockResult, BlockWorker, SpanTask, TaskReader
+from thresher.data.prepare.executor import RESULT_COLUMN, TASK_COLUMN, Executor, Results, SpanWorker
 from thresher.errors import UserError
 from thresher.runtime.ray.environment import set_environment
 

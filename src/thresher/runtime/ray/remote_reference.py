@@ -21,7 +21,7 @@ from thresher.builders.reference import Reference
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.errors import WorkerLostError
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.runtime.ray.cluster import death_cause

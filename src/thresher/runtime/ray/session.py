@@ -21,8 +21,8 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stub lacks it
 from ray.exceptions import AuthenticationError, RayError
 
+from thresher.durable import ensure_token
 from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserError
-from thresher.private_token import ensure_token
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.reference import Reference, ScoringProgress, look_up, score_missing
 from thresher.config import DPOConfig
-from thresher.data.batching.micro_batches import MicroBatching
+from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import Group

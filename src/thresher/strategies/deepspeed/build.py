@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
+from thresher.models.loading.adapters import adapter_disabled, attach_adapter
 from thresher.models.loading.load_sharded import load_modules, move_buffers, stores_every_parameter
-from thresher.models.loading.lora import adapter_disabled, attach_adapter
 from thresher.models.logps import PairModel, base_model
 from thresher.models.optimizations.recompute import recompute_activations
 from thresher.strategies.deepspeed.declaration import ZeroSettings

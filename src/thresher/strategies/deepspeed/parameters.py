@@ -17,10 +17,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from thresher.checkpoint.optimizer import check_groups
-from thresher.checkpoint.sharded import FlatShard, Shard
-from thresher.checkpoint.sharded_reader import ShardedReader
-from thresher.checkpoint.weights import STEM, check_specs
+from thresher.checkpoint.state import STEM, check_groups, check_specs
+from thresher.checkpoint.tensor_files import FlatShard, Shard, ShardedReader
 from thresher.distributed.groups import Group
 from thresher.errors import CheckpointError
 from thresher.strategies.native.parameters import count_zeros, squared_norm

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from thresher.errors import UserError
-from thresher.models.loading.adapter_files import AdapterFiles
-from thresher.models.loading.lora import attach_adapter, initial_values
+from thresher.models.loading.adapters import AdapterFiles, attach_adapter, initial_values
 from thresher.models.optimizations.recompute import Recompute
 from thresher.strategies.engine import Engine, ParameterCounts, TrainEngine
 from thresher.strategies.megatron.declaration import MegatronSettings

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from thresher.models.attention.interface import pair_attention
 from thresher.models.attention.segments import PackedAttention
-from thresher.models.optimizations.memory_efficient_layers import rms_norm
+from thresher.models.optimizations.llama_layers import rms_norm
 
 # megatron-core 0.16.1 takes the default fp8=False for fp8, which needs Transformer Engine
 tensor_parallel.CheckpointWithoutOutput = partial(CheckpointWithoutOutput, fp8=None)

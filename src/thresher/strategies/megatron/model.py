@@ -23,13 +23,11 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from thresher.distributed.context_parallel import ContextParallel
-from thresher.distributed.host_copies import copy_to_device
+from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.attention.segments import PackedAttention
-from thresher.models.layouts import ModelInputs
-from thresher.models.layouts.packed import pad_to_multiple
-from thresher.models.lm_head import LMHead, VocabParallel
-from thresher.models.scored_rows import ScoredTokens, logit_transform, score_rows, split_sides
+from thresher.models.layouts import ModelInputs, pad_to_multiple
+from thresher.models.lm_head import LMHead, ScoredTokens, VocabParallel, logit_transform, score_rows, split_sides
 from thresher.strategies.megatron.layers import AttentionContext, decoder_spec
 from thresher.strategies.megatron.parallel import MegatronGroups
 from thresher.strategies.megatron.transformer_config import ModelDescription

@@ -30,10 +30,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
-from thresher.checkpoint.optimizer import check_groups, join_values
-from thresher.checkpoint.sharded import Shard, TensorShard
-from thresher.checkpoint.sharded_reader import ShardedReader
-from thresher.checkpoint.weights import STEM, check_specs
+from thresher.checkpoint.state import STEM, check_groups, check_specs, join_values
+from thresher.checkpoint.tensor_files import Shard, ShardedReader, TensorShard
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import Group
 from thresher.strategies.megatron.declaration import MegatronSettings

@@ -20,7 +20,7 @@ from thresher.data.pair import PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
-from thresher.models.scored_rows import ScoredTokens
+from thresher.models.lm_head import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.native.sequential import (

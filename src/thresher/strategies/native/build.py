@@ -15,8 +15,8 @@ from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.models.layouts import Layout
+from thresher.models.loading.adapters import adapter_disabled, attach_adapter
 from thresher.models.loading.load_sharded import load_local_shards
-from thresher.models.loading.lora import adapter_disabled, attach_adapter
 from thresher.models.logps import PairModel, base_model
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import recompute_activations

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.loading.weight_files import find_files_to_shard
-from thresher.models.optimizations.last_layer import LLAMA_LIKE_FAMILIES
+from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.models.router import num_experts
 from thresher.strategies.native.build import axis_sizes

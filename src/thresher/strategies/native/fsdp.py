@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from thresher.models.loading.narrow import widest_dtype
+from thresher.models.loading.trained import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, local_layers
 from thresher.strategies.native.declaration import FSDP2Settings
 

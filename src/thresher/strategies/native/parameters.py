@@ -25,14 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thresher.checkpoint.optimizer import join_values, load_optimizer_state, optimizer_state
-from thresher.checkpoint.sharded import Shard, shards_to_write
-from thresher.checkpoint.sharded_reader import LocalShards, Shape, ShardedReader, Slices
-from thresher.checkpoint.state import State
-from thresher.checkpoint.weights import STEM, load_weights
+from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
+from thresher.checkpoint.tensor_files import LocalShards, Shape, Shard, ShardedReader, Slices, shards_to_write
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import all_reduce_bucketed
-from thresher.distributed.sharded_tensor import local_slices, to_local
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.losses.pairs import to_fp64
 from thresher.strategies.native.parallelize import ParallelContext
 from thresher.strategies.policy_files import OPTIMIZER, RESUME_HINT

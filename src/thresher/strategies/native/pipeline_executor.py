@@ -35,10 +35,10 @@ from thresher.models.forward_check import (
     in_storage_precision,
 )
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
+from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.compile import uncompiled_layers
 from thresher.models.pipeline_chunk import Chunk
-from thresher.models.scored_rows import ScoredTokens
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.native.declaration import FSDP2Settings
 from thresher.strategies.native.fsdp import GradientSync

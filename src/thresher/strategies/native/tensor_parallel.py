@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import (
 
 from thresher.errors import UserError
 from thresher.models.attention.interface import PAIR_ATTENTION
-from thresher.models.optimizations.last_layer import is_llama_like
+from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.pipeline_chunk import IdentityModule, decoder_of, local_layers
 
 # transformers would all-reduce these gradients after every backward, adding earlier micro-batches again

@@ -1,7 +1,6 @@
-"""Atomic checkpoints: written into a staging directory and published by one rename.
+"""Write one checkpoint: all processes write into a staging directory, and rank 0 publishes it by one rename.
 
-Decides names and the order of disk operations; the content of the files is left to the caller. Several ranks may write
-into one staging directory: rank 0 calls `create_staging`, all write, and after a barrier rank 0 calls `publish`.
+Decides names and the order of disk operations; the content of the files is left to the caller.
 
 If the step already has a valid checkpoint with the same manifest, that one is kept and the new copy is dropped (a
 resumed run saves the same bytes again). Otherwise the new one replaces it, because it belongs to the current run. A
@@ -9,16 +8,18 @@ directory cannot be replaced by one rename, so the old one is renamed first; `re
 between.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias, TypeVar
 
 from thresher import durable
 from thresher.checkpoint.manifest import (
@@ -30,6 +31,7 @@ from thresher.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from thresher.distributed.run_on_all import Communicator, run_on_all
 from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -50,7 +52,7 @@ class Staging:
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of a step."""
+    """Return a step's directory name."""
     return f"step-{step:08d}"
 
 
@@ -90,7 +92,7 @@ def publish(
 ) -> Path:
     """Turn a staging directory into the checkpoint of its step and return the path.
 
-    records: from `record_files` of each rank; files without a record are digested here.
+    Each rank passes its `record_files`; files without a record are digested here.
     On failure the staging directory is removed and older checkpoints are unchanged.
     """
     target = staging.root / step_name(staging.step)
@@ -222,3 +224,57 @@ def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]
         also=". Older checkpoints are intact",
         kind=CheckpointError,
     )
+
+
+T = TypeVar("T")
+# Writes this process's files into a directory and returns their names.
+Write: TypeAlias = Callable[[Path], Sequence[str]]
+
+
+def save_collectively(
+    root: Path,
+    step: int,
+    write: Write,
+    metrics: Mapping[str, float],
+    communicator: Communicator,
+    clean_up: Callable[[], None],
+) -> None:
+    """Publish the files that all processes write; then rank 0 calls `clean_up`."""
+    staging: Staging | None = None
+
+    def create() -> Path | None:
+        nonlocal staging
+        staging = create_staging(root, step) if communicator.rank == 0 else None
+        return None if staging is None else staging.path
+
+    try:
+        path = _on_all(communicator, create)[0]
+        if path is None:
+            raise TypeError("rank 0 returned no staging directory")
+        records = _on_all(communicator, lambda: _write_and_record(write, path, root, step))
+    except BaseException:
+        if staging is not None:
+            discard(staging)
+        raise
+
+    def finish() -> None:
+        if staging is not None:
+            all_records = {name: record for of_rank in records for name, record in of_rank.items()}
+            publish(staging, metrics=metrics, records=all_records)
+            with translate_save_errors(root, step):
+                clean_up()
+
+    _on_all(communicator, finish)
+
+
+def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
+        )
+    with translate_save_errors(root, step):
+        return record_files(path, write(path))
+
+
+def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
+    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)

@@ -1,27 +1,193 @@
-"""Sharded tensors of a checkpoint, reading side: any slice of any tensor, from one file or many.
+"""Sharded tensors in safetensors files: which shards a process writes, and any slice of any tensor read back.
 
 A process reads only the slices that it needs, however many processes wrote the files, and without communication.
+
+Decides what happens to tensors that safetensors rejects: names of the same memory (tied weights) are written once and
+are tied again after loading; overlapping views are written as separate copies; other strides are made contiguous. The
+header of a file stores the global shape of its shards, and their offset: of blocks under `parts`, of elements of the
+flattened tensor under `flat`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from thresher import durable
 from thresher.checkpoint.json_io import translate_read_errors
-from thresher.checkpoint.safetensors_io import HEADER_KEY
-from thresher.checkpoint.sharded import ShardFile, flat_blocks
+from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A contiguous block of a global tensor: `values` at `offset` in a tensor of `shape`."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def is_full(self) -> bool:
+        return tuple(self.values.shape) == self.shape
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """Consecutive elements of a global tensor in row-major order: 1-D `values` from element `start` of `shape`."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.values.numel() == prod(self.shape)
+
+
+Shard: TypeAlias = TensorShard | FlatShard
+
+
+def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the elements [start, stop) of a flattened tensor into contiguous blocks, in order: (offset, shape) each."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    begin = index * prod(shape[1:])
+    for offset, block in flat_blocks(shape[1:], start - begin, stop - begin):
+        yield (index, *offset), (1, *block)
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """The file of one writing process, `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    def name(self, stem: str) -> str:
+        """Return the file name; a single file has the plain name that any safetensors reader expects."""
+        if self.count == 1:
+            return f"{stem}.safetensors"
+        return f"{stem}-{self.index + 1:05d}-of-{self.count:05d}.safetensors"
+
+
+def shards_to_write(
+    tensors: Mapping[str, Tensor], sharded_like: Mapping[str, Tensor], owns: Callable[[Tensor], bool]
+) -> dict[str, TensorShard]:
+    """Return the shards that this process writes: of replicas, exactly one process owns each.
+
+    `tensors` may be plain local shards; `sharded_like` has tensors of the same names and sharding.
+    """
+    shards = {}
+    for name, tensor in tensors.items():
+        like = sharded_like[name]
+        if owns(like):
+            offset = tuple(each.start for each in local_slices(like))
+            shards[name] = TensorShard(to_local(tensor).detach(), tuple(like.shape), offset)
+    # with more processes than rows, some have an empty shard
+    return {name: shard for name, shard in shards.items() if shard.values.numel() or shard.is_full}
+
+
+# a single header key: safetensors writes several in random order, and equal states must give equal bytes
+HEADER_KEY = "thresher"
+
+
+def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to `<stem>.safetensors`; return the file name."""
+    first_names, tied = _find_tied(tensors)
+    name = ShardFile().name(stem)
+    _write(directory / name, first_names, {"tied": tied} if tied else {})
+    return name
+
+
+def save_shards(directory: Path, stem: str, shards: Mapping[str, Shard], file: ShardFile) -> str:
+    """Write one process's shards into its file; return the file name."""
+    partial = {name: shard for name, shard in shards.items() if not shard.is_full}
+    blocks = {name: [list(s.shape), list(s.offset)] for name, s in partial.items() if isinstance(s, TensorShard)}
+    ranges = {name: [list(s.shape), s.start] for name, s in partial.items() if isinstance(s, FlatShard)}
+    header = {key: positions for key, positions in (("parts", blocks), ("flat", ranges)) if positions}
+    values = {name: shard.values.view(shard.shape) if shard.is_full else shard.values for name, shard in shards.items()}
+    _write(directory / file.name(stem), values, header)
+    return file.name(stem)
+
+
+def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    first_names: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    name_of_memory: dict[tuple[object, ...], str] = {}
+    for name, tensor in sorted(tensors.items()):
+        # all empty tensors have address 0 and share nothing
+        memory = (
+            (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+            if tensor.numel()
+            else (name,)
+        )
+        first = name_of_memory.setdefault(memory, name)
+        if first == name:
+            first_names[name] = tensor
+        else:
+            tied[name] = first
+    return first_names, tied
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    metadata = {HEADER_KEY: json.dumps(header, sort_keys=True)} if header else None
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(_unshared(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        # the OS error is only in its text; callers translate an OSError into advice
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(match[1]) if match else errno.EIO, str(error)) from error
+    # safetensors creates files that only their owner may read; use the mode of the user's umask
+    path.chmod(mode)
+    # on a network file system, only the rank that wrote a file can flush it
+    durable.sync_file(path)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in contiguous CPU memory that no two of them share."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        storage = dense.untyped_storage()
+        if storage.nbytes() != dense.nbytes or storage.data_ptr() in seen:
+            dense = dense.clone()
+        seen.add(dense.untyped_storage().data_ptr())
+        plain[name] = dense
+    return plain
+
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -29,11 +195,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _StoredBlock:
-    """A block of a tensor in a file; start: its first element in a stored 1-D tensor, None if it is stored as it is."""
+    """A block of a tensor in a file."""
 
     shape: Shape
     file: str
-    start: int | None = None
+    start: int | None = None  # its first element in a stored 1-D tensor; None if it is stored as it is
 
 
 @dataclass

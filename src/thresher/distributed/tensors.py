@@ -1,4 +1,7 @@
-"""Copies between the host and a device, at which the host waits as rarely as possible."""
+"""Tensors between the host and devices, and local shards of tensors that may be DTensors.
+
+The host waits for copies as rarely as possible.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slices of the full tensor that this process holds."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the local shard; a plain tensor is returned unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device. To a GPU from pinned memory, so that the host does not wait for the copy."""
+    """Copy a tensor to a device. To a GPU from pinned memory: the host does not wait for the copy."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -31,7 +49,7 @@ def stack_numbers(numbers: Sequence[Tensor | float], device: torch.device) -> Te
 
 
 def copy_arrays_to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """Copy integer arrays to a device as int32 tensors with memory of their own, in one copy."""
+    """Copy integer arrays to a device as int32 tensors with separate memory, in one copy."""
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
     copies = [torch.empty(array.shape, dtype=torch.int32, device=device) for array in arrays]
     # not views of one tensor: compiled code would depend on their offsets

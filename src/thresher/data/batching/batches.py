@@ -1,0 +1,228 @@
+"""Batches of pairs: micro-batches of a training step on each rank, and blocks of neighbouring pairs to score.
+
+Pure functions of the pair lengths. A step's pairs are assigned to ranks of equal cost, whose numbers of pairs differ by
+at most one, and packed into bins under a token budget, a number of pairs, or both. Costs are computed from the model's
+dimensions, not measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.data.batching.plan import PairIds
+from thresher.data.store.reader import Lengths
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Compute cost of a pair, in units of the linear layers for one token."""
+
+    # of one query and key: in a plain transformer 4 * hidden * layers FLOPs over 2 * weights, about 1 / (6 * hidden)
+    attention_per_key: float
+    shares_prompt: bool  # the prompt is computed once, not once per response
+
+    def tokens(self, lengths: Lengths) -> Indices:
+        """Return the tokens that each pair occupies in a packed row; the last token of a response is not an input."""
+        prompt, chosen, rejected = (lengths[:, i].astype(np.int64) for i in range(3))
+        return prompt * (1 if self.shares_prompt else 2) + np.maximum(chosen - 1, 0) + np.maximum(rejected - 1, 0)
+
+    def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
+        """Return the cost of the linear layers plus causal attention, half a square per sequence."""
+        prompt, chosen, rejected = (lengths[:, i].astype(np.float64) for i in range(3))
+        squares = np.square(prompt + chosen) + np.square(prompt + rejected)
+        if self.shares_prompt:
+            squares -= np.square(prompt)
+        return self.attention_per_key / 2 * squares + self.tokens(lengths)
+
+
+def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
+    """Assign every pair to a rank: in rounds of one pair per rank, each round's costliest to the least loaded rank.
+
+    Longest-processing-time scheduling with equal counts, vectorized per round. Loads are integers with the rank in the
+    low bits: sorting them needs no argsort, and since no two are equal, every sort algorithm gives the same result.
+    """
+    ranks = np.empty(len(costs), dtype=np.int32)
+    if len(costs) == 0:
+        return ranks
+    num_rounds = -(-len(costs) // num_ranks)
+    rank_bits, load_bits = (num_ranks - 1).bit_length(), num_rounds.bit_length()
+    cost_bits = 62 - rank_bits - load_bits
+    relative = costs / max(costs.max(), 1e-300)
+    order = _descending(relative)
+    # np.take is three times faster than indexing
+    units = (relative * 2.0**cost_bits).astype(np.int64).take(order) << rank_bits
+    loads = np.arange(num_ranks)  # load << rank_bits | rank
+    least_loads = np.empty(len(costs), dtype=np.int64)
+    for start in range(0, len(order), num_ranks):
+        loads.sort()
+        round_units = units[start : start + num_ranks]
+        least_loads[start : start + num_ranks] = loads[: len(round_units)]
+        loads[: len(round_units)] += round_units
+    ranks[order] = least_loads & ((1 << rank_bits) - 1)
+    return ranks
+
+
+def _descending(relative: npt.NDArray[np.float64]) -> Indices:
+    """Argsort values in 0..1 from the largest down, to a precision of 1 / 65,535: 16-bit keys sort in linear time."""
+    keys = (relative * 65_535).astype(np.uint16)
+    return np.argsort(65_535 - keys, kind="stable")
+
+
+def bin_by_tokens(tokens: Indices, budget: int) -> list[Indices]:
+    """Pack pairs into bins by best-fit decreasing; a pair over the budget gets a bin to itself.
+
+    Each pair goes to the fullest bin with enough room. O(n log n) comparisons: open bins stay sorted by room.
+    """
+    bins: list[list[int]] = []
+    # room * stride + bin: integers compare faster than tuples, and the older of two equally full bins is used
+    rooms: list[int] = []
+    stride = len(tokens) + 1
+    order = np.argsort(-tokens, kind="stable")
+    least = int(tokens[order[-1]]) if len(order) else 0
+    for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
+        position = bisect_left(rooms, size * stride)
+        if position == len(rooms):
+            room, chosen = budget, len(bins)
+            bins.append([index])
+        else:
+            room, chosen = divmod(rooms.pop(position), stride)
+            bins[chosen].append(index)
+        # a bin too full for the shortest pair is closed, which keeps the list short
+        if room - size >= least:
+            insort(rooms, (room - size) * stride + chosen)
+    return [np.array(sorted(chosen), dtype=np.int64) for chosen in bins]
+
+
+# block size for computing costs: arrays that fit into the cache take half the time
+_PAIRS_PER_BLOCK = 16_384
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Assignment of pairs to ranks and micro-batches."""
+
+    lengths: Lengths  # [pairs in the store, (prompt, chosen, rejected)] in tokens
+    costs: CostModel
+    max_tokens: int | None = None  # token budget of a micro-batch
+    max_pairs: int | None = None  # pairs per padded micro-batch; None for packed rows
+
+    def split(self, pair_ids: PairIds, rank: int, num_ranks: int) -> list[PairIds]:
+        """Return the pair ids of each micro-batch of a rank; every pair is in one micro-batch of one rank."""
+        return self.split_ranks(pair_ids, [rank], num_ranks)[0]
+
+    def split_ranks(self, pair_ids: PairIds, ranks: Sequence[int], num_ranks: int) -> list[list[PairIds]]:
+        """The same for several ranks, with one assignment of the pairs."""
+        if num_ranks == 1:
+            return [self._split_rank(pair_ids) for _ in ranks]
+        assigned = assign_ranks(self._costs_of(pair_ids), num_ranks)
+        return [self._split_rank(pair_ids[assigned == rank]) for rank in ranks]
+
+    def _split_rank(self, pair_ids: PairIds) -> list[PairIds]:
+        if len(pair_ids) == 0:
+            return []
+        if self.max_pairs is None:
+            budget = np.iinfo(np.int64).max if self.max_tokens is None else self.max_tokens
+            bins = bin_by_tokens(self.costs.tokens(self.lengths[pair_ids]), int(budget))
+            return [pair_ids[indices] for indices in bins]
+        if self.max_tokens is None:
+            return [pair_ids[i : i + self.max_pairs] for i in range(0, len(pair_ids), self.max_pairs)]
+        return self._split_padded(pair_ids, self.max_pairs, self.max_tokens)
+
+    def _costs_of(self, pair_ids: PairIds) -> npt.NDArray[np.float64]:
+        blocks = (pair_ids[i : i + _PAIRS_PER_BLOCK] for i in range(0, len(pair_ids), _PAIRS_PER_BLOCK))
+        # np.take is three times faster than indexing a memory map
+        return np.concatenate([self.costs.costs(np.take(self.lengths, block, axis=0)) for block in blocks])
+
+    def _split_padded(self, pair_ids: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
+        """Fill padded batches from the longest pair down, so pairs of similar length share a batch."""
+        widths = self.lengths[pair_ids, 0].astype(np.int64) + self.lengths[pair_ids, 1:].max(axis=1)
+        order = np.argsort(-widths, kind="stable")
+        batches, start = [], 0
+        while start < len(order):
+            # two rows per pair, padded to the width of the first pair
+            fitting = max_tokens // (2 * int(widths[order[start]]))
+            stop = start + max(1, min(max_pairs, fitting))
+            batches.append(pair_ids[np.sort(order[start:stop])])
+            start = stop
+        return batches
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks that cover a store; block i contains the pairs from edges[i] up to edges[i + 1].
+
+    For scoring without a gradient: evaluation, and a reference that is computed in advance.
+    """
+
+    edges: PairIds
+
+    @classmethod
+    def by_pairs(cls, num_pairs: int, pairs_per_block: int) -> Blocks:
+        return cls(np.append(np.arange(0, num_pairs, pairs_per_block, dtype=np.int64), num_pairs))
+
+    @classmethod
+    def by_tokens(cls, tokens: npt.NDArray[np.int64], budget: int) -> Blocks:
+        """Make blocks of nearly equal numbers of tokens, about the budget each; `tokens` has one entry per pair.
+
+        Equal, because small matrix products round differently in bf16: a short last block would be noisier.
+        """
+        ends = np.cumsum(tokens)
+        total = int(ends[-1]) if len(ends) else 0
+        num_blocks = max(1, -(-total // budget))
+        cuts = np.searchsorted(ends, np.arange(1, num_blocks) * (total / num_blocks)) + 1
+        return cls(np.unique(np.concatenate([[0], cuts, [len(tokens)]]).astype(np.int64)))
+
+    def containing(self, pair_ids: PairIds) -> PairIds:
+        """Return the block of each pair."""
+        return np.searchsorted(self.edges, pair_ids, side="right").astype(np.int64) - 1
+
+    def sizes(self, blocks: PairIds) -> PairIds:
+        return self.edges[blocks + 1] - self.edges[blocks]
+
+    def pairs(self, blocks: PairIds) -> PairIds:
+        """Return the pairs of some blocks, in order."""
+        sizes = self.sizes(blocks)
+        first_positions = np.cumsum(sizes) - sizes
+        return np.repeat(self.edges[blocks] - first_positions, sizes) + np.arange(int(sizes.sum()))
+
+    def halved(self, is_too_large: npt.NDArray[np.bool_]) -> Blocks:
+        """Cut some blocks of several pairs in half."""
+        starts, sizes = self.edges[:-1][is_too_large], np.diff(self.edges)[is_too_large]
+        return Blocks(np.sort(np.append(self.edges, starts + sizes // 2)))
+
+
+@dataclass(frozen=True)
+class ScoringBatching:
+    """How pairs that are only scored are batched."""
+
+    max_tokens: int  # budget of a batch, with padding; a longer pair gets a batch to itself
+    max_pairs: int | None = None  # None: as many as the budget allows
+    costs: CostModel | None = None  # counts the tokens of pairs in packed rows; None if rows are padded
+
+    def blocks(self, lengths: Lengths) -> Blocks:
+        """Cut pairs into blocks; lengths [pairs, (prompt, chosen, rejected)]."""
+        if self.max_pairs is None and self.costs is not None:
+            return Blocks.by_tokens(self.costs.tokens(lengths), self.max_tokens)
+        blocks = Blocks.by_pairs(len(lengths), self.max_pairs or max(1, len(lengths)))
+        while (is_too_large := self._is_too_large(blocks, lengths)).any():
+            blocks = blocks.halved(is_too_large)
+        return blocks
+
+    def _is_too_large(self, blocks: Blocks, lengths: Lengths) -> npt.NDArray[np.bool_]:
+        starts, sizes = blocks.edges[:-1], np.diff(blocks.edges)
+        if not len(starts):
+            return np.zeros(0, dtype=np.bool_)
+        if self.costs is not None:
+            tokens = np.add.reduceat(self.costs.tokens(lengths), starts)
+        else:
+            widths = lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1)
+            tokens = 2 * sizes * np.maximum.reduceat(widths, starts)  # two rows per pair
+        is_too_large: npt.NDArray[np.bool_] = (tokens > self.max_tokens) & (sizes > 1)
+        return is_too_large

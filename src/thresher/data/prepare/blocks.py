@@ -1,0 +1,391 @@
+"""Blocks of rows: read from spans of the sources by tasks, and converted to record batches of pairs.
+
+Any process can read a span and convert a block. Labelled rows are the exception: one process reads and joins them in
+file order, so the pairs do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thresher.data.pair import Pair
+from thresher.data.prepare.findings import Keys, to_keys
+from thresher.data.rows.formats import (
+    FORMAT_BY_NAME,
+    PreferenceRow,
+    RowFormat,
+    check_columns,
+    detect_format,
+    read_numbers,
+    rename,
+    to_preference_row,
+    with_system,
+)
+from thresher.data.rows.messages import SYSTEM_ROLES, is_empty, to_messages
+from thresher.data.rows.parsing import BadRowError, Row, Unreadable, find_invalid, parse_row, quoted, read_tokenized
+from thresher.data.settings import DataSettings
+from thresher.data.sources.readers import Block, SourceSpan, read_blocks, read_span, split_source
+from thresher.data.sources.resolve import SourceFile, resolve_sources
+from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.tokenization.chat_template import RenderedRow, Template, load_template, render
+from thresher.data.tokenization.control_tokens import ControlTokens
+from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow, needed_length, truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """An invalid row and the reason."""
+
+    file: str
+    unit: str
+    number: int
+    reason: str
+    content: Any
+
+    @classmethod
+    def of(cls, block: Block, index: int, error: BadRowError) -> BadRow:
+        return cls(block.file, block.unit, block.numbers[index], str(error), _json_content(block.contents[index]))
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """A block of a span and the format of its rows; bad and joined rows were counted while reading it."""
+
+    span: int
+    block: Block
+    row_format: str
+    column_names: Mapping[str, str]
+    rows_read: int
+    rows_joined: int = 0
+    bad: tuple[BadRow, ...] = ()
+
+
+@dataclass
+class BlockResult:
+    """The pairs of a block and the counts of its other rows."""
+
+    # position of the block, as in `BlockTask` and `Block`
+    span: int
+    last_number: int
+    bytes_done: int
+    rows_read: int
+    rows_joined: int = 0
+    pairs: Any = None
+    keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+    swapped_keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+    bad: list[BadRow] = field(default_factory=list)  # numbered from the start of the span
+    dropped: Counter[str] = field(default_factory=Counter)
+    too_long: list[int] = field(default_factory=list)  # the smallest sequence_length that keeps each dropped pair
+    truncated: Counter[str] = field(default_factory=Counter)
+    splits_moved: int = 0
+    headers_shortened: int = 0
+    findings: dict[str, list[int]] = field(default_factory=dict)  # indices into the pairs
+
+
+class BlockWorker:
+    """Render, tokenize, truncate and hash the rows of blocks; keeps no state between blocks."""
+
+    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._template = template
+        self._control_tokens = ControlTokens(tokenizer, template)
+        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.placeholders)
+
+    def __call__(self, task: BlockTask) -> BlockResult:
+        block = task.block
+        result = BlockResult(
+            task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
+        )
+        kept: list[Pair] = []
+        for tokenized, findings in self._tokenize(task, result):
+            pair = self._keep(tokenized, result)
+            if isinstance(pair, str):
+                result.dropped[pair] += 1
+                continue
+            for name in findings:
+                result.findings.setdefault(name, []).append(len(kept))
+            kept.append(pair)
+        hashes = [hash_pair(pair) for pair in kept]
+        result.pairs = pairs_to_record_batch(kept, hashes)
+        result.keys = to_keys([each.pair for each in hashes])
+        result.swapped_keys = to_keys([each.swapped for each in hashes])
+        return result
+
+    def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, list[str]]]:
+        """Return the tokenized rows, each with the names of its findings."""
+        if FORMAT_BY_NAME[task.row_format].is_tokenized:
+            return [(TokenizedRow(pair, False, False), []) for pair in self._read_pairs(task, result)]
+        rows, rendered = self._render(task, result)
+        result.headers_shortened = sum(each.header_shortened for each in rendered)
+        return [
+            (
+                replace(tokens, pair=replace(tokens.pair, weight=row.weight, margin=row.margin)),
+                ["control_tokens_in_text"] * text.has_placeholders
+                + ["scores_contradict_labels"] * row.scores_contradict,
+            )
+            for row, text, tokens in zip(rows, rendered, self._to_tokens(rendered), strict=True)
+        ]
+
+    def _read_pairs(self, task: BlockTask, result: BlockResult) -> Iterator[Pair]:
+        row_format = FORMAT_BY_NAME[task.row_format]
+        for index, content in enumerate(task.block.contents):
+            try:
+                row = parse_row(content)
+                check_columns(row, row_format, task.column_names)
+                yield read_tokenized(row, len(self._tokenizer), *read_numbers(row))
+            except BadRowError as error:
+                result.bad.append(BadRow.of(task.block, index, error))
+
+    def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
+        row_format = FORMAT_BY_NAME[task.row_format]
+        rows: list[PreferenceRow] = []
+        texts: list[RenderedRow] = []
+        for index, content in enumerate(task.block.contents):
+            try:
+                row = to_preference_row(parse_row(content), row_format, task.column_names)
+                row = with_system(row, self._settings.system_prompt)
+                if (empty := _find_empty(row)) is not None:
+                    result.dropped[empty] += 1
+                    continue
+                texts.append(self._render_row(row))
+            except BadRowError as error:
+                result.bad.append(BadRow.of(task.block, index, error))
+                continue
+            rows.append(row)
+        return rows, texts
+
+    def _render_row(self, row: PreferenceRow) -> RenderedRow:
+        spelled = self._control_tokens.find(row)
+        if spelled is None:
+            return render(row, self._template, self._tokenizer)
+        if self._settings.special_tokens_in_text == "reject":
+            raise BadRowError(
+                f"the text contains the control token {spelled!r}; set "
+                f"{self._settings.key('special_tokens_in_text')}=keep_as_text to tokenize it as text"
+            )
+        return self._control_tokens.render_as_text(row)
+
+    def _keep(self, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
+        """Return the pair to keep, or the reason to drop it."""
+        full = tokenized.pair
+        if tokenized.has_empty_response:
+            return "empty_response"
+        if len(full.prompt_ids) == 0:
+            return "empty_prompt"
+        if _is_identical(full):
+            return "identical_sides"
+        settings = self._settings
+        pair = truncate(full, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
+        if pair is None:
+            result.too_long.append(needed_length(full, settings.truncation, self._to_tokens.bos_id))
+            return "too_long"
+        if pair is not full:
+            if _is_identical(pair) or not _has_scored_tokens(pair):
+                return "nothing_left_after_truncation"
+            result.truncated[settings.truncation] += 1
+        result.splits_moved += tokenized.split_moved
+        return pair
+
+
+def _find_empty(row: PreferenceRow) -> str | None:
+    """Return the reason to drop a row without text; what the chat template writes around it does not count."""
+    for side in (row.chosen, row.rejected):
+        if all(is_empty(message) for message in side if message["role"] == "assistant"):
+            return "empty_response"
+    # a system message is a prompt only where nothing else is
+    asked = [message for message in row.prompt if message["role"] not in SYSTEM_ROLES] or row.prompt
+    return "empty_prompt" if all(map(is_empty, asked)) else None
+
+
+def _json_content(content: Any) -> Any:
+    """Return a row's content in a form that JSON can represent."""
+    if isinstance(content, bytes):
+        return content.decode("utf-8", errors="replace").rstrip("\n")
+    if not isinstance(content, Unreadable) and (reason := find_invalid(content)) is not None:
+        content = Unreadable.of(reason, content)
+    return content.content if isinstance(content, Unreadable) else content
+
+
+def _is_identical(pair: Pair) -> bool:
+    return np.array_equal(pair.chosen_ids, pair.rejected_ids)
+
+
+def _has_scored_tokens(pair: Pair) -> bool:
+    return all(mask is None or bool(mask.any()) for mask in (pair.chosen_mask, pair.rejected_mask))
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """Row format of a file, detected from its first row; None if no row can be parsed."""
+
+    source: SourceFile
+    format_name: str | None
+    unused_columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SpanTask:
+    """A span and the format of its rows."""
+
+    number: int  # among all spans
+    file: int  # index among the sources
+    span: SourceSpan
+    row_format: str
+    column_names: Mapping[str, str]
+    skip_blocks: int = 0  # leading blocks that an earlier process has finished
+
+    @property
+    def is_unpaired(self) -> bool:
+        return FORMAT_BY_NAME[self.row_format].is_unpaired
+
+
+def read_task(task: SpanTask) -> Iterator[BlockTask]:
+    """Read a span of paired rows in blocks."""
+    for number, block in enumerate(read_span(task.span)):
+        if number >= task.skip_blocks:
+            yield BlockTask(task.number, block, task.row_format, task.column_names, len(block))
+
+
+def find_template(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """Load the template of the settings; rows of token ids use none, so their tokenizer may lack a chat template."""
+    name = settings.template
+    if name == "auto" and not tokenizer.chat_template:
+        formats = {
+            _detect_source(each, settings.column_names).format_name for each in resolve_sources(settings.file_names)
+        }
+        if all(each is not None and FORMAT_BY_NAME[each].is_tokenized for each in formats):
+            name = "raw"
+    return load_template(tokenizer, name, settings.template_arguments, settings.key("template"))
+
+
+class TaskReader:
+    """The spans of all sources in order; reads spans and joins labelled rows to pairs."""
+
+    def __init__(self, settings: DataSettings, sources: Sequence[SourceFile]) -> None:
+        self._joiner = UnpairedJoiner()
+        names = settings.column_names
+        sources = [replace(source, max_rows=settings.max_samples) for source in sources]
+        self.files = [_detect_source(source, names) for source in sources]
+        spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
+        # if no row of a file can be parsed, each is reported as bad whatever the format
+        formats = [each.format_name or "prompt" for each in self.files]
+        self.spans = [SpanTask(number, file, span, formats[file], names) for number, (file, span) in enumerate(spans)]
+
+    @property
+    def num_unpaired(self) -> int:
+        return self._joiner.num_waiting
+
+    def remaining(self, span: int, blocks: int) -> list[SpanTask]:
+        """Return the tasks after the first `blocks` blocks of a span; joins the labelled rows before it again."""
+        for task in self.spans[:span]:
+            if task.is_unpaired:
+                for _ in self.read(task):
+                    pass
+        return [replace(task, skip_blocks=blocks if task.number == span else 0) for task in self.spans[span:]]
+
+    def read(self, task: SpanTask) -> Iterator[BlockTask]:
+        """Read a span in blocks, with labelled rows joined; must be called in the order of the spans."""
+        if not task.is_unpaired:
+            yield from read_task(task)
+            return
+        for number, block in enumerate(read_span(task.span)):
+            joined = self._join(block, task)
+            if number >= task.skip_blocks:
+                yield joined
+
+    def _join(self, block: Block, task: SpanTask) -> BlockTask:
+        joined: list[tuple[int, Any]] = []
+        bad: list[BadRow] = []
+        num_waiting = self._joiner.num_waiting
+        for index, content in enumerate(block.contents):
+            try:
+                row = self._joiner.join(rename(parse_row(content), task.column_names), FORMAT_BY_NAME[task.row_format])
+            except BadRowError as error:
+                bad.append(BadRow.of(block, index, error))
+                continue
+            if row is not None:
+                joined.append((block.numbers[index], row))
+        # every row is bad, one side of a pair, or waiting; rows that wait at the end are counted as dropped
+        pairs = replace(block, numbers=tuple(number for number, _ in joined), contents=tuple(row for _, row in joined))
+        if len(block) != len(bad) + 2 * len(joined) + self._joiner.num_waiting - num_waiting:
+            raise AssertionError("the counts of labelled rows do not add up")
+        return BlockTask(task.number, pairs, "prompt", {}, len(block), len(joined), tuple(bad))
+
+
+def _detect_source(source: SourceFile, names: Mapping[str, str]) -> SourceFormat:
+    for block in read_blocks(source):
+        for index, content in enumerate(block.contents):
+            try:
+                row = parse_row(content)
+            except BadRowError:
+                continue
+            row_format = detect_format(row, names, block.where(index))
+            used = {*row_format.required, *row_format.optional, *names.values()}
+            return SourceFormat(source, row_format.name, tuple(str(name) for name in row if name not in used))
+    return SourceFormat(source, None)
+
+
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class UnpairedJoiner:
+    """Joins rows of one answer and a label (KTO style): same prompt and opposite labels become one pair.
+
+    The n-th good answer of a prompt is paired with its n-th bad one in file order. Answers without a partner wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, dict[bool, deque[Row]]] = defaultdict(lambda: {True: deque(), False: deque()})
+        self.num_waiting = 0
+
+    def join(self, row: Row, row_format: RowFormat) -> Row | None:
+        """Return a prompt/chosen/rejected row if an earlier row is a partner; else keep this row and return None."""
+        missing = [name for name in row_format.required if row.get(name) is None]
+        if missing:
+            raise BadRowError(f"no value for {', '.join(missing)}; its columns are {', '.join(map(str, row))}")
+        prompt, answer = _split_answer(row, row_format)
+        label = _read_label(row["label"])
+        key = json.dumps([prompt, row.get("system"), row.get("tools")], sort_keys=True, default=str)
+        waiting = self._waiting[hashlib.blake2b(key.encode(), digest_size=16).digest()]
+        kept = {name: row[name] for name in row_format.optional if row.get(name) is not None}
+        current: Row = {**kept, "prompt": prompt, "answer": answer}
+        if not waiting[not label]:
+            waiting[label].append(current)
+            self.num_waiting += 1
+            return None
+        self.num_waiting -= 1
+        partner = waiting[not label].popleft()
+        good, bad = (current, partner) if label else (partner, current)
+        good["chosen"], good["rejected"] = good.pop("answer"), bad["answer"]
+        return good
+
+
+def _split_answer(row: Row, row_format: RowFormat) -> tuple[Any, Any]:
+    if row_format.name == "labelled_completions":
+        return row["prompt"], row["completion"]
+    column = row_format.required[0]
+    messages = to_messages(row[column], "user", column)
+    end = len(messages)
+    while end > 0 and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if end in (0, len(messages)):
+        raise BadRowError(f"`{column}` must have a prompt and end with an assistant turn")
+    return messages[:end], messages[end:]
+
+
+def _read_label(value: Any) -> bool:
+    label = _LABELS.get(str(value).strip().lower())
+    if label is None:
+        raise BadRowError(f"`label` must be true or false, got {quoted(value)}")
+    return label

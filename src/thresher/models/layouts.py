@@ -1,0 +1,359 @@
+"""Layouts: how the pairs of a micro-batch are arranged in a model's input. All layouts give the same logps.
+
+`packed` puts all pairs into one row, two sequences per pair, without padding. `shared` computes the prompt once:
+[prompt | chosen | rejected], where the rejected side does not attend to the chosen side and its positions continue
+after the prompt. `padded` has two rows per pair, right-padded to the longest; tests compare the others with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
+from thresher.errors import UserError
+from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
+from thresher.models.loading.load import soft_caps_scores
+
+VARLEN = "varlen"  # `attn_implementation` of packed rows; all others are transformers'
+LayoutName = Literal["auto", "shared", "packed", "padded"]
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Model inputs of one micro-batch, and the rows that predict its response tokens."""
+
+    model_inputs: dict[str, Tensor]  # keyword arguments of the backbone's forward
+    # [num_scored] flat row of the hidden states that predicts each scored token: all chosen sides, then all rejected
+    scored_rows: Tensor
+    targets: Tensor  # [num_scored] the tokens to be predicted
+    chosen_lengths: Tensor  # [num_pairs] scored tokens
+    rejected_lengths: Tensor
+    num_useful_tokens: int  # of both sequences of every pair, the same in every layout
+    num_padding_tokens: int
+    # [rows] how many tokens that predict another one each flat row stands for: 2 in a shared prompt, 0 in padding and
+    # at the end of a sequence; all layouts have the same sum
+    row_weights: Tensor
+    num_shared_tokens: int = 0
+    segments: tuple[Segment, ...] | None = None  # of packed rows; None: plain causal attention
+    uses_varlen: bool = False  # on a GPU, flash kernels attend over the segments, and not FlexAttention
+    kept: KeptRows | None = None  # the rows that the last layer computes if it skips others
+    scored_in_kept: Tensor | None = None
+
+
+class Layout(Protocol):
+    """Build model inputs from pairs, on the host; the engine moves them to a device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shares_prompt(self) -> bool: ...
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether all tokens but the first are scored, and not only the responses."""
+        ...
+
+    @property
+    def needs_pair_attention(self) -> bool:
+        """Whether several sequences share a row, which plain causal attention would mix."""
+        ...
+
+    def collate(self, batch: PairBatch) -> ModelInputs: ...
+
+
+def check_token_ids(batch: PairBatch, vocab_size: int | None) -> None:
+    """Reject ids that the models have no embedding for, before one indexes out of range; None: not known."""
+    if vocab_size is None:
+        return
+    for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+                outside = next(int(each) for each in ids if not 0 <= each < vocab_size)
+                raise UserError(
+                    f"pair {pair_id} contains the token id {outside}, but the model's vocabulary has {vocab_size} "
+                    "tokens; use the tokenizer that belongs to the model, and prepare the pairs again"
+                )
+
+
+@dataclass
+class _PackedRow:
+    """A packed row under construction."""
+
+    tokens: list[TokenIds]
+    weights: list[Rows]
+    positions: list[Rows]
+    segments: list[Segment]
+    length: int = 0
+
+    def add(self, ids: TokenIds, first_position: int, *, weight: int = 1) -> int:
+        """Append tokens, each of which stands for `weight` tokens, and return the row of the first."""
+        start = self.length
+        self.weights.append(np.full(len(ids), weight))
+        self.tokens.append(ids)
+        self.positions.append(np.arange(first_position, first_position + len(ids)))
+        self.length += len(ids)
+        return start
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """One row per micro-batch: the layouts `shared` and `packed`."""
+
+    shares_prompt: bool
+    vocab_size: int | None = None  # of the smallest vocabulary
+    scores_prompt: bool = False
+    uses_varlen: bool = False  # `attn_implementation: varlen`
+
+    @property
+    def name(self) -> str:
+        return "shared" if self.shares_prompt else "packed"
+
+    @property
+    def needs_pair_attention(self) -> bool:
+        return True
+
+    def collate(self, batch: PairBatch) -> ModelInputs:
+        """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
+        check_token_ids(batch, self.vocab_size)
+        row = _PackedRow([], [], [], [])
+        sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
+        for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+            if len(pair.prompt_ids) == 0:
+                raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
+            packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
+            for side, rows, ids, mask in zip(
+                sides, packed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
+            ):
+                scored = scored_positions(pair.prompt_ids, ids, mask, with_prompt=self.scores_prompt)
+                # the row of a token predicts the next token of its sequence
+                side.append((rows[scored - 1], np.concatenate([pair.prompt_ids, ids])[scored]))
+        both = [*sides[0], *sides[1]]
+        scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
+        kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows, self.uses_varlen)
+        num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
+        return ModelInputs(
+            model_inputs={
+                "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
+                "position_ids": torch.from_numpy(np.concatenate(row.positions))[None],
+            },
+            scored_rows=torch.from_numpy(scored_rows),
+            targets=torch.from_numpy(np.concatenate([ids for _, ids in both]).astype(np.int64)),
+            chosen_lengths=torch.tensor([len(ids) for _, ids in sides[0]], dtype=torch.int64),
+            rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
+            num_useful_tokens=num_useful,
+            num_padding_tokens=0,
+            row_weights=torch.from_numpy(np.concatenate(row.weights)),
+            num_shared_tokens=num_useful - row.length,
+            segments=tuple(row.segments),
+            uses_varlen=self.uses_varlen,
+            kept=kept,
+            scored_in_kept=torch.from_numpy(scored_in_kept),
+        )
+
+    @staticmethod
+    def _pack_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        """Append prompt, chosen and rejected; return the rows of each side's sequence."""
+        prompt_length = len(pair.prompt_ids)
+        start = row.add(pair.prompt_ids, 0, weight=2)
+        chosen = row.add(pair.chosen_ids[:-1], prompt_length)
+        row.segments.append(Segment(start, row.length))
+        rejected = row.add(pair.rejected_ids[:-1], prompt_length)
+        if row.length > rejected:
+            row.segments.append(Segment(rejected, row.length, start, start + prompt_length))
+        prompt = np.arange(start, start + prompt_length)  # the rows that both sides share
+        return (
+            np.concatenate([prompt, np.arange(chosen, chosen + len(pair.chosen_ids) - 1)]),
+            np.concatenate([prompt, np.arange(rejected, rejected + len(pair.rejected_ids) - 1)]),
+        )
+
+    @staticmethod
+    def _pack_separate(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
+        rows = []
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            start = row.add(pair.prompt_ids, 0)
+            row.add(ids[:-1], len(pair.prompt_ids))
+            row.segments.append(Segment(start, row.length))
+            rows.append(np.arange(start, row.length))
+        return rows[0], rows[1]
+
+
+def _rows_to_keep(segments: list[Segment], scored_rows: Rows, uses_varlen: bool) -> tuple[KeptRows, Rows]:
+    """Return the rows from each segment's first scored row to its last, and the scored rows' indices among them."""
+    needed = np.unique(scored_rows)
+    tails = []
+    for segment in segments:
+        low, high = np.searchsorted(needed, [segment.start, segment.stop])
+        if low < high:
+            tails.append(segment.tail(int(needed[low]), int(needed[high - 1]) + 1))
+    rows = np.concatenate([np.arange(tail.start, tail.stop) for tail in tails] or [np.zeros(0, dtype=np.int64)])
+    visibility = PackedAttention(tuple(tails), uses_varlen=uses_varlen)
+    return KeptRows(torch.from_numpy(rows), visibility), np.searchsorted(rows, scored_rows)
+
+
+def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
+    """Pad a packed row to a multiple of `size`; the padding is a separate segment that no scored row attends to."""
+    assert batch.segments is not None  # noqa: S101
+    rows = batch.model_inputs["input_ids"].shape[1]
+    extra = -rows % size
+    if not extra:
+        return batch
+    # token 0, not the padding token, which some models treat specially
+    inputs = {name: F.pad(tensor, (0, extra)) for name, tensor in batch.model_inputs.items()}
+    inputs["position_ids"][:, rows:] = torch.arange(extra)
+    return replace(
+        batch,
+        model_inputs=inputs,
+        segments=(*batch.segments, Segment(rows, rows + extra)),
+        num_padding_tokens=batch.num_padding_tokens + extra,
+        row_weights=F.pad(batch.row_weights, (0, extra)),
+    )
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """All chosen rows, then all rejected rows."""
+
+    pad_id: int
+    vocab_size: int | None = None  # of the smallest vocabulary
+    scores_prompt: bool = False
+    name: str = "padded"
+    shares_prompt: bool = False
+    needs_pair_attention: bool = False
+
+    def collate(self, batch: PairBatch) -> ModelInputs:
+        """Pad and stack both sides; list the positions that predict scored tokens."""
+        check_token_ids(batch, self.vocab_size)
+        sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
+        sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
+        width = max(len(prompt) + len(response) for prompt, response, _ in sides)
+        input_ids = np.full((len(sides), width), self.pad_id, dtype=np.int64)
+        attention_mask = np.zeros((len(sides), width), dtype=np.int64)
+        rows: list[TokenIds] = []
+        targets: list[TokenIds] = []
+        for i, (prompt, response, mask) in enumerate(sides):
+            if len(prompt) == 0:
+                raise UserError(
+                    f"pair {batch.pair_ids[i % len(batch)]} has an empty prompt, so nothing predicts its first token"
+                )
+            end = len(prompt) + len(response)
+            input_ids[i, : len(prompt)] = prompt
+            input_ids[i, len(prompt) : end] = response
+            attention_mask[i, :end] = 1
+            scored = scored_positions(prompt, response, mask, with_prompt=self.scores_prompt)
+            # the hidden state at t predicts the token at t + 1
+            rows.append((i * width + scored - 1).astype(np.int32))
+            targets.append(input_ids[i, scored].astype(np.int32))
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        num_useful = int(attention_mask.sum())
+        # the last token of each sequence predicts nothing
+        row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
+        return ModelInputs(
+            model_inputs={
+                "input_ids": torch.from_numpy(input_ids),
+                "attention_mask": torch.from_numpy(attention_mask),
+                "position_ids": torch.arange(width).expand(len(sides), width),
+            },
+            scored_rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+            targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+            chosen_lengths=lengths[: len(batch)],
+            rejected_lengths=lengths[len(batch) :],
+            num_useful_tokens=num_useful,
+            num_padding_tokens=input_ids.size - num_useful,
+            row_weights=torch.from_numpy(row_weights.reshape(-1)),
+        )
+
+
+def choose_layout(
+    requested: LayoutName,
+    configs: Sequence[PreTrainedConfig],
+    attn_implementation: str | None,
+    pad_id: int | None,
+    *,
+    scores_prompt: bool = False,
+) -> tuple[Layout, str | None]:
+    """Return the fastest layout that all models support and, if packing is not possible, a line that says why.
+
+    Args:
+        configs: the transformers config of every model that scores with the layout.
+        pad_id: only for padded rows.
+    """
+    requested_kernel = transformers_attention(attn_implementation)
+    reason = next(filter(None, (_why_not_packable(config, requested_kernel) for config in configs)), None)
+    vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)
+    if attn_implementation == VARLEN:
+        _check_varlen(requested, configs, reason)
+    if requested == "padded" or (requested == "auto" and reason is not None):
+        if pad_id is None:
+            raise UserError(
+                "layout padded needs a pad token, and the tokenizer has neither a pad token nor EOS; name an existing "
+                "token with actor_train.model_args.pad_token"
+            )
+        note = None if reason is None else f"using layout padded: {reason}"
+        return PaddedLayout(pad_id, vocab_size, scores_prompt), note
+    if reason is not None:
+        raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
+    return PackedLayout(requested != "packed", vocab_size, scores_prompt, attn_implementation == VARLEN), None
+
+
+def transformers_attention(attn_implementation: str | None) -> str | None:
+    """Return what transformers loads a model with; the attention of packed rows replaces it later."""
+    return None if attn_implementation == VARLEN else attn_implementation
+
+
+def vocab_size_of(config: PreTrainedConfig) -> int | None:
+    """Return the number of tokens that a model has embeddings for; None if its config does not say."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _check_varlen(requested: LayoutName, configs: Sequence[PreTrainedConfig], reason: str | None) -> None:
+    """Reject `varlen` where rows are not packed or its kernels cannot compute the attention."""
+    if requested == "padded":
+        reason = "the layout is padded"
+    for text in (config.get_text_config() for config in configs):
+        if getattr(text, "sliding_window", None) is not None:
+            reason = f"the model family {text.model_type} has a sliding window"
+        elif soft_caps_scores(text):
+            reason = f"the model family {text.model_type} caps its attention scores"
+    if reason is not None:
+        raise UserError(
+            f"attn_implementation is set to {VARLEN}, but {reason}; remove attn_implementation: packed rows need none"
+        )
+
+
+def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:
+    """Return why a model cannot have several sequences in one row; None if it can.
+
+    Packing requires that only attention mixes tokens, and that it is called through transformers' interface.
+    """
+    name = config.model_type
+    if attn_implementation is not None:
+        return f"attn_implementation is set to {attn_implementation}, and packed rows need thresher's attention"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"transformers has no causal LM for the model family {name}"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config()  # multimodal models nest the config of their language model
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if unknown == {"chunked_attention"}:
+        return f"the model family {name} attends within chunks of a sequence"
+    if getattr(model_class, "_is_stateful", False) or unknown:
+        kinds = ", ".join(sorted(unknown)) or "recurrent"
+        return f"the model family {name} has {kinds} layers, which carry state from token to token"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return f"the model family {name} does not use transformers' attention interface"
+    if name == "gpt_oss":
+        return f"the model family {name} uses attention sinks"
+    return None

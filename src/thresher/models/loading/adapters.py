@@ -1,0 +1,235 @@
+"""LoRA adapters: read from disk, attached with PEFT, disabled for the reference, merged for export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from thresher.distributed.tensors import local_slices, to_local
+from thresher.errors import UserError
+from thresher.models.loading.load_sharded import copy_shard
+from thresher.models.loading.weight_files import find_file, missing_tensor, open_safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# settings of LoRA that change what an adapter computes, and are applied
+APPLIED = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+)
+# settings that change what an adapter computes, and are not applied
+_NOT_APPLIED = (
+    *("modules_to_save", "use_dora", "target_parameters", "trainable_token_indices", "layer_replication", "lora_bias"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
+    "velora_config",
+)
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """A PEFT LoRA adapter on disk, whose tensors are read whole or in slices."""
+
+    path: str
+    settings: Mapping[str, Any]  # `APPLIED`, as far as its config has them
+    weights: Path
+
+    @classmethod
+    def find(cls, path: str) -> AdapterFiles:
+        """Find an adapter in a directory or on the Hub; reject one that is not plain LoRA in safetensors."""
+        config, weights = find_file(path, CONFIG), find_file(path, WEIGHTS)
+        if config is None or weights is None:
+            raise UserError(
+                f"{path} is not a LoRA adapter: it has no {CONFIG if config is None else WEIGHTS}; give a directory "
+                "that PEFT's save_pretrained wrote"
+            )
+        try:
+            values = json.loads(config.read_text(encoding="utf-8"))
+            kind, starts = values["peft_type"], values.get("init_lora_weights", True)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{config} cannot be read ({error!r}); copy or download the adapter again") from error
+        unsupported = [name for name in _NOT_APPLIED if values.get(name)]
+        if kind != "LORA" or unsupported or values.get("bias", "none") != "none":
+            what = ", ".join(unsupported) or (f"bias {values['bias']}" if kind == "LORA" else f"type {kind}")
+            raise UserError(
+                f"the adapter {path} has {what}, which is not supported; merge it into the model with PEFT's "
+                "merge_and_unload and train a new adapter"
+            )
+        if not isinstance(starts, bool) and starts != "gaussian":
+            raise UserError(
+                f"the adapter {path} was initialized with {starts}, which changed the base weights; merge it with "
+                "PEFT, or convert it with path_initial_model_for_weight_conversion of save_pretrained"
+            )
+        return cls(path, {name: values[name] for name in APPLIED if values.get(name) is not None}, weights)
+
+    def check_settings(self, *, rank: int | None, alpha: float | None, target: Sequence[str] | None) -> None:
+        """Reject run settings that contradict the adapter; None: not set."""
+        targets = self.settings.get("target_modules")
+        own = {
+            "lora_rank": (rank, self.settings.get("r")),
+            "lora_alpha": (alpha, self.settings.get("lora_alpha")),
+            "lora_target": (None if target is None else sorted(target), _as_sorted(targets)),
+        }
+        for name, (given, stored) in own.items():
+            if given is not None and given != stored:
+                raise UserError(
+                    f"{name} is {given}, but the adapter {self.path} has {stored}; remove {name}, which is read from "
+                    "the adapter"
+                )
+
+    @torch.no_grad()
+    def load(self, model: nn.Module) -> None:
+        """Copy this process's shard of every tensor; the adapter must have exactly the model's tensors."""
+        parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+        for name, stored in self.tensors(parameters).items():
+            copy_shard(stored, parameters[name], self.path, _stored_name(name))
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Any]:
+        """Open the tensors of a model's adapter, to be read in slices; the file must have exactly these."""
+        file = open_safetensors(self.weights)
+        unread = set(file.keys())
+        found = {}
+        for name in names:
+            stored = _stored_name(name)
+            if stored not in unread:
+                raise missing_tensor(self.path, stored)
+            unread.remove(stored)
+            found[name] = file.get_slice(stored)
+        if unread:
+            raise UserError(
+                f"the adapter {self.path} has a tensor {min(unread)}, which the model has not; use the model that the "
+                "adapter was trained on"
+            )
+        return found
+
+
+def _stored_name(name: str) -> str:
+    return f"base_model.model.{name.replace('.default', '')}"
+
+
+def _as_sorted(targets: Any) -> Any:
+    return sorted(targets) if isinstance(targets, list) else targets
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A new adapter."""
+
+    rank: int
+    alpha: float | None  # None: twice the rank
+    target: Sequence[str]
+    # `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948); the same
+    # weights give the same components, so a checkpoint of the adapters needs no copy of the rest
+    init: str = "default"
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
+        return self.init != "default"
+
+
+def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -> nn.Module:
+    """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
+    from peft import LoraConfig
+
+    names, target = [name for name, _ in model.named_modules()], list(lora.target)
+    # PEFT is content if one target matches; another, misspelled one would be left untrained
+    unmatched = [each for each in target if not any(f".{name}".endswith(f".{each}") for name in names)]
+    if unmatched and target != ["all-linear"]:
+        raise UserError(_matches_nothing(model, unmatched))
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if target == ["all-linear"] else target,
+        task_type="CAUSAL_LM",
+        init_lora_weights=lora.init if lora.starts_from_weights and not next(model.parameters()).is_meta else True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # for pissa_niter_N, which draws a random subspace
+        return _attach(model, config, target)
+
+
+def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
+    """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
+    from peft import LoraConfig
+
+    config = LoraConfig(**adapter.settings, lora_dropout=dropout, task_type="CAUSAL_LM")
+    return _attach(model, config, [str(adapter.settings.get("target_modules"))])
+
+
+def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Module:
+    from peft import get_peft_model
+
+    try:
+        is_on_meta = next(model.parameters()).is_meta
+        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
+    except ValueError as error:
+        raise UserError(_matches_nothing(model, target)) from error
+    # logps use the head's weight directly, so an adapter on it would never be trained
+    if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
+        raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
+    return adapted
+
+
+def default_lora_target(model_type: str) -> list[str]:
+    """The modules that PEFT gives adapters in a family of models if none are named."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    if model_type not in DEFAULTS:
+        raise UserError(f"PEFT has no default target_modules for {model_type} models; name them, or use all-linear")
+    return list(DEFAULTS[model_type])
+
+
+def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:
+    linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+    return f"lora_target {list(target)} matches nothing in this model; its linear modules are {', '.join(linear)}"
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Initialize adapters; the initial output equals the base model's.
+
+    Each tensor's random generator is seeded by its name, so values do not depend on how the model is sharded.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            to_local(parameter).copy_(initial_values(name, parameter.shape, seed)[local_slices(parameter)])
+
+
+def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Initial values of an adapter's full tensor, by its name in the transformers model."""
+    # one factor is zero: B, but A of an embedding, as in PEFT
+    if ".lora_B." in name or ".lora_embedding_A." in name:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    # uniform in +-1/sqrt(inputs), as PEFT draws A; it draws B of an embedding from N(0, 1), whatever its width
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
+def adapter_disabled(model: Any) -> AbstractContextManager[None]:
+    """Use the exact base model within a `with` block."""
+    context: AbstractContextManager[None] = model.disable_adapter()
+    return context
+
+
+def merge_adapter(model: Any) -> PreTrainedModel:
+    """Merge the adapters into the base weights; an LM head that is tied to an adapted embedding becomes untied."""
+    base: Any = model.get_base_model()
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    is_adapted = any("lora_" in name for name, _ in embedding.named_parameters())
+    if is_adapted and embedding.weight is head.weight:
+        # the adapter changes the embedding only; merged into the shared weight, it would change the head too
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.get_text_config().tie_word_embeddings = base.config.tie_word_embeddings = False
+    merged: PreTrainedModel = model.merge_and_unload()
+    return merged
