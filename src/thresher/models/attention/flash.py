@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from thresher.distributed.tensors import copy_arrays_to_device
 from thresher.models.attention.segments import Segment, query_slices
-
-if TYPE_CHECKING:
-    from thresher.models.attention.flash import Sequences
 
 _Range = tuple[int, int]
 # gradient of the output, query, key, value, output, log-sum-exps
