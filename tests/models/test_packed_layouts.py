@@ -348,3 +348,15 @@ def test_the_start_up_check_rejects_a_model_that_drops_the_segments():
     model.model.layers[0].register_forward_pre_hook(drop_segments, with_kwargs=True)
     with pytest.raises(UserError, match=r"layout `shared` does not work with model family `llama`.*use layout=padded"):
         check_logps(pair_model, SHARED, MIXED)
+
+
+def test_the_start_up_check_rejects_logps_that_are_not_numbers():
+    model = tiny_model("llama").eval()
+    pair_model = PairModel.for_layout(model, torch.float32, SHARED)
+
+    def divide_by_zero(_layer: object, _args: object, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
+        return None if kwargs.get("pair_visibility") is None else output * torch.nan
+
+    model.model.layers[1].register_forward_hook(divide_by_zero, with_kwargs=True)
+    with pytest.raises(UserError, match=r"layout `shared` differ .* by nan nats per token"):
+        check_logps(pair_model, SHARED, MIXED)

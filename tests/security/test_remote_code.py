@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.attacks import Canary, CommandLine, Run, update_manifest
 from thresher.errors import UserError
-from thresher.models.loading.load import load_model
+from thresher.models.loading.load import load_model, load_model_config
 
 CODE = """
 open({canary!r}, "w")
@@ -121,6 +121,13 @@ def test_a_model_cannot_request_a_kernel_download(attacked: Run, thresher: Comma
     assert "owner/kernel, which would be downloaded and run" in result.text
     with pytest.raises(UserError, match="owner/kernel, which would be downloaded and run"):
         load_model(str(attacked.model))
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_the_text_part_of_a_model_cannot_request_a_kernel_download(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", key: {"text_config": "owner/kernel"}}))
+    with pytest.raises(UserError, match="owner/kernel, which would be downloaded and run"):
+        load_model_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(
