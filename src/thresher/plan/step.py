@@ -53,8 +53,8 @@ class Flops:
         return self.model + self.recomputed + self.reference
 
 
-def step_flops(process: Process, rows: Rows, recomputed: float | None = None) -> Flops:
-    """FLOPs for the rows of a step. recomputed: share of a layer's forward that is repeated, if not the setting's."""
+def step_flops(process: Process, rows: Rows) -> Flops:
+    """FLOPs for the rows of a step."""
     dims, active = process.dims, process.size.active
     share = process.num_layers / process.size.num_layers / dims.tp
     per_element = 2 * rows.total / dims.cp
@@ -63,7 +63,7 @@ def step_flops(process: Process, rows: Rows, recomputed: float | None = None) ->
     attention = 4 * rows.attended * process.query_columns * process.num_layers / dims.cp
     head = 2 * rows.scored / dims.cp * process.head.total
     head_weight = 2 * rows.scored / dims.cp * process.head.trained
-    again = RECOMPUTED[process.recompute] if recomputed is None else recomputed
+    again = RECOMPUTED[process.recompute]
     return Flops(
         model=2 * products + weights + 3 * attention + 2 * head + head_weight,
         recomputed=again * (products + attention) + attention / 2 + head,
@@ -162,7 +162,7 @@ def step_time(
 
     Args:
         flops: if not those of the process's settings.
-        exposed_tp: share of the messages of tp that products wait for; one half with async TP, as torchtitan has it.
+        exposed_tp: share of the messages of tp that products wait for; less than one with torchtitan's async TP.
     """
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows)
