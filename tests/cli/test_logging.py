@@ -389,7 +389,7 @@ def test_logs_are_not_written_through_links(tmp_path):
 # each takes a tenth of a second or more, and no worker of a run with the default settings uses them
 OPTIONAL = {
     *("datasets", "deepspeed", "hydra", "megatron", "mlflow", "pandas", "peft", "tensorboard", "trl", "wandb"),
-    *("rich", "thresher.importers.translation", "thresher.plan.estimate", "torch.distributed.pipelining"),
+    *("rich", "thresher.importers.translation", "thresher.plan", "torch.distributed.pipelining"),
 }
 HEAVY = (OPTIONAL - {"rich"}) | {"numpy", "pyarrow", "ray", "torch", "transformers"}
 

@@ -436,8 +436,7 @@ EVALUATED = {"validation": {"data_args": {"file_name": "held_out.jsonl"}}}
     ],
 )
 def test_the_metric_decides_whether_greater_is_better_unless_it_is_set(metric, greater):
-    for key in ("metric_for_best_model", "metric_for_best"):
-        assert parse_config({**EVALUATED, key: metric}).greater_is_better is greater
+    assert parse_config({**EVALUATED, "metric_for_best_model": metric}).greater_is_better is greater
     opposite = parse_config({**EVALUATED, "metric_for_best_model": metric, "greater_is_better": not greater})
     assert opposite.greater_is_better is not greater
 
