@@ -329,3 +329,15 @@ def test_a_secret_of_a_wrong_type_is_not_shown(values):
         parse_config(values)
     assert "hunter2" not in str(caught.value)
     assert "31337" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "recompute"),
+    [("true", "full"), ("false", "off"), ("off", "off"), ("selective", "selective"), ("full", "full")],
+)
+def test_gradient_checkpointing_takes_booleans_and_is_off_in_yaml_too(write, given, recompute):
+    key = "actor_train.training_args.gradient_checkpointing"
+    path = write("exp_name: e\n")
+    assert load_config(path, [f"{key}={given}"]).actor_train.training_args.gradient_checkpointing == recompute
+    path = write(f"actor_train: {{training_args: {{gradient_checkpointing: {given}}}}}\n")
+    assert load_config(path).actor_train.training_args.gradient_checkpointing == recompute
