@@ -42,8 +42,7 @@ API: dict[str, dict[str, list[str]]] = {
         "thresher.observability.trackers.jsonl": ["read_metrics"],
     },
     "Ray": {
-        "thresher.runtime.ray.resources": ["ResourceManager"],
-        "thresher.runtime.ray.cluster": ["Cluster"],
+        "thresher.runtime.ray.cluster": ["ResourceManager", "Cluster"],
         "thresher.runtime.ray.workers": ["ActorWorker"],
     },
 }
