@@ -93,7 +93,7 @@ def test_tensor_and_pipeline_parallel(four_ranks, model_dir):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_low_precision_logps_are_near_those_of_fp32(family, dtype, residual, two_ranks, model_dir):
-    path, options = model_dir(family), {"extra": {"fp32_residual_connection": residual == "fp32"}}
+    path, options = model_dir(family), {"additional_configs": {"fp32_residual_connection": residual == "fp32"}}
     expected = megatron_models.native_logps(path, "shared", MIXED)
     for (values,) in two_ranks.run(megatron_models.score, path, SEQUENCE_PARALLEL, ["shared"], MIXED, dtype, options):
         assert values.dtype == torch.float32
