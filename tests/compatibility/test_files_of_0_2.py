@@ -1,8 +1,8 @@
 """Stores, reference caches and checkpoints written by 0.2 load, hit and resume bitwise.
 
-files_of_0_2.tar.gz contains two runs of 4 steps of a tiny Llama: full training with recomputation and a loss that has
-state, and LoRA with dropout. Each has a checkpoint at step 2 and at step 4; they share a cache of stores and reference
-logps. Checkpoints of 0.2 keep some settings under earlier names.
+files_of_0_2.tar.gz contains three runs of 4 steps of a tiny Llama: full training with recomputation and a loss that has
+state, LoRA with dropout, and two Ray workers that shard the model. Each has a checkpoint at step 2 and at step 4; they
+share a cache of stores and reference logps. Checkpoints of 0.2 keep some settings under earlier names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cached(directory: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["full", "lora"])
+@pytest.mark.parametrize("run", ["full", "lora", pytest.param("sharded", marks=pytest.mark.distributed)])
 def test_a_run_of_0_2_resumes_bitwise_with_its_store_and_its_cached_reference(old_files, run):
     last = old_files / run / "checkpoints" / "step-00000004"
     expected_log, files = metric_log(old_files / run), cached(old_files)
@@ -71,7 +71,7 @@ def test_a_run_of_0_2_resumes_bitwise_with_its_store_and_its_cached_reference(ol
 
 def test_a_checkpoint_of_0_2_is_exported(old_files):
     completed = subprocess.run(
-        [*python(), "-m", "thresher", "export", "full", "--output", "model"],
+        [*python(), "-m", "thresher", "export", "sharded", "--output", "model"],
         cwd=old_files,
         capture_output=True,
         text=True,
@@ -79,6 +79,6 @@ def test_a_checkpoint_of_0_2_is_exported(old_files):
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
-    shutil.rmtree(old_files / "full")
+    shutil.rmtree(old_files / "sharded")
     weights = load_file(old_files / "model" / "model.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) > 6_000
