@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
 
 from tests.support.strategies.agreement import (
     assert_agree,
@@ -15,7 +16,8 @@ from tests.support.strategies.agreement import (
     distance,
     run_parallel,
 )
-from tests.support.strategies.parity import Case, score_single_process
+from tests.support.strategies.parity import Case, score_single_process, train_parallel, train_single_process
+from tests.support.tiny_models import VOCAB
 from thresher.distributed.mesh import ParallelDims
 
 pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed")
@@ -67,7 +69,8 @@ AGAINST_ONE_PROCESS = [
         family="qwen3_moe",
         engine=Zero(3),
         router_loss_coef=0.5,
-        tokens_at_once=40,
+        pairs_per_step=9,
+        tokens_at_once=150,  # one micro-batch and two, in the first and the last step
         also="load-balancing loss, ranks with different numbers of micro-batches",
     ),
     Case(TWO_RANKS, engine=Zero(1), counts_zeros=True, also="zeros in gradients"),
@@ -89,6 +92,37 @@ def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, on
     assert_as_one_process(case, outcomes, alone)
     for name, (_, after) in (item for outcome in outcomes for item in outcome.frozen_weights.items()):
         torch.testing.assert_close(after, alone.frozen_weights[name][1], rtol=0, atol=0)
+
+
+def test_ranks_that_route_tokens_to_different_experts_equal_one_process(pool_of, tmp_path):
+    torch.manual_seed(0)
+    config = LongcatFlashConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_hidden_layers=4,  # attentions, two per layer
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=8,
+        moe_topk=2,
+        n_routed_experts=8,
+        zero_expert_num=2,
+        expert_ffn_hidden_size=16,
+        initializer_range=0.2,
+    )
+    LongcatFlashForCausalLM(config).save_pretrained(tmp_path)
+    case = Case(TWO_RANKS, "padded", engine=Zero(3))
+    outcomes = pool_of(2).run(train_parallel, case, tmp_path, tmp_path)
+
+    alone = train_single_process(replace(case, sizes=ParallelDims(), engine=None), tmp_path, tmp_path)
+    for outcome in outcomes:
+        assert_same_weights(outcome.weights, alone.weights)
+    assert_logs_of_one_process(outcomes, alone)
 
 
 @pytest.mark.covered

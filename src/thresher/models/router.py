@@ -42,3 +42,7 @@ class ExpertLoad(NamedTuple):
             routed.scatter_add_(0, selected.reshape(-1), weights.repeat_interleave(top_k))
         total = torch.stack([weights @ layer.float() for layer in probabilities]).sum(0)
         return cls(routed, total, weights.sum() * len(probabilities))
+
+    def of_no_tokens(self) -> ExpertLoad:
+        """Load of a dummy batch, on the autograd graph: ZeRO-3 requires the same backward calls on all ranks."""
+        return ExpertLoad(*(0 * each for each in self))

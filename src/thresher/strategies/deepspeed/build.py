@@ -218,7 +218,8 @@ def _gather_experts_together(deepspeed: Any, model: _LoadedModel) -> None:
     """Let ZeRO-3 take the experts of a layer for one module; before the engine is created.
 
     ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in stacked
-    matrices, and call their activation once for each expert that tokens of the micro-batch are routed to.
+    matrices. Without a grouped matrix product for them, as in LongCat-Flash, the activation is called once for each
+    expert that tokens of the micro-batch are routed to.
     """
     for name, shape in model.shapes.items():
         if len(shape) == 3:

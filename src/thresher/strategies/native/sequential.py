@@ -7,7 +7,7 @@ changes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,13 +60,12 @@ class RouterLoss:
         base: Any = model.base_model
         return cls(args.moe_aux_loss_coef, int(base.num_experts), dp_group) if args.moe_aux_loss_coef else None
 
-    def of_step(self, loads: Sequence[ExpertLoad | None]) -> StepBalance:
-        """Sum the loads of this rank's micro-batches over all ranks; None: a dummy batch. A collective call."""
+    def of_step(self, loads: Iterable[ExpertLoad]) -> StepBalance:
+        """Sum the loads of this rank's micro-batches over all ranks. A collective call."""
         local = [0.0] * (2 * self.num_experts + 1)
         for load in loads:
-            if load is not None:
-                numbers = [*load.routed.tolist(), *load.probabilities.tolist(), float(load.num_tokens)]
-                local = [one + other for one, other in zip(local, numbers, strict=True)]
+            numbers = [*load.routed.tolist(), *load.probabilities.tolist(), float(load.num_tokens)]
+            local = [one + other for one, other in zip(local, numbers, strict=True)]
         (*sums, num_tokens), _ = self.dp_group.all_reduce(local)
         routed, probabilities = sums[: self.num_experts], sums[self.num_experts :]
         factors = [self.num_experts * each / num_tokens**2 for each in routed]
@@ -119,13 +118,16 @@ class SequentialExecutor:
             logps = self.model.score(inputs, statistics=statistics)
         else:
             logps, load = self.model.score_with_load(inputs, statistics=statistics)
-        return (logps, load, count_tokens(inputs)) if len(batch) else (empty_like(logps), None, TokenCounts())
+        if len(batch):
+            return logps, load, count_tokens(inputs)
+        return empty_like(logps), None if load is None else load.of_no_tokens(), TokenCounts()
 
     def _balance_of_step(self, batches: Sequence[PairBatch], router_loss: RouterLoss) -> StepBalance:
         """Score all batches without gradient: the share of a batch depends on the tokens of the whole step."""
         # forked: the backward draws the same dropout masks again
         with torch.no_grad(), torch.random.fork_rng():
-            return router_loss.of_step([self._score(batch, statistics=NO_STATISTICS)[1] for batch in batches])
+            loads = [self._score(batch, NO_STATISTICS)[1] for batch in batches]
+            return router_loss.of_step(load for load in loads if load is not None)
 
 
 def count_tokens(inputs: ModelInputs) -> TokenCounts:
