@@ -120,9 +120,7 @@ def test_ranks_that_route_tokens_to_different_experts_equal_one_process(pool_of,
     outcomes = pool_of(2).run(train_parallel, case, tmp_path, tmp_path)
 
     alone = train_single_process(replace(case, sizes=ParallelDims(), engine=None), tmp_path, tmp_path)
-    for outcome in outcomes:
-        assert_same_weights(outcome.weights, alone.weights)
-    assert_logs_of_one_process(outcomes, alone)
+    assert_as_one_process(case, outcomes, alone)
 
 
 @pytest.mark.covered
