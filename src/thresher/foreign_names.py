@@ -1,4 +1,4 @@
-"""The seam for other trainers' names. A run needs none of them, so this file imports nothing.
+"""The seam for other trainers' names. A run needs none of them, so this file imports none.
 
 The command line and `import thresher` install the importers; configs then read ROLL's keys, accept TRL's names in
 Python, and explain the unknown keys of other trainers.
@@ -6,9 +6,10 @@ Python, and explain the unknown keys of other trainers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 class ForeignNames:
@@ -39,15 +40,15 @@ class ForeignNames:
         return None
 
 
-_load: Callable[[], ForeignNames] = ForeignNames
+_installed: str | None = None
 
 
-def install(load: Callable[[], ForeignNames]) -> None:
-    """Use other trainers' names from now on; `load` is called when a config needs them, because they are large."""
-    global _load
-    _load = load
+def install(module: str | None) -> None:
+    """Use the functions of a module from now on; it is imported when a config needs them, because it is large."""
+    global _installed
+    _installed = module
 
 
 def foreign() -> ForeignNames:
     """Return what is installed."""
-    return _load()
+    return ForeignNames() if _installed is None else cast("ForeignNames", import_module(_installed))

@@ -49,23 +49,19 @@ _ATTRIBUTES = {
     "callback_handler": "trainer.callbacks is the list of callbacks",
 }
 # methods that transformers or TRL call, and that a subclass overrides
-_METHODS = {
-    **dict.fromkeys(("compute_loss", "_compute_loss", "dpo_loss", "odds_ratio_loss", "get_batch_loss_metrics"), _LOSS),
-    **dict.fromkeys(("concatenated_forward", "concatenated_inputs", "compute_ref_log_probs"), _LOSS),
-    **dict.fromkeys(("training_step", "train_step", "_inner_training_loop", "floating_point_ops"), _STEPS),
-    **dict.fromkeys(("log", "store_metrics", "_maybe_log_save_evaluate"), _LOGS),
-    **dict.fromkeys(
-        (
-            *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "get_batch_samples"),
-            *("_get_train_sampler", "_get_eval_sampler", "_prepare_dataset", "tokenize_row", "process_row"),
-        ),
-        _DATA,
-    ),
-    **dict.fromkeys(("create_optimizer_and_scheduler", "create_optimizer", "get_optimizer_cls_and_kwargs"), _OPTIMIZER),
-    "create_scheduler": _SCHEDULE,
-    **dict.fromkeys(("prediction_step", "evaluation_loop"), _METRICS),
-    **dict.fromkeys(("_save_checkpoint", "_save"), "use a callback with on_save, or save_steps in DPOConfig"),
+_METHODS_BY_REASON = {
+    _LOSS: "compute_loss _compute_loss dpo_loss odds_ratio_loss get_batch_loss_metrics concatenated_forward "
+    "concatenated_inputs compute_ref_log_probs",
+    _STEPS: "training_step train_step _inner_training_loop floating_point_ops",
+    _LOGS: "log store_metrics _maybe_log_save_evaluate",
+    _DATA: "get_train_dataloader get_eval_dataloader get_test_dataloader get_batch_samples _get_train_sampler "
+    "_get_eval_sampler _prepare_dataset tokenize_row process_row",
+    _OPTIMIZER: "create_optimizer_and_scheduler create_optimizer get_optimizer_cls_and_kwargs",
+    _SCHEDULE: "create_scheduler",
+    _METRICS: "prediction_step evaluation_loop",
+    "use a callback with on_save, or save_steps in DPOConfig": "_save_checkpoint _save",
 }
+_METHODS = {name: reason for reason, names in _METHODS_BY_REASON.items() for name in names.split()}
 
 
 def absent_argument(name: str) -> str:

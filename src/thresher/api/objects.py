@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -39,7 +38,7 @@ _HINTS = {
 
 
 def data_source(dataset: Any, directory: Path, argument: str) -> dict[str, Any]:
-    """Return the keys of `data_args` that name a data set: a Dataset, rows, paths or a prepared store."""
+    """Return the keys of `data_args` that name a dataset: a Dataset, rows, paths or a prepared store."""
     if isinstance(dataset, (str, PathLike)):
         path = fspath(dataset)
         is_store = (Path(path) / "manifest.json").is_file()
@@ -61,10 +60,11 @@ def data_source(dataset: Any, directory: Path, argument: str) -> dict[str, Any]:
     raise UserError(f"{argument} is of type {kind}, which cannot be read; {hint}")
 
 
-def joined_sources(sources: Mapping[str, dict[str, Any]], argument: str) -> dict[str, Any]:
-    """Join the keys of `data_args` of several data sets, which must be files."""
-    if not sources:
+def joined_sources(datasets: Mapping[str, Any], directory: Path, argument: str) -> dict[str, Any]:
+    """Return the keys of `data_args` that name several datasets, which must be files."""
+    if not datasets:
         raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
+    sources = {name: data_source(each, directory, f"{argument}[{name!r}]") for name, each in datasets.items()}
     if stores := [name for name, source in sources.items() if "store" in source]:
         raise UserError(
             f"{argument}[{stores[0]!r}] is a prepared store, which cannot be joined; give its rows or files"
@@ -92,27 +92,23 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], directory: Path, argument: st
 def _write_dataset(dataset: Any, directory: Path, argument: str) -> Path:
     if dataset.format["type"] == "custom":
         raise UserError(f"{argument} has a transform, which is applied on access; apply it with dataset.map instead")
+    if not len(dataset):
+        raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
     tables = dataset.with_format("arrow", columns=dataset.format["columns"]).iter(_ROWS_PER_GROUP)
-
-    def write(path: Path) -> None:
-        writer = None
+    directory.mkdir(parents=True, exist_ok=True)
+    writer = None
+    with _staged(directory / "dataset.parquet") as staging:
         try:
             for table in tables:
                 # without metadata, which contains a random fingerprint
                 plain = strip_extension_types(table).replace_schema_metadata(None).combine_chunks()
-                writer = writer or pq.ParquetWriter(path, plain.schema)
+                writer = writer or pq.ParquetWriter(staging, plain.schema)
                 writer.write_table(plain)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{argument} cannot be written as Parquet: {error}; save it as JSON lines") from error
         finally:
             if writer is not None:
                 writer.close()
-
-    if not len(dataset):
-        raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
-    directory.mkdir(parents=True, exist_ok=True)
-    with _staged(directory / "dataset.parquet") as staging:
-        write(staging)
         path = directory / f"dataset-{sha256_of_file(staging)[:16]}.parquet"
         staging.replace(path)
     return path
@@ -218,18 +214,12 @@ def _write_directory(path: Path, write: Callable[[Path], object]) -> None:
 @contextmanager
 def _staged(path: Path) -> Iterator[Path]:
     staging = path.with_name(f".{path.name}.partial")
-    _remove(staging)
+    durable.refuse_link(staging)
+    durable.remove(staging, is_shared=True)
     try:
         yield staging
     finally:
-        _remove(staging)
-
-
-def _remove(path: Path) -> None:
-    durable.refuse_link(path)
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+        durable.remove(staging, is_shared=True)
 
 
 # fields of a LoraConfig that have a setting here, with their names in TRL

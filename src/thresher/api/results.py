@@ -19,9 +19,8 @@ from thresher.observability.trackers import jsonl
 from thresher.observability.trackers.callbacks import name_in_trl, read_state
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
-if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
+    from transformers import TrainerState
 
 
 class Metrics(dict[str, Any]):
@@ -33,13 +32,6 @@ class Metrics(dict[str, Any]):
                 return value
         raise KeyError(name)
 
-    def __contains__(self, name: object) -> bool:
-        try:
-            self[name]  # type: ignore[index]
-        except (KeyError, AttributeError):
-            return False
-        return True
-
     def get(self, name: str, default: Any = None) -> Any:
         """Return a metric, or the default."""
         try:
@@ -47,20 +39,21 @@ class Metrics(dict[str, Any]):
         except KeyError:
             return default
 
+    def __contains__(self, name: object) -> bool:
+        missing = object()
+        return isinstance(name, str) and self.get(name, missing) is not missing
+
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a run: the last metrics of training and evaluation, its directory, and its checkpoints.
-
-    global_step: steps of the whole run. training_loss: mean loss of its steps.
-    """
+    """The end of a run: the last metrics of training and evaluation, its directory, and its checkpoints."""
 
     metrics: Metrics
     run_dir: Path
     checkpoint: Path | None
     best_checkpoint: Path | None
-    global_step: int = 0
-    training_loss: float = float("nan")
+    global_step: int = 0  # steps of the whole run
+    training_loss: float = float("nan")  # mean over its steps
 
 
 def read_records(config: DPOConfig) -> list[dict[str, Any]]:

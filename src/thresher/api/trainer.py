@@ -90,13 +90,13 @@ class DPOTrainer:
             models, workers = self._models(start, model, ref_model, processing_class, peft_config), _devices(devices)
         # another reference would be one CPU worker
         is_scored_apart = "reference" in models and "device_mapping" in workers
-        self.config = self._complete(
-            start,
-            models,
-            {"actor_train": workers, **({"reference": workers} if is_scored_apart else {})},
-            {} if train_dataset is None else {"actor_train": {"data_args": self._data(train_dataset, "train_dataset")}},
-            {} if eval_dataset is None else self._validation(start, eval_dataset),
-        )
+        added = [models, {"actor_train": workers, **({"reference": workers} if is_scored_apart else {})}]
+        if train_dataset is not None:
+            source = data_source(train_dataset, self._directory, "train_dataset")
+            added.append({"actor_train": {"data_args": source}})
+        if eval_dataset is not None:
+            added.append(self._validation(start, eval_dataset))
+        self.config = self._complete(start, *added)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -156,9 +156,8 @@ class DPOTrainer:
         if eval_dataset is not None and config.validation is not None and config.validation.split is not None:
             raise UserError("validation.split holds out training pairs; call evaluate() without another data set")
         if eval_dataset is not None:
-            # another data set is not a reason to refuse the checkpoint
-            kept = {"resume_from_checkpoint": "auto", "validation": None}
-            config = config.model_copy(update=kept)
+            # another dataset is not a reason to refuse the checkpoint
+            config = config.model_copy(update={"resume_from_checkpoint": "auto", "validation": None})
             config = self._complete(config, self._validation(config, eval_dataset))
         if config.validation is None:
             raise UserError("there is no validation data; call evaluate(eval_dataset=...) or give DPOTrainer one")
@@ -278,6 +277,8 @@ class DPOTrainer:
         if not self.is_world_process_zero():
             return
         config, state = self.config, self.state
+        records = reversed(read_records(config))
+        evaluation: dict[str, Any] = next((record for record in records if "eval/loss" in record), {})
         text = model_card(
             model_name or (self.hub_model_id or Path(config.output_dir).resolve().name).rpartition("/")[2],
             {
@@ -285,7 +286,7 @@ class DPOTrainer:
                 "steps": state.global_step,
                 "pairs per step": config.pairs_per_step,
                 "learning rate": config.actor_train.training_args.learning_rate,
-                **{name: f"{value:.4f}" for name, value in self._last_evaluation().items()},
+                **{name: f"{value:.4f}" for name, value in evaluation.items() if name.startswith("eval/")},
             },
             base_model=_hub_name(config.policy_path),
             datasets=dataset_name,
@@ -333,11 +334,6 @@ class DPOTrainer:
         best = manager.best() if self._options["load_best_model_at_end"] else None
         return best or latest(manager.root)
 
-    def _last_evaluation(self) -> dict[str, float]:
-        records = reversed(read_records(self.config))
-        found: dict[str, float] = next((record for record in records if "eval/loss" in record), {})
-        return {name: value for name, value in found.items() if name.startswith("eval/")}
-
     def _models(
         self, config: DPOConfig, model: Any, ref_model: Any, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any
     ) -> dict[str, Any]:
@@ -362,16 +358,10 @@ class DPOTrainer:
             values = merge_settings(values, adapters, DPOConfig)
         return values
 
-    def _data(self, dataset: Any, argument: str) -> dict[str, Any]:
-        return data_source(dataset, self._directory, argument)
-
     def _validation(self, config: DPOConfig, dataset: Any) -> dict[str, Any]:
         """Settings of validation data, read with the settings of the training data unless the config sets them."""
-        if isinstance(dataset, Mapping):
-            sources = {str(name): self._data(each, f"eval_dataset[{name!r}]") for name, each in dataset.items()}
-            source = joined_sources(sources, "eval_dataset")
-        else:
-            source = self._data(dataset, "eval_dataset")
+        read = joined_sources if isinstance(dataset, Mapping) else data_source
+        source = read(dataset, self._directory, "eval_dataset")
         train = config.actor_train.data_args.model_dump(exclude_unset=True)
         shared = {name: value for name, value in train.items() if name not in ("file_name", "store", "dataset_dir")}
         own = {} if config.validation is None else config.validation.data_args.model_dump(exclude_unset=True)
@@ -393,15 +383,8 @@ def train(
     """Train in one call: settings are those of `DPOConfig`, and `devices` and `callbacks` those of `DPOTrainer`."""
     names = ("processing_class", "callbacks", "ref_model", "devices")
     arguments = {name: settings.pop(name) for name in names if name in settings}
-    trainer = DPOTrainer(
-        model,
-        DPOConfig(**settings),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=peft_config,
-        **arguments,
-    )
-    return trainer.train()
+    arguments |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "peft_config": peft_config}
+    return DPOTrainer(model, DPOConfig(**settings), **arguments).train()
 
 
 def _devices(devices: int | Sequence[int] | None) -> dict[str, Any]:

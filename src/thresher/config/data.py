@@ -46,17 +46,7 @@ class DataArgs(Section):
             raise ValueError("file_name and store are both set; keep one")
         if self.revision is not None and not any(name.startswith("hf://") for name in self.file_name):
             raise ValueError("revision has no effect without a dataset of the Hub, hf://OWNER/NAME, in file_name")
-        for_files = (
-            "dataset_dir",
-            "template",
-            "template_arguments",
-            "system_prompt",
-            "truncation",
-            "on_bad_row",
-            "special_tokens_in_text",
-            "max_samples",
-            "preprocessing_num_workers",
-        )
+        for_files = [name for name in DataArgs.model_fields if name != "store"]
         if self.store and (unused := self.non_default(*for_files)):
             raise ValueError(no_effect(unused, "on a store, which is already prepared; remove {it}"))
         return self

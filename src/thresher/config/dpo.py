@@ -19,13 +19,7 @@ from pydantic import (
 
 from thresher.config.data import ValidationConfig
 from thresher.config.loss import LossConfig, Positive, with_digests
-from thresher.config.roles import (
-    DType,
-    Environment,
-    PolicyConfig,
-    ReferenceConfig,
-    at_revision,
-)
+from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, at_revision
 from thresher.config.samples import SamplesConfig
 from thresher.config.section import Section, StringList, also, no_effect, readable_errors
 from thresher.foreign_names import foreign
@@ -74,8 +68,6 @@ _TRACKER_SETTINGS = (
     (("tensorboard_dir",), ("tensorboard",)),
     (("name", "notes", "tags"), ("wandb", "mlflow")),
 )
-
-
 # the validation context of a config made in Python, to which DPOTrainer may add data and devices
 _FROM_PYTHON: dict[str, Any] = {"from": "Python"}
 
@@ -265,11 +257,9 @@ class DPOConfig(LossConfig):
             of_reference = [f"reference.{name}" for name in reference]
             yield of_reference, "with runtime: torchrun, where the policy's processes score it; use runtime: ray"
         if not self.uses_ray:
-            is_launched = self.runtime == "torchrun"
-            where = "with runtime: torchrun" if is_launched else "in one process"
-            on_ray = self.non_default("max_restarts", "elastic")
-            yield on_ray, f"{where}; set runtime: ray or remove {{it}}"
-            if not is_launched:
+            where = "with runtime: torchrun" if self.runtime == "torchrun" else "in one process"
+            yield self.non_default("max_restarts", "elastic"), f"{where}; set runtime: ray or remove {{it}}"
+            if self.runtime != "torchrun":
                 hangs = self.non_default("heartbeat_timeout")
                 yield hangs, "in one process; set runtime: ray or runtime: torchrun, or remove {it}"
         for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
@@ -351,8 +341,7 @@ class DPOConfig(LossConfig):
 
     def environment_of(self, role: str) -> dict[str, str]:
         """Environment variables of a role's workers; a run in one process has those of actor_train."""
-        roles = {"actor_train": self.actor_train, "reference": self.reference}
-        return self.system_envs | roles[role].system_envs
+        return {**self.system_envs, **getattr(self, role).system_envs}
 
     @property
     def uses_lora(self) -> bool:

@@ -131,14 +131,12 @@ def sweep_values(override: str) -> list[str]:
         return [override]
     try:
         parsed = OverridesParser.create().parse_override(override)
-        return (
-            [f"{key}={each}" for each in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else [override]
-        )
     except HydraException as error:
         if "does not support" in str(error) or "interval" in value:
             shown = redact_overrides(f"override {override!r} has no list of values", [override])
             raise UserError(f"{shown}; write the values, separated by commas") from None
         return [override]  # one value, which may be text that needs quotes; loading the config reports the rest
+    return [f"{key}={each}" for each in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else [override]
 
 
 def _quoted(override: str) -> str:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from thresher.config.data import DataArgs
 from thresher.config.devices import parse_device_mapping
@@ -163,15 +157,7 @@ class ReferenceModelArgs(Section):
     otherwise false."""
 
 
-SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-)
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
 
 
 class TrainingArgs(Section):
@@ -266,7 +252,7 @@ class RoleConfig(Section):
 
     default_strategy: ClassVar[str] = DEFAULT_INFER
     strategy_args: StrategyArgs = StrategyArgs()
-    device_mapping: list[int] | None = None
+    device_mapping: Annotated[list[int] | None, BeforeValidator(parse_device_mapping)] = None
     """Global device ids, one worker per device: a list, or text like `list(range(0,8))`. Roles may share devices."""
     system_envs: Environment = {}
     """Environment variables of this role's workers, in addition to those of the run."""
@@ -301,11 +287,6 @@ class RoleConfig(Section):
     def is_replicated(self) -> bool:
         """Whether every worker has the whole model."""
         return self.strategy_name == DEFAULT_INFER or self.strategy_args.settings.is_replicated(self.num_processes)
-
-    @field_validator("device_mapping", mode="before")
-    @classmethod
-    def _parse_devices(cls, value: Any) -> list[int] | None:
-        return parse_device_mapping(value)
 
 
 class PolicyConfig(RoleConfig):

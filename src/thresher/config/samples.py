@@ -8,16 +8,6 @@ from pydantic import Field, PositiveInt, model_validator
 
 from thresher.config.section import Section, no_effect
 
-_OF_ENDPOINT = (
-    "judge_model",
-    "judge_key_variable",
-    "judge_instructions",
-    "judge_max_tokens",
-    "judge_timeout",
-    "judge_attempts",
-    "judge_concurrency",
-)
-
 
 class SamplesConfig(Section):
     """`samples`: answers of policy and reference to fixed prompts at each evaluation. Without it, none are generated.
@@ -59,7 +49,8 @@ class SamplesConfig(Section):
     def _validate_judge(self) -> SamplesConfig:
         if self.judge and self.judge_url:
             raise ValueError("judge and judge_url are both set; keep one")
-        if self.judge_url is None and (unused := self.non_default(*_OF_ENDPOINT)):
+        of_endpoint = [name for name in SamplesConfig.model_fields if name.startswith("judge_")]
+        if self.judge_url is None and (unused := self.non_default(*of_endpoint)):
             raise ValueError(no_effect(unused, "without judge_url; set judge_url or remove {it}"))
         if self.judge_url is not None:
             if not self.judge_url.startswith(("http://", "https://")):

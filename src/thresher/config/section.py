@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -27,11 +27,7 @@ class Section(BaseModel):
     """One block of the YAML. Derived values are properties; nothing here probes hardware or environment."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     @model_validator(mode="before")
@@ -81,7 +77,12 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
         got.setdefault(key, _shown(problem["loc"], problem["input"]))
     for key, messages in invalid.items():
         lines += [f"{key}: {', or '.join(messages)}{got[key]}"] if key else messages[0].splitlines()
-    return UserError("invalid configuration:\n" + "\n".join(f"  - {line}" for line in lines))
+    return invalid_config(lines)
+
+
+def invalid_config(problems: Iterable[str]) -> UserError:
+    """Make one message of all problems."""
+    return UserError("invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _prefixes(parts: tuple[int | str, ...]) -> Iterator[str]:

@@ -22,19 +22,14 @@ from thresher.errors import UserError, nearest
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"
-
-
 # of a model: its layers, or their elementwise functions one by one
 CompiledParts = Literal["layers", "functions"]
 
 
 class StrategySettings(Section):
-    """Base of a strategy's section `strategy_config`. The default is one model per worker, without settings.
+    """Base of a strategy's section `strategy_config`. The default is one model per worker, without settings."""
 
-    spellings: other accepted names of its keys.
-    """
-
-    spellings: ClassVar[Mapping[str, str]] = {}
+    spellings: ClassVar[Mapping[str, str]] = {}  # other accepted names of its keys
 
     @model_validator(mode="before")
     @classmethod
@@ -91,24 +86,20 @@ def not_a_multiple(num_workers: int, product: int, factors: list[str]) -> str:
 
 @dataclass(frozen=True)
 class StrategyDeclaration:
-    """A strategy: its settings, where its functions are, and what it supports.
+    """A strategy: its settings, its functions as `package.module:function`, and what it supports.
 
-    build_train, build_infer, check: `package.module:function`. build_train(PolicySpec) returns a TrainEngine; None
-    for a strategy that only scores. build_infer(ModelSpec) returns an Engine with the same settings: it serves
-    a reference, also one on the axes of a policy of this strategy. check(EngineCheck) raises a UserError for a model
-    or settings that the strategy does not support, before any worker starts and without importing the engine. These
-    types are in `thresher.strategies`.
-
-    modules: what must be importable; install: the command that installs it. needs_gpu: whether each worker needs a GPU.
+    The types that the functions take and return are in `thresher.strategies`.
     """
 
     settings: type[StrategySettings]
-    build_infer: str
-    build_train: str | None = None
+    build_infer: str  # of a ModelSpec; an Engine, which also serves a reference on the axes of a policy
+    build_train: str | None = None  # of a PolicySpec; a TrainEngine. None for a strategy that only scores
+    # of an EngineCheck: raises a UserError for an unsupported model or settings, before any worker starts and without
+    # importing the engine
     check: str | None = None
-    install: str | None = None
-    modules: tuple[str, ...] = ()
-    needs_gpu: bool = False
+    install: str | None = None  # the command that installs `modules`
+    modules: tuple[str, ...] = ()  # what must be importable
+    needs_gpu: bool = False  # whether each worker needs one
     layouts: tuple[str, ...] = ("shared", "packed", "padded")
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     adapters: bool = True
@@ -201,13 +192,12 @@ class StrategyArgs(Section):
 
     @model_validator(mode="after")
     def _validate_settings(self) -> StrategyArgs:
-        settings = self.declaration.settings
-        known = settings.model_fields
+        known = self.declaration.settings.model_fields
         unknown = sorted(self.strategy_config.keys() - known.keys())
         if unknown and known:
             raise ValueError(f"strategy_config has no key {', '.join(unknown)}; known: {', '.join(known)}")
         try:
-            settings.model_validate(self.strategy_config)
+            _ = self.settings
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, ("strategy_config", *problem["loc"])))

@@ -8,7 +8,7 @@ from typing import Any
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.huggingface import set_optimizer, set_schedule, set_weight_dtype
-from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
+from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Rule, Translation
 
 # columns of the row formats that are not named prompt, chosen and rejected
 _COLUMNS = {
@@ -78,13 +78,11 @@ def _set_length(value: Any, run: Translation) -> None:
         run.differs("long pairs are dropped and reported, not an error")
 
 
-def _set_linear(value: Any, run: Translation) -> None:
-    if not _is_lora(run):
-        run.ignore("LoRA is off")
-    elif value:
+def _set_linear(_: Any, run: Translation) -> None:
+    if _is_lora(run):
         run.set(f"{MODEL}lora_target", ["all-linear"])
     else:
-        run.ignore("off")
+        run.ignore("LoRA is off")
 
 
 def _set_special_tokens(value: Any, run: Translation) -> None:
@@ -100,15 +98,15 @@ def _set_min_ratio(value: Any, run: Translation) -> None:
     run.set(f"{TRAINING}min_lr_ratio", value)
 
 
-def _set_times_per_epoch(target: str) -> r.Function:
-    """Make a function that reads a number of evaluations or checkpoints per epoch: once per epoch here."""
+def _times_per_epoch(target: str) -> Rule:
+    """Read a number of evaluations or checkpoints per epoch: once per epoch here."""
 
     def function(value: Any, run: Translation) -> None:
         run.set(target, "epoch")
         if value != 1:
             run.differs(f"once per epoch here; set {target.replace('strategy', 'steps')} for more")
 
-    return function
+    return r.by(function, target)
 
 
 def _set_wandb_project(value: Any, run: Translation) -> None:
@@ -120,11 +118,9 @@ def _set_wandb_project(value: Any, run: Translation) -> None:
 def _set_cpo_alpha(value: Any, run: Translation) -> None:
     if "simpo" not in run.losses:
         run.ignore("only with rl: simpo")
-    elif value:
+    else:
         run.set("rpo_alpha", value)
         run.differs("the NLL term of CPO-SimPO; TRL averages over the tokens of the batch, here per pair")
-    else:
-        run.ignore("off")
 
 
 def _set_precision(value: Any, run: Translation) -> None:
@@ -141,7 +137,6 @@ def _set_float16(value: Any, run: Translation) -> None:
         run.differs("master weights are fp32 here")
 
 
-_precision = r.by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype")
 _OWN: r.Table = {
     "base_model": r.to("pretrain"),
     "rl": r.by(_set_method, "pref_loss", note="dpo, ipo, simpo and orpo; kto and others have no equivalent"),
@@ -150,16 +145,16 @@ _OWN: r.Table = {
     **dict.fromkeys(("rl_beta", "dpo_beta", "trl.beta"), r.to("beta")),
     "orpo_alpha": r.if_loss("beta", "orpo"),
     "simpo_gamma": r.if_loss("gamma", "simpo"),
-    "cpo_alpha": r.by(_set_cpo_alpha, "rpo_alpha"),
+    "cpo_alpha": r.by(_set_cpo_alpha, "rpo_alpha", off="off"),
     "rpo_alpha": r.switch("rpo_alpha"),
-    "dpo_label_smoothing": r.label_smoothing(),
+    "dpo_label_smoothing": r.LABEL_SMOOTHING,
     "dpo_use_weighting": r.to("use_wpo"),
-    "dpo_generate_during_eval": r.samples(),
+    "dpo_generate_during_eval": r.SAMPLES,
     "dpo_norm_loss": r.lacks("use pref_loss: sigmoid_norm"),
     "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
     "adapter": r.by(lambda _, run: run.use(f"{MODEL}lora_rank"), f"{MODEL}lora_rank", note="lora or qlora"),
-    **r.lora_rules(_is_lora, rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", rslora="peft_use_rslora"),
-    "lora_target_linear": r.by(_set_linear, f"{MODEL}lora_target"),
+    **r.lora_rules(_is_lora, "lora_r", rslora="peft_use_rslora"),
+    "lora_target_linear": r.by(_set_linear, f"{MODEL}lora_target", off="off"),
     "lora_target_modules": r.only_if(
         lambda run: _is_lora(run) and not run.get("lora_target_linear"),
         f"{MODEL}lora_target",
@@ -168,8 +163,8 @@ _OWN: r.Table = {
     ),
     "peft_use_dora": r.lacks(r.DORA),
     "lora_modules_to_save": r.lacks(r.TRAINED_MODULES),
-    "lora_model_dir": r.adapter(),
-    "peft_init_lora_weights": r.lora_init(),
+    "lora_model_dir": r.ADAPTER,
+    "peft_init_lora_weights": r.LORA_INIT,
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit gptq quantization model_quantization_config quantize_moe_experts"),
     "datasets": r.by(_set_datasets(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
     "test_datasets": r.by(_set_datasets(EVAL_FILES), EVAL_FILES),
@@ -188,8 +183,7 @@ _OWN: r.Table = {
     "optimizer": r.by(set_optimizer, note=r.ONE_OPTIMIZER),
     "lr_scheduler": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "cosine_min_lr_ratio": r.by(_set_min_ratio, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio"),
-    "bf16": _precision,
-    "bfloat16": _precision,
+    **dict.fromkeys(("bf16", "bfloat16"), r.by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype")),
     "float16": r.by(_set_float16, f"{MODEL}dtype"),
     "float32": r.switch(f"{MODEL}dtype", "fp32"),
     "flash_attention": r.switch(f"{MODEL}attn_implementation", "flash_attention_2"),
@@ -200,8 +194,7 @@ _OWN: r.Table = {
     "special_tokens": r.by(_set_special_tokens, f"{MODEL}pad_token"),
     "tokenizer_config": r.tokenizer("base_model"),
     "tensor_parallel_size": r.axis("tp_size"),
-    "context_parallel_size": r.axis("cp_size"),
-    "sequence_parallel_degree": r.axis("cp_size"),
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), r.axis("cp_size")),
     "dp_replicate_size": r.axis("dp_replicate"),
     **{f"use_{name}": r.track(name) for name in huggingface.TRACKERS},
     "wandb_project": r.by(_set_wandb_project, "tracker_kwargs.wandb_project", "track_with"),
@@ -210,18 +203,15 @@ _OWN: r.Table = {
     "wandb_mode": r.choice(
         "tracker_kwargs.wandb_mode", {name: name for name in ("online", "offline")}, ignore="auto, online or offline"
     ),
-    "eval_steps": r.by(lambda value, run: run.set("eval_steps", int(value)), "eval_steps"),
-    "save_steps": r.by(lambda value, run: run.set("save_steps", int(value)), "save_steps"),
-    "evals_per_epoch": r.by(_set_times_per_epoch("eval_strategy"), "eval_strategy"),
-    "saves_per_epoch": r.by(_set_times_per_epoch("save_strategy"), "save_strategy"),
+    **{f"{what}_steps": r.converted(f"{what}_steps", int) for what in ("eval", "save")},
+    **{f"{what}s_per_epoch": _times_per_epoch(f"{what}_strategy") for what in ("eval", "save")},
     "early_stopping_patience": r.lacks("a run ends after max_steps or num_train_epochs"),
     **r.lack(r.ONE_RATE, "embedding_lr embedding_lr_scale lr_groups loraplus_lr_ratio"),
     "unfrozen_parameters": r.lacks(r.FROZEN),
     "dataset_exact_deduplication": r.lacks("repeated pairs are reported and kept; remove them from the file"),
     "shuffle_merged_datasets": r.lacks(r.SHUFFLED, True),
     **r.lack(
-        r.VOCABULARY,
-        "tokens added_tokens_overrides resize_token_embeddings_to_32x eot_tokens fix_untrained_tokens",
+        r.VOCABULARY, "tokens added_tokens_overrides resize_token_embeddings_to_32x eot_tokens fix_untrained_tokens"
     ),
     **r.lack(
         "the model's config cannot be changed",
@@ -243,7 +233,7 @@ _OWN: r.Table = {
     **r.drop("set actor_train.device_mapping", "use_ray ray_num_workers world_size"),
 }
 # what axolotl finds by itself, kernels, packing, memory, trackers, caches, generation, pretraining and other methods
-_NEUTRAL = """
+NEUTRAL = f"""{huggingface.NEUTRAL}
 activation_offloading auto_resume_from_checkpoints axolotl_config_path base_model_config batch_flattening batch_size
 bench_* bnb_config_kwargs center_rewards_coefficient chunked_cross_entropy* cls_model_config comet_*
 dataset_keep_in_memory dataset_prepared_path dataset_shard_idx ddp deepcompile device device_map dion_* do_bench_eval
@@ -266,25 +256,21 @@ tokenizer_legacy tokenizer_save_jinja_files tokenizer_type tokenizer_use_* torch
 total_num_tokens total_supervised_tokens train_on_inputs trl.* type_of_model use_comet use_kernels use_otel_metrics
 use_swanlab use_trackio vllm vllm.* wandb_log_model wandb_run_id wandb_watch xformers_attention
 """
-NEUTRAL = f"{huggingface.NEUTRAL}{_NEUTRAL}"
-
 _SHARED = {key: rule for key, rule in huggingface.TABLE.items() if key not in ("num_train_epochs", "optim", "run_name")}
 TABLE: r.Table = {**_OWN, **_SHARED, **_OWN}
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     simpo = {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if given.get("rl") == "simpo" else {}
-    beta = {} if given.keys() & {"rl_beta", "dpo_beta", "trl.beta", "orpo_alpha"} else {"rl_beta": 0.1}
-    warmup = {} if given.keys() & {"warmup_steps", "warmup_ratio"} else {"warmup_ratio": 0.03}
     cadences = {
         f"{what}_strategy": "epoch"
         for what in ("eval", "save")
         if not given.keys() & {f"{what}_strategy", f"{what}_steps", f"{what}s_per_epoch"}
     }
     return {
-        **beta,
+        **({} if given.keys() & {"rl_beta", "dpo_beta", "trl.beta", "orpo_alpha"} else {"rl_beta": 0.1}),
         **simpo,
-        **warmup,
+        **({} if given.keys() & {"warmup_steps", "warmup_ratio"} else {"warmup_ratio": 0.03}),
         **cadences,
         "sequence_len": 512,
         "micro_batch_size": 1,

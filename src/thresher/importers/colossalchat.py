@@ -46,12 +46,9 @@ def _set_gamma(value: Any, run: Translation) -> None:
         run.ignore("no margin")
 
 
-def _set_loss_mask(value: Any, run: Translation) -> None:
-    if value:
-        run.set("apply_loss_mask", False)
-        run.differs("all tokens but the first are scored; ColossalChat scores the padding too")
-    else:
-        run.ignore("the responses are scored")
+def _set_loss_mask(_: Any, run: Translation) -> None:
+    run.set("apply_loss_mask", False)
+    run.differs("all tokens but the first are scored; ColossalChat scores the padding too")
 
 
 def _set_lora(value: Any, run: Translation) -> None:
@@ -132,19 +129,15 @@ def _context_size(run: Translation) -> int:
 
 
 def _set_sequence_axis(value: Any, run: Translation) -> None:
-    if value == 1:
-        run.ignore("one worker")
-    elif run.get("sp_mode", "split_gather") not in _SEQUENCE_AXES:
+    if value != 1 and run.get("sp_mode", "split_gather") not in _SEQUENCE_AXES:
         run.drop("splits activations over the workers of tp; numbers do not change")
-    elif run.num_devices == 1:
-        run.drop("does not change the numbers; set strategy_config.cp_size together with device_mapping")
     else:
-        run.set(f"{AXES}cp_size", int(value))
+        r.set_axis(value, run, "cp_size")
 
 
-def _set_offload(value: Any, run: Translation) -> None:
-    if not value or not run.get("zero_stage"):
-        run.ignore("off" if not value else "ColossalChat offloads with zero_stage 1 and 2 only")
+def _set_offload(_: Any, run: Translation) -> None:
+    if not run.get("zero_stage"):
+        run.ignore("ColossalChat offloads with zero_stage 1 and 2 only")
     elif run.value(f"{AXES}zero_stage") is None:
         run.drop("no two workers shard the model; numbers do not change")
     else:
@@ -165,7 +158,7 @@ TABLE: r.Table = {
     "length_normalization": r.part_of("loss_type", "pref_loss"),
     "disable_reference_model": r.part_of("loss_type", "pref_loss"),
     "gamma": r.by(_set_gamma, "gamma"),
-    "disable_loss_mask": r.by(_set_loss_mask, "apply_loss_mask"),
+    "disable_loss_mask": r.by(_set_loss_mask, "apply_loss_mask", off="the responses are scored"),
     **r.kept(TRAINING, "lr_scheduler_type adam_beta2 warmup_steps warmup_ratio weight_decay"),
     "lr": r.to(f"{TRAINING}learning_rate"),
     "grad_clip": r.to(f"{TRAINING}max_grad_norm"),
@@ -188,17 +181,14 @@ TABLE: r.Table = {
     "save_interval": r.to("save_steps"),
     "save_dir": r.to("output_dir"),
     "log_dir": r.to("logging_dir"),
-    "use_wandb": r.by(
-        lambda value, run: run.set("track_with", ["console", "tensorboard", *(["wandb"] if value else [])]),
-        "track_with",
-    ),
+    "use_wandb": r.converted("track_with", lambda value: ["console", "tensorboard", *(["wandb"] if value else [])]),
     "plugin": r.by(
         _set_plugin,
         *(f"{AXES}{name}" for name in ("zero_stage", "dp_replicate", "cpu_offload")),
         note="see the table of plugins above",
     ),
     "zero_stage": r.part_of("plugin", f"{AXES}zero_stage"),
-    "zero_cpu_offload": r.by(_set_offload, f"{AXES}cpu_offload"),
+    "zero_cpu_offload": r.by(_set_offload, f"{AXES}cpu_offload", off="off"),
     "tp": r.axis("tp_size"),
     "pp": r.axis("pp_size"),
     "sp": r.by(_set_sequence_axis, f"{AXES}cp_size", note="with sp_mode all_to_all or ring_attn"),
@@ -208,13 +198,12 @@ NEUTRAL = "config_file enable_sequence_parallelism microbatch_size model_type sp
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    warmup = {} if "warmup_steps" in given else {"warmup_ratio": 0.025}
     return {
         "loss_type": "dpo_loss",
         "beta": 0.1,
         "lr": 5e-6,
         "lr_scheduler_type": "cosine_with_min_lr",
-        **warmup,
+        **({} if "warmup_steps" in given else {"warmup_ratio": 0.025}),
         "adam_beta2": 0.95,
         "weight_decay": 0.1,
         "batch_size": 4,

@@ -70,18 +70,19 @@ def set_megatron(run: Translation, settings: Mapping[str, Any]) -> None:
             run.set(f"{_REFERENCE}strategy_config.{name}", value)
 
 
-def deepspeed() -> Rule:
-    """Keep the stage and the offloading of a DeepSpeed config: an object, a file, or the name of one."""
-
-    def function(value: Any, run: Translation) -> None:
-        settings = _read_deepspeed(value)
-        if settings is None:
-            run.drop("a file that is not here; set strategy_name to deepspeed_train, or keep FSDP2, which shards too")
-            return
+def _read_and_set_deepspeed(value: Any, run: Translation) -> None:
+    settings = _read_deepspeed(value)
+    if settings is None:
+        run.drop("a file that is not here; set strategy_name to deepspeed_train, or keep FSDP2, which shards too")
+    else:
         set_deepspeed(run, settings)
         run.note("ZeRO stage and offloading; numbers agree up to rounding")
 
-    return by(function, f"{STRATEGY}strategy_name", AXES.removesuffix("."), note="ZeRO stage and offloading")
+
+# an object, a file, or the name of one
+DEEPSPEED = by(
+    _read_and_set_deepspeed, f"{STRATEGY}strategy_name", AXES.removesuffix("."), note="ZeRO stage and offloading"
+)
 
 
 def set_deepspeed(run: Translation, settings: Mapping[str, Any]) -> None:
@@ -102,7 +103,8 @@ def _read_deepspeed(value: Any) -> dict[str, Any] | None:
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         return None
-    offloads = [name for name in ("offload_optimizer", "offload_param") if _device(zero.get(name)) == "cpu"]
+    sections = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
+    offloads = [name for name, each in sections.items() if isinstance(each, Mapping) and each.get("device") == "cpu"]
     return {"zero_stage": stage, **dict.fromkeys(offloads, True)}
 
 
@@ -124,7 +126,3 @@ def _by_name(name: str) -> dict[str, Any] | None:
     if "offload" in name and stage == 3:
         settings["offload_param"] = True
     return settings
-
-
-def _device(section: Any) -> Any:
-    return section.get("device") if isinstance(section, Mapping) else None

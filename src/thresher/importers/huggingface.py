@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from thresher.config.roles import SCHEDULES
 from thresher.importers import rules as r
-from thresher.importers.engines import deepspeed
+from thresher.importers.engines import DEEPSPEED
 from thresher.importers.translation import DATA, MODEL, TRAINING, Rule, Translation
 
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
 _LOW_PRECISION_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"}
 _PAGED_ADAMW = {"paged_adamw", "paged_adamw_32bit"}
-_BEST = {
-    "loss": "eval/loss",
-    "rewards/accuracies": "eval/rewards/accuracies",
-    "rewards/margins": "eval/rewards/margins",
-}
+_BEST = ("loss", "rewards/accuracies", "rewards/margins")
 
 
 def set_optimizer(value: Any, run: Translation) -> None:
@@ -35,16 +31,15 @@ def set_optimizer(value: Any, run: Translation) -> None:
 
 def set_schedule(value: Any, run: Translation) -> None:
     """Read a schedule; min_lr and power are in `lr_scheduler_kwargs`."""
-    name = str(value)
-    if name == "cosine_with_restarts":
-        name = "cosine"
+    if value == "cosine_with_restarts":
+        run.set(f"{TRAINING}lr_scheduler_type", "cosine")
         run.note("one cycle")
-    if name not in SCHEDULES:
-        return run.lacks(f"the schedules are {', '.join(SCHEDULES)}")
-    run.set(f"{TRAINING}lr_scheduler_type", name)
-    if name == "polynomial":
+    elif value in SCHEDULES:
+        run.set(f"{TRAINING}lr_scheduler_type", value)
+    else:
+        run.lacks(f"the schedules are {', '.join(SCHEDULES)}")
+    if value == "polynomial":
         run.differs("decays to 0; transformers decays to lr_end, 1e-7 by default")
-    return None
 
 
 def set_schedule_arguments(value: Any, run: Translation) -> None:
@@ -124,7 +119,7 @@ def set_best_metric(value: Any, run: Translation) -> None:
     """Read the name of an evaluation metric."""
     name = str(value).removeprefix("eval_")
     if name in _BEST:
-        run.set("metric_for_best_model", _BEST[name])
+        run.set("metric_for_best_model", f"eval/{name}")
     else:
         run.drop("selects the best checkpoint only; eval/loss is used")
 
@@ -211,20 +206,18 @@ TABLE: r.Table = {
     ),
     "resume_from_checkpoint": r.by(set_resume, "resume_from_checkpoint"),
     "dataset_num_proc": r.to(f"{DATA}preprocessing_num_workers"),
-    "deepspeed": deepspeed(),
+    "deepspeed": DEEPSPEED,
     "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
     "fsdp_config": r.part_of("fsdp", "actor_train.device_mapping"),
     "neftune_noise_alpha": r.lacks("noise on embeddings is not supported"),
     "train_sampling_strategy": r.lacks(r.SHUFFLED, "random"),
     "group_by_length": r.lacks(f"{r.SHUFFLED}; micro-batches are balanced by length"),
     **r.lack("AdamW is the only optimizer, with betas, epsilon and weight decay", "optim_target_modules optim_args"),
-    **r.drop("the pair order follows from `seed` and differs from the trainer's in any case", "data_seed"),
     **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
     **r.drop(
         "a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory",
         "push_to_hub",
     ),
-    **r.drop("checkpoints hold the full state, in safetensors", "save_only_model"),
     **r.drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
     **r.drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),
     **r.drop("batches are packed by tokens; set max_tokens_per_micro_batch if memory runs out", "auto_find_batch_size"),
@@ -232,12 +225,12 @@ TABLE: r.Table = {
 # memory, data loading, communication, logs and evaluation
 NEUTRAL = """
 accelerator_config average_tokens_across_devices batch_eval_metrics bf16_full_eval dataloader_num_workers dataloader_p*
-dataloader_multiprocessing_context dataloader_in_order ddp_* debug disable_tqdm do_train do_eval do_predict
+data_seed dataloader_multiprocessing_context dataloader_in_order ddp_* debug disable_tqdm do_train do_eval do_predict
 enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches eval_use_gather_object fp16_full_eval
 full_determinism gradient_checkpointing_kwargs hub_* ignore_data_skip include_for_metrics include_num_input_tokens_seen
 include_tokens_per_second label_names label_smoothing_factor length_column_name liger_kernel_config local_rank
 log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter no_cuda
 parallelism_config prediction_loss_only project remove_unused_columns restore_callback_states_from_checkpoint
-save_on_each_node save_safetensors skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
+save_on_each_node save_only_model save_safetensors skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
 torch_empty_cache_steps trackio_* use_cache use_cpu use_liger_kernel
 """

@@ -22,10 +22,8 @@ def _is_lora(run: Translation) -> bool:
 def _set_stage(value: Any, run: Translation) -> None:
     if value == "dpo":
         run.ignore("preference training")
-    elif value == "kto":
-        run.lacks(r.KTO)
     else:
-        run.lacks(r.OTHER_METHOD)
+        run.lacks(r.KTO if value == "kto" else r.OTHER_METHOD)
 
 
 def _set_dataset(target: str) -> r.Function:
@@ -67,20 +65,14 @@ def _set_cutoff(value: Any, run: Translation) -> None:
     run.differs("LLaMA-Factory cuts prompt and response in proportion; here the end of the responses is cut")
 
 
-def _set_pure_bf16(value: Any, run: Translation) -> None:
-    if value:
-        run.set(f"{MODEL}dtype", "bf16")
-        run.set(f"{MODEL}master_dtype", "bf16")
-    else:
-        run.ignore("fp32 master weights")
+def _set_pure_bf16(_: Any, run: Translation) -> None:
+    run.set(f"{MODEL}dtype", "bf16")
+    run.set(f"{MODEL}master_dtype", "bf16")
 
 
-def _set_pissa(value: Any, run: Translation) -> None:
-    if value:
-        iterations = run.get("pissa_iter", 16)
-        run.set(f"{MODEL}lora_init", "pissa" if iterations == -1 else f"pissa_niter_{int(iterations)}")
-    else:
-        run.ignore("off")
+def _set_pissa(_: Any, run: Translation) -> None:
+    iterations = run.get("pissa_iter", 16)
+    run.set(f"{MODEL}lora_init", "pissa" if iterations == -1 else f"pissa_niter_{int(iterations)}")
 
 
 _OWN: r.Table = {
@@ -99,25 +91,16 @@ _OWN: r.Table = {
     "ref_model_adapters": r.lacks(r.REFERENCE_ADAPTER),
     **r.lack(r.QUANTIZED, "ref_model_quantization_bit quantization_bit"),
     "finetuning_type": r.lora_switch("full or lora", full="full"),
-    **r.lora_rules(
-        _is_lora,
-        rank="lora_rank",
-        alpha="lora_alpha",
-        dropout="lora_dropout",
-        targets="lora_target",
-        rslora="use_rslora",
-    ),
+    **r.lora_rules(_is_lora, "lora_rank", targets="lora_target", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
     "additional_target": r.lacks(r.TRAINED_MODULES),
-    "adapter_name_or_path": r.adapter(),
-    "pissa_init": r.by(_set_pissa, f"{MODEL}lora_init"),
+    "adapter_name_or_path": r.ADAPTER,
+    "pissa_init": r.by(_set_pissa, f"{MODEL}lora_init", off="off"),
     "pissa_iter": r.part_of("pissa_init", f"{MODEL}lora_init"),
     **r.kept(MODEL, "trust_remote_code"),
     "flash_attn": r.choice(f"{MODEL}attn_implementation", _ATTENTION, ignore="chosen automatically"),
-    "disable_gradient_checkpointing": r.by(
-        lambda value, run: run.set(f"{TRAINING}gradient_checkpointing", not value), f"{TRAINING}gradient_checkpointing"
-    ),
-    "pure_bf16": r.by(_set_pure_bf16, f"{MODEL}dtype", f"{MODEL}master_dtype"),
+    "disable_gradient_checkpointing": r.converted(f"{TRAINING}gradient_checkpointing", lambda value: not value),
+    "pure_bf16": r.by(_set_pure_bf16, f"{MODEL}dtype", f"{MODEL}master_dtype", off="fp32 master weights"),
     "model_revision": r.to(f"{MODEL}revision", neutral=("main",)),
     "moe_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     "rope_scaling": r.lacks("the positions of the model cannot be scaled; set rope_scaling in its config.json"),
@@ -126,8 +109,7 @@ _OWN: r.Table = {
     "dataset_dir": r.part_of("dataset", FILES),
     "cutoff_len": r.by(_set_cutoff, "sequence_length", f"{DATA}truncation"),
     "template": r.template(),
-    "enable_thinking": r.template_argument("enable_thinking"),
-    "preserve_thinking": r.template_argument("preserve_thinking"),
+    **{name: r.template_argument(name) for name in ("enable_thinking", "preserve_thinking")},
     "default_system": r.to(f"{DATA}system_prompt"),
     "val_size": r.by(r.set_split, EVAL_SPLIT),
     **r.kept(DATA, "max_samples preprocessing_num_workers"),
@@ -141,7 +123,6 @@ _OWN: r.Table = {
     **r.lack("the architecture cannot be changed", "shift_attn mixture_of_depths train_from_scratch fp8"),
     **r.lack("the loss of supervised stages", "use_dft_loss use_asft_loss use_eaft_loss"),
     "freeze_language_model": r.lacks(r.FROZEN),
-    **r.drop("evaluation sets are joined", "eval_on_each_dataset"),
     **r.drop("tool calls follow the tokenizer's template", "tool_format"),
     **r.drop("set actor_train.device_mapping", "ray_num_workers use_ray"),
     **r.drop("set actor_train.strategy_args.strategy_name", "use_mca use_megatron_bridge use_hyper_parallel use_kt"),
@@ -151,7 +132,7 @@ TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 NEUTRAL = f"""{huggingface.NEUTRAL}
 adapter_folder apollo_* asft_alpha audio_* badam_* block_diag_attn buffer_size cache_dir compute_accuracy compute_dtype
 create_new_adapter crop_to_patches data_shared_file_system device_map double_quantization eaft_alpha
-enable_liger_kernel enable_torch_profiler eval_num_beams export_* fp8_* freeze_extra_modules
+enable_liger_kernel enable_torch_profiler eval_num_beams eval_on_each_dataset export_* fp8_* freeze_extra_modules
 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_* hf_hub_token
 hyper_parallel_* ignore_pad_token_for_loss image_* include_effective_tokens_per_second infer_backend infer_dtype
 init_special_tokens kt_* kto_chosen_weight kto_rejected_weight loraplus_lr_embedding low_cpu_mem_usage mask_history

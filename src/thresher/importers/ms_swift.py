@@ -6,26 +6,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.config.roles import SCHEDULES
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.engines import megatron, set_megatron
 from thresher.importers.translation import AXES, DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
 
-_MEGATRON_ONLY = (
+_MEGATRON_ONLY = {
     "micro_batch_size",
     "global_batch_size",
     "lr",
     "tensor_model_parallel_size",
     "mcore_model",
     "train_iters",
-)
-_TRUNCATION = {"delete": "drop", "left": "prompt_start", "right": "response_end"}
-_ATTENTION = {
-    "flash_attn": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "sdpa": "sdpa",
-    "eager": "eager",
 }
+_TRUNCATION = {"delete": "drop", "left": "prompt_start", "right": "response_end"}
+_ATTENTION = {"flash_attn": "flash_attention_2"} | {name: name for name in ("flash_attention_2", "sdpa", "eager")}
 _DECAYS = {
     "constant": "constant_with_warmup",
     "linear": "linear",
@@ -37,16 +33,11 @@ _TUNER_KEYS = ("tuner_type", "train_type", "sft_type")
 
 
 def _is_megatron(values: Mapping[str, Any]) -> bool:
-    return any(key in values for key in _MEGATRON_ONLY)
-
-
-def _tuner(get: Any) -> str:
-    given = next((get(key) for key in _TUNER_KEYS if get(key)), None)
-    return str(given or "lora")
+    return not _MEGATRON_ONLY.isdisjoint(values)
 
 
 def _is_lora(run: Translation) -> bool:
-    return _tuner(run.get) == "lora"
+    return next((run.get(key) for key in _TUNER_KEYS if run.get(key)), "lora") == "lora"
 
 
 def _set_method(value: Any, run: Translation) -> None:
@@ -92,13 +83,11 @@ def _set_files(target: str) -> r.Function:
 
 
 def _set_min_lr(value: Any, run: Translation) -> None:
-    if value and run.get("lr_decay_style", "cosine") == "cosine":
+    if run.get("lr_decay_style", "cosine") == "cosine":
         run.set(f"{TRAINING}lr_scheduler_type", "cosine_with_min_lr")
         run.set(f"{TRAINING}min_lr_ratio", r.ratio(value, run.get("lr") or value))
-    elif value:
-        run.lacks("only a cosine schedule has a minimum")
     else:
-        run.ignore("decays to 0")
+        run.lacks("only a cosine schedule has a minimum")
 
 
 def _set_recomputed_modules(value: Any, run: Translation) -> None:
@@ -113,7 +102,7 @@ def _set_recomputed_modules(value: Any, run: Translation) -> None:
 
 def _set_decay(value: Any, run: Translation) -> None:
     if value not in _DECAYS:
-        run.lacks(f"the schedules are {', '.join(huggingface.SCHEDULES)}")
+        run.lacks(f"the schedules are {', '.join(SCHEDULES)}")
     elif run.value(f"{TRAINING}lr_scheduler_type") != "cosine_with_min_lr":
         run.set(f"{TRAINING}lr_scheduler_type", _DECAYS[value])
     else:
@@ -135,25 +124,18 @@ _OWN: r.Table = {
     "ref_model": r.to("reference.model_args.model_name_or_path"),
     "ref_model_revision": r.to("reference.model_args.revision", neutral=("main", "master")),
     **r.lack(r.REFERENCE_ADAPTER, "ref_adapters ref_adapter_name mcore_adapter"),
-    "adapters": r.adapter(),
+    "adapters": r.ADAPTER,
     **dict.fromkeys(_TUNER_KEYS, r.lora_switch("full or lora", full="full")),
-    **r.lora_rules(
-        _is_lora,
-        rank="lora_rank",
-        alpha="lora_alpha",
-        dropout="lora_dropout",
-        targets="target_modules",
-        rslora="use_rslora",
-    ),
+    **r.lora_rules(_is_lora, "lora_rank", targets="target_modules", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
     "modules_to_save": r.lacks(r.TRAINED_MODULES),
     **r.lack("adapters are on named modules", "target_regex target_parameters"),
-    "init_weights": r.lora_init(),
+    "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),
     "lorap_lr_ratio": r.lacks(r.ONE_RATE),
     **r.lack(r.QUANTIZED, "quant_method quant_bits"),
     "torch_dtype": r.by(
-        huggingface.set_weight_dtype(lambda run: not _is_lora(run) and not _is_megatron(run._source)), f"{MODEL}dtype"
+        huggingface.set_weight_dtype(lambda run: not _is_lora(run) and not _is_megatron(run.source)), f"{MODEL}dtype"
     ),
     "attn_impl": r.choice(f"{MODEL}attn_implementation", _ATTENTION, ignore="chosen automatically"),
     "model_revision": r.to(f"{MODEL}revision", neutral=("main", "master")),
@@ -167,8 +149,7 @@ _OWN: r.Table = {
     "response_prefix": r.lacks("add the prefix to the prompts, or to the chat template"),
     **r.drop("the tokenizer's template is used", "template_backend agent_template add_non_thinking_prefix"),
     "system": r.to(f"{DATA}system_prompt"),
-    "enable_thinking": r.template_argument("enable_thinking"),
-    "preserve_thinking": r.template_argument("preserve_thinking"),
+    **{name: r.template_argument(name) for name in ("enable_thinking", "preserve_thinking")},
     "interleave_prob": r.lacks(r.MIXED),
     "columns": r.lacks("set prompt_key, chosen_key and rejected_key"),
     "loss_scale": r.lacks("every token of a response has the same weight", "default", "last_round", "all"),
@@ -188,7 +169,7 @@ _OWN: r.Table = {
     "lisa_activated_layers": r.lacks("all layers are trained", 0),
     # megatron rlhf
     "lr": r.to(f"{TRAINING}learning_rate"),
-    "min_lr": r.by(_set_min_lr, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio"),
+    "min_lr": r.by(_set_min_lr, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio", off="decays to 0"),
     "lr_decay_style": r.by(_set_decay, f"{TRAINING}lr_scheduler_type"),
     "lr_decay_iters": r.lacks("a schedule ends with the run"),
     "lr_warmup_fraction": r.to(f"{TRAINING}warmup_ratio"),
@@ -215,14 +196,16 @@ _OWN: r.Table = {
     "mcore_model": r.lacks("a Megatron checkpoint; give a Hugging Face model as `model`"),
     "callbacks": r.lacks("callbacks of ms-swift are not run"),
     "megatron_extra_kwargs": r.lacks("settings of Megatron's model cannot be changed"),
-    **r.lack("experts are not dropped and have no z-loss", "moe_expert_capacity_factor moe_z_loss_coeff"),
-    **r.lack("experts are not dropped and have no z-loss", "moe_pad_expert_input_to_capacity"),
-    **r.lack("weight decay is constant", {"start_weight_decay": None, "end_weight_decay": None}),
-    **r.lack("weight decay is constant", {"weight_decay_incr_style": "constant"}),
-    **r.lack("an auxiliary loss of sparse attention", {"dsa_indexer_loss_coeff": 0.0}),
+    **r.lack(
+        "experts are not dropped and have no z-loss",
+        "moe_expert_capacity_factor moe_z_loss_coeff moe_pad_expert_input_to_capacity",
+    ),
+    **r.lack("weight decay is constant", "start_weight_decay end_weight_decay"),
+    "weight_decay_incr_style": r.lacks("weight decay is constant", "constant"),
+    "dsa_indexer_loss_coeff": r.lacks("an auxiliary loss of sparse attention", 0.0),
     **r.lack("fp8 is not supported", "fp8_format fp4_format"),
     **r.lack("a run ends after max_steps or num_train_epochs", "early_stop_interval max_epochs"),
-    **r.lack("multi-token prediction is not trained", "mtp_num_layers"),
+    "mtp_num_layers": r.lacks("multi-token prediction is not trained"),
 }
 TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 # other tuners, optimizers and methods, images, generation, kernels, placement, packing, caches, checkpoints and checks
@@ -259,16 +242,13 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     tuner = next((given[key] for key in _TUNER_KEYS if key in given), "full" if megatron else "lora")
     rate = 1e-5 if tuner == "full" else 1e-4
     simpo = given.get("rlhf_type") == "simpo"
+    lora = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
     common = {
         "rlhf_type": "dpo",
         "beta": 2.0 if simpo else 0.1,
         **({"simpo_gamma": 1.0} if simpo else {}),
         **({"tuner_type": tuner} if not given.keys() & set(_TUNER_KEYS) else {}),
-        **(
-            {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
-            if tuner == "lora"
-            else {}
-        ),
+        **(lora if tuner == "lora" else {}),
         "weight_decay": 0.1,
         "adam_beta2": 0.95,
         "logging_steps": 5,

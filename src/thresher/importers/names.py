@@ -10,8 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thresher.config.section import Section, known_keys, merge_settings, section_at
-from thresher.errors import UserError
+from thresher.config.section import Section, invalid_config, known_keys, merge_settings, section_at
 from thresher.importers.convert import NAMES
 from thresher.importers.convert import find_trainer as find_trainer
 from thresher.importers.roll import read_own_keys as read_own_keys
@@ -41,8 +40,6 @@ _AMBIGUOUS = {
 }
 # of equal last parts, the key of the policy: the reference and the validation data follow it unless they are set
 _PREFERRED = ("actor_train.training_args.", "actor_train.model_args.", "actor_train.data_args.", "actor_train.")
-
-
 _HINT_ORDER = ("trl", "llama-factory", "axolotl", "ms-swift", "open-instruct", "colossalchat", "roll")
 # spellings that people use and no trainer above has
 _COMMON = {
@@ -131,7 +128,7 @@ def nest_flat_names(root: type[Section], given: Mapping[str, Any]) -> dict[str, 
         name: value.value if isinstance(value, Enum) else value for name, value in given.items() if name not in values
     }
     if problems := [f"{name}: ambiguous; {_AMBIGUOUS[name]}" for name in flat if name in _AMBIGUOUS]:
-        raise _invalid(problems)
+        raise invalid_config(problems)
     ours, same = _own_names(root), flat_names()
     foreign = {name: value for name, value in flat.items() if name not in same and TRL.find(name)}
     unknown = {name: value for name, value in flat.items() if name not in {**same, **ours, **foreign}}
@@ -150,16 +147,13 @@ def trl_arguments(config: DPOConfig) -> dict[str, Any]:
     """Return the settings under the names of transformers' TrainingArguments, TRL's DPOConfig and ours."""
     renamed = {name: reduce(getattr, key.split("."), config) for name, key in flat_names().items()}
     model, names = config.actor_train.model_args, config.loss_weights
-    is_cadence_off = {
-        name: (getattr(config, f"{name}_strategy"), getattr(config, f"{name}_steps")) == ("steps", 0)
-        for name in ("eval", "save")
-    }
+    cadences = ("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")
     return (
         {name: getattr(config, name) for name in type(config).model_fields}
         | renamed
         | TRAINER_OPTIONS
         | config.trainer_options
-        | {f"{name}_strategy": "no" for name, is_off in is_cadence_off.items() if is_off}
+        | {how: "no" for how, num in cadences if (getattr(config, how), getattr(config, num)) == ("steps", 0)}
         | {
             "max_steps": config.max_steps or -1,
             "gradient_checkpointing": config.actor_train.training_args.gradient_checkpointing != "off",
@@ -205,12 +199,15 @@ def _translate(foreign: Mapping[str, Any], values: Mapping[str, Any], ours: Mapp
             for note in entry.notes:
                 logger.info("config: %s: %s", entry.key, note)
     if problems:
-        raise _invalid(problems)
+        raise invalid_config(problems)
     return keys
 
 
 def _problem(entry: Entry) -> str | None:
-    if entry.key == "deepspeed" and _is_missing(entry):
+    # unlike an imported config, a program runs where its files are
+    is_file = isinstance(entry.value, str) and not entry.value.lstrip().startswith("{")
+    is_missing = is_file and not Path(entry.value).is_file()
+    if entry.key == "deepspeed" and is_missing and (entry.value.endswith(".json") or entry.outcome == "no equivalent"):
         return f"deepspeed: {entry.value} does not exist; give the path of a DeepSpeed config"
     if entry.is_lost:
         return f"{entry.key}: no equivalent; {'; '.join(entry.notes)}"
@@ -219,14 +216,3 @@ def _problem(entry: Entry) -> str | None:
         needed = " and ".join(rule.targets) if rule else ""
         return f"{entry.key}={entry.value!r} has no effect alone; set {needed}"
     return None
-
-
-def _is_missing(entry: Entry) -> bool:
-    """Whether a file is not here; unlike an imported config, a program runs where its files are."""
-    value = entry.value
-    named = isinstance(value, str) and not value.lstrip().startswith("{")
-    return named and not Path(value).is_file() and (value.endswith(".json") or entry.outcome == "no equivalent")
-
-
-def _invalid(problems: list[str]) -> UserError:
-    return UserError("invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))

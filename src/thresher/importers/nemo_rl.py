@@ -15,6 +15,7 @@ _HUB = {
     "Tulu3Preference": "hf://allenai/llama-3.1-tulu-3-8b-preference-mixture",
     "HelpSteer3": "hf://nvidia/HelpSteer3:{split}:preference",
 }
+_AXES = {"tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "dp_replicate_size": "dp_replicate"}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -29,12 +30,10 @@ def _set_average(value: Any, run: Translation) -> None:
 
 
 def _set_sft(value: Any, run: Translation) -> None:
-    if value and not run.get("dpo.sft_average_log_probs"):
-        run.lacks("the summed NLL of the chosen response; rpo_alpha weighs its mean per token")
-    elif value:
+    if run.get("dpo.sft_average_log_probs"):
         run.set("rpo_alpha", value)
     else:
-        run.ignore("off")
+        run.lacks("the summed NLL of the chosen response; rpo_alpha weighs its mean per token")
 
 
 def _set_data(target: str) -> r.Function:
@@ -45,11 +44,9 @@ def _set_data(target: str) -> r.Function:
         r.set_sources(run, target, [_source(row) for row in rows])
         for row in rows if target == FILES else ():
             kind = row.get("dataset_name")
-            for key in ("prompt_key", "chosen_key", "rejected_key"):
-                if kind == "BinaryPreferenceDataset" and row.get(key, key.removesuffix("_key")) != key.removesuffix(
-                    "_key"
-                ):
-                    run.set(key, row[key])
+            for name in ("prompt", "chosen", "rejected") if kind == "BinaryPreferenceDataset" else ():
+                if row.get(f"{name}_key", name) != name:
+                    run.set(f"{name}_key", row[f"{name}_key"])
             if kind == "HelpSteer3":
                 run.lacks("rows have response1, response2 and a score; write prompt, chosen and rejected")
 
@@ -98,15 +95,10 @@ def _set_megatron(value: Any, run: Translation) -> None:
     if not value.get("enabled"):
         return run.ignore("megatron is off")
     optimizer, scheduler = value.get("optimizer", {}), value.get("scheduler", {})
-    for key, target in (
-        ("lr", "learning_rate"),
-        ("weight_decay", "weight_decay"),
-        ("adam_beta1", "adam_beta1"),
-        ("adam_beta2", "adam_beta2"),
-        ("adam_eps", "adam_epsilon"),
-    ):
+    for key in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"):
         if key in optimizer:
-            run.set(f"{TRAINING}{target}", optimizer[key])
+            ours = {"lr": "learning_rate", "adam_eps": "adam_epsilon"}.get(key, key)
+            run.set(f"{TRAINING}{ours}", optimizer[key])
     style = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
     run.set(f"{TRAINING}lr_scheduler_type", style.get(str(scheduler.get("lr_decay_style")), "constant_with_warmup"))
     run.set(f"{TRAINING}warmup_steps", int(scheduler.get("lr_warmup_iters", 0)))
@@ -139,7 +131,7 @@ TABLE: r.Table = {
     "dpo.preference_loss_weight": r.part_of("dpo.preference_average_log_probs", "pref_loss"),
     "dpo.preference_loss": r.lacks("only dpo can be translated", "dpo"),
     "dpo.reference_policy_kl_penalty": r.to("beta"),
-    "dpo.sft_loss_weight": r.by(_set_sft, "rpo_alpha"),
+    "dpo.sft_loss_weight": r.by(_set_sft, "rpo_alpha", off="off"),
     "dpo.sft_average_log_probs": r.part_of("dpo.sft_loss_weight", "rpo_alpha"),
     "dpo.seed": r.to("seed"),
     "dpo.max_num_epochs": r.to("num_train_epochs"),
@@ -154,12 +146,10 @@ TABLE: r.Table = {
     "policy.train_global_batch_size": r.to(f"{TRAINING}global_batch_size"),
     "policy.train_micro_batch_size": r.to(f"{TRAINING}per_device_train_batch_size"),
     "policy.max_total_sequence_length": r.to("sequence_length"),
-    "policy.precision": r.by(
-        lambda value, run: run.set(f"{MODEL}dtype", _PRECISIONS.get(value, "fp32")), f"{MODEL}dtype"
-    ),
+    "policy.precision": r.converted(f"{MODEL}dtype", lambda value: _PRECISIONS.get(value, "fp32")),
     "policy.max_grad_norm": r.to(f"{TRAINING}max_grad_norm"),
     f"{_LORA}.enabled": r.lora_switch("with `dim`"),
-    **r.lora_rules(_is_lora, rank=f"{_LORA}.dim", alpha=f"{_LORA}.alpha", dropout=f"{_LORA}.dropout"),
+    **r.lora_rules(_is_lora, f"{_LORA}.dim", alpha=f"{_LORA}.alpha", dropout=f"{_LORA}.dropout"),
     f"{_LORA}.target_modules": r.only_if(
         lambda run: _is_lora(run) and run.entries[-1].value and not run.get(f"{_LORA}.match_all_linear", True),
         f"{MODEL}lora_target",
@@ -171,9 +161,7 @@ TABLE: r.Table = {
     **r.drop("dropout is applied to the input of LoRA's A", f"{_LORA}.dropout_position"),
     "policy.dtensor_cfg.activation_checkpointing": r.to(f"{TRAINING}gradient_checkpointing"),
     "policy.dtensor_cfg.cpu_offload": r.to(f"{AXES}cpu_offload"),
-    "policy.dtensor_cfg.tensor_parallel_size": r.axis("tp_size"),
-    "policy.dtensor_cfg.context_parallel_size": r.axis("cp_size"),
-    "policy.dtensor_cfg.dp_replicate_size": r.axis("dp_replicate"),
+    **{f"policy.dtensor_cfg.{theirs}": r.axis(ours) for theirs, ours in _AXES.items()},
     "policy.optimizer.name": r.by(
         lambda value, run: run.ignore("AdamW") if "AdamW" in str(value) else run.lacks(r.ONE_OPTIMIZER),
         note=r.ONE_OPTIMIZER,
@@ -194,7 +182,7 @@ TABLE: r.Table = {
     "data.train": r.by(_set_data(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
     "data.validation": r.by(_set_data(EVAL_FILES), EVAL_FILES),
     "data.default": r.part_of("data.train", FILES),
-    "data.val_data_paths": r.by(lambda v, run: run.set(EVAL_FILES, list(v.values())), EVAL_FILES),
+    "data.val_data_paths": r.converted(EVAL_FILES, lambda value: list(value.values())),
     "data.shuffle": r.lacks(r.SHUFFLED, True),
     "checkpointing.checkpoint_dir": r.to("output_dir"),
     "checkpointing.enabled": r.by(
@@ -205,14 +193,11 @@ TABLE: r.Table = {
     "checkpointing.save_period": r.positive("save_steps"),
     "checkpointing.keep_top_k": r.to("save_total_limit", "the newest are kept, and the best one", differs=True),
     **r.drop("eval/loss selects the best checkpoint", "checkpointing.metric_name checkpointing.higher_is_better"),
-    **r.lack("give the model as policy.model_name", "checkpointing.pretrained_checkpoint"),
+    "checkpointing.pretrained_checkpoint": r.lacks("give the model as policy.model_name"),
     "logger.log_dir": r.to("logging_dir"),
-    "logger.wandb_enabled": r.track("wandb"),
-    "logger.tensorboard_enabled": r.track("tensorboard"),
-    "logger.mlflow_enabled": r.track("mlflow"),
-    "logger.wandb.project": _if_tracked("wandb", "tracker_kwargs.wandb_project"),
+    **{f"logger.{name}_enabled": r.track(name) for name in ("wandb", "tensorboard", "mlflow")},
     "logger.wandb.name": _if_tracked("wandb", "exp_name"),
-    "logger.wandb.entity": _if_tracked("wandb", "tracker_kwargs.wandb_entity"),
+    **{f"logger.wandb.{name}": _if_tracked("wandb", f"tracker_kwargs.wandb_{name}") for name in ("project", "entity")},
     "logger.mlflow.tracking_uri": _if_tracked("mlflow", "tracker_kwargs.mlflow_tracking_uri"),
     "cluster.gpus_per_node": r.by(_set_devices, "actor_train.device_mapping", "reference.device_mapping"),
     "cluster.num_nodes": r.part_of("cluster.gpus_per_node", "actor_train.device_mapping"),

@@ -34,9 +34,7 @@ def _set_gamma(value: Any, run: Translation) -> None:
 
 
 def _set_smoothing(value: Any, run: Translation) -> None:
-    if not value:
-        run.ignore("no label smoothing")
-    elif "sigmoid" in run.losses:
+    if "sigmoid" in run.losses:
         run.set("label_smoothing", value)
     else:
         run.lacks(f"{run.losses[0]} has no label smoothing")
@@ -81,28 +79,21 @@ def _set_limit(value: Any, run: Translation) -> None:
         run.drop("all checkpoints are kept there, save_total_limit here")
 
 
-def _set_balance(value: Any, run: Translation) -> None:
-    if value:
-        run.set(f"{MODEL}moe_aux_loss_coef", run.get("load_balancing_weight", 0.5))
-    else:
-        run.ignore("off")
-
-
-_loss = r.by(_set_loss, "pref_loss")
-_gamma = r.by(_set_gamma, "gamma")
-_smoothing = r.by(_set_smoothing, "label_smoothing")
-_mixer = r.by(_set_mixer, FILES)
-# a negative norm turns clipping off there, 0 here
-_clip = r.by(lambda value, run: run.set(f"{TRAINING}max_grad_norm", max(0.0, float(value))), f"{TRAINING}max_grad_norm")
 TABLE: r.Table = {
     "model_name_or_path": r.to("pretrain"),
-    **{f"{prefix}loss_type": _loss for prefix in ("", "dpo_")},
-    **{f"{prefix}beta": r.to("beta") for prefix in ("", "dpo_")},
-    **{f"{prefix}gamma_beta_ratio": _gamma for prefix in ("", "dpo_")},
-    **{f"{prefix}label_smoothing": _smoothing for prefix in ("", "dpo_")},
-    "load_balancing_loss": r.by(_set_balance, f"{MODEL}moe_aux_loss_coef"),
+    **dict.fromkeys(("loss_type", "dpo_loss_type"), r.by(_set_loss, "pref_loss")),
+    **dict.fromkeys(("beta", "dpo_beta"), r.to("beta")),
+    **dict.fromkeys(("gamma_beta_ratio", "dpo_gamma_beta_ratio"), r.by(_set_gamma, "gamma")),
+    **dict.fromkeys(
+        ("label_smoothing", "dpo_label_smoothing"), r.by(_set_smoothing, "label_smoothing", off="no label smoothing")
+    ),
+    "load_balancing_loss": r.by(
+        lambda _, run: run.set(f"{MODEL}moe_aux_loss_coef", run.get("load_balancing_weight", 0.5)),
+        f"{MODEL}moe_aux_loss_coef",
+        off="off",
+    ),
     "load_balancing_weight": r.part_of("load_balancing_loss", f"{MODEL}moe_aux_loss_coef"),
-    **dict.fromkeys(("dataset_mixer", "dataset_mixer_list", "mixer_list"), _mixer),
+    **dict.fromkeys(("dataset_mixer", "dataset_mixer_list", "mixer_list"), r.by(_set_mixer, FILES)),
     "dataset_name": r.by(_set_dataset, FILES),
     "dataset_config_name": r.part_of("dataset_name", FILES),
     "dataset_mix_dir": r.lacks("name the files in data_args.file_name"),
@@ -121,12 +112,16 @@ TABLE: r.Table = {
         "gradient_checkpointing",
     ),
     "lr_scheduler_type": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
-    **dict.fromkeys(("max_grad_norm", "clip_grad_norm"), _clip),
+    # a negative norm turns clipping off there, 0 here
+    **dict.fromkeys(
+        ("max_grad_norm", "clip_grad_norm"),
+        r.converted(f"{TRAINING}max_grad_norm", lambda value: max(0.0, float(value))),
+    ),
     **dict.fromkeys(("num_epochs", "num_train_epochs"), r.to("num_train_epochs")),
     "max_train_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
     "use_lora": r.lora_switch("with `lora_rank`"),
     "use_qlora": r.lacks(r.QUANTIZED),
-    **r.lora_rules(_is_lora, rank="lora_rank", alpha="lora_alpha", dropout="lora_dropout"),
+    **r.lora_rules(_is_lora, "lora_rank"),
     "use_flash_attn": r.switch(f"{MODEL}attn_implementation", "flash_attention_2"),
     **r.kept(MODEL, "attn_implementation trust_remote_code"),
     "tensor_parallel_degree": r.axis("tp_size"),
@@ -135,9 +130,7 @@ TABLE: r.Table = {
     "checkpointing_steps": r.by(_set_saving, "save_steps", "save_strategy"),
     "keep_last_n_checkpoints": r.by(_set_limit, "save_total_limit"),
     "resume_from_checkpoint": r.by(set_resume, "resume_from_checkpoint"),
-    "with_tracking": r.by(
-        lambda value, run: run.set("track_with", ["console", "wandb"] if value else ["console"]), "track_with"
-    ),
+    "with_tracking": r.converted("track_with", lambda value: ["console", "wandb"] if value else ["console"]),
     "report_to": HF["report_to"],
     **r.kept("tracker_kwargs.", "wandb_project wandb_entity"),
     "wandb_project_name": r.to("tracker_kwargs.wandb_project"),
@@ -147,10 +140,8 @@ TABLE: r.Table = {
     ),
     **r.lack("the model's config cannot be changed", "additional_model_arguments config_name rope_scaling_factor"),
     "zero_stage": r.by(_set_zero, f"{STRATEGY}strategy_name", AXES.removesuffix(".")),
-    "offload_optimizer": _offload("offload_optimizer"),
-    "offload_param": _offload("offload_param"),
+    **{name: _offload(name) for name in ("offload_optimizer", "offload_param")},
     **r.drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
-    **r.drop("the pair order follows from `seed`", "data_loader_seed"),
     **r.drop(
         "the split `train` is read; name another one as hf://NAME:SPLIT", "mixer_list_splits dataset_mixer_list_splits"
     ),
@@ -159,26 +150,24 @@ TABLE: r.Table = {
 # memory, placement, kernels, caches, uploads, evaluation elsewhere and other methods
 NEUTRAL = """
 activation_checkpointing_* activation_memory_budget cache_* compile_model concatenated_forward config_hash cp_*
-dataset_cache_mode dataset_local_cache_dir dataset_skip_cache do_not_randomize_output_dir dpo_use_paged_optimizer
-ephemeral_save_interval eval_priority eval_workspace fsdp_num_replicas fsdp_shard_degree fused_optimizer
-get_tokenizer_fn ground_truths_key gs_bucket_path hf_* local_cache_dir log_grad_norm loss_implementation
-low_cpu_mem_usage oe_eval_* overwrite_cache packing profiling reference_logprobs_cache_path rope_scaling_* run_name
-send_slack_alerts sft_messages_key skip_cache sync_each_batch timeout tokenizer_files_hash try_auto_save_to_beaker
-try_launch_beaker_eval_jobs use_fast use_liger_kernel use_slow_tokenizer wandb_group_name zero_hpz_partition_size
+data_loader_seed dataset_cache_mode dataset_local_cache_dir dataset_skip_cache do_not_randomize_output_dir
+dpo_use_paged_optimizer ephemeral_save_interval eval_priority eval_workspace fsdp_num_replicas fsdp_shard_degree
+fused_optimizer get_tokenizer_fn ground_truths_key gs_bucket_path hf_* local_cache_dir log_grad_norm
+loss_implementation low_cpu_mem_usage oe_eval_* overwrite_cache packing profiling reference_logprobs_cache_path
+rope_scaling_* run_name send_slack_alerts sft_messages_key skip_cache sync_each_batch timeout tokenizer_files_hash
+try_auto_save_to_beaker try_launch_beaker_eval_jobs use_fast use_liger_kernel use_slow_tokenizer wandb_group_name
+zero_hpz_partition_size
 """
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    loss = {} if "dpo_loss_type" in given else {"loss_type": "dpo_norm"}
-    beta = {} if "dpo_beta" in given else {"beta": 5.0}
     is_simpo = "simpo" in (given.get("loss_type"), given.get("dpo_loss_type"))
     gamma = {"gamma_beta_ratio": 0.3} if is_simpo and "dpo_gamma_beta_ratio" not in given else {}
-    clip = {} if "clip_grad_norm" in given else {"max_grad_norm": 0.0}
     return {
-        **loss,
-        **beta,
+        **({} if "dpo_loss_type" in given else {"loss_type": "dpo_norm"}),
+        **({} if "dpo_beta" in given else {"beta": 5.0}),
         **gamma,
-        **clip,
+        **({} if "clip_grad_norm" in given else {"max_grad_norm": 0.0}),
         "learning_rate": 2e-5,
         "lr_scheduler_type": "linear",
         "warmup_ratio": 0.1,

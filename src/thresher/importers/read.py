@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,8 @@ _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-
 _ARRAY = re.compile(r"^[ \t]*(?:declare\s+-a\s+)?([A-Za-z_]\w*)=\(([^()]*)\)", re.MULTILINE)
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|(\w+)|[@*#?])")
-_WHOLE = re.compile(r"\$(?:\{\w+(?:\[[@*]\])?(?::-[^}]*)?\}|\w+|[@*])")
 _REDIRECTION = re.compile(r"\s\d?>{1,2}\s*&?\s*\S+")
 _OPERATOR = re.compile(r"[();<>|&]+")
-_PROCESSES = ("nproc_per_node", "nproc-per-node", "num_processes", "num-processes", "num_gpus")
 
 
 @dataclass
@@ -159,7 +158,10 @@ def read_commands(text: str) -> list[Command]:
         variables[name] = _words(body)
     commands = []
     for line in _ARRAY.sub("", text).splitlines():
-        for words in _split_commands(_words(_REDIRECTION.sub(" ", line))):
+        for is_operator, group in groupby(
+            _words(_REDIRECTION.sub(" ", line)), lambda word: bool(_OPERATOR.fullmatch(word))
+        ):
+            words = [] if is_operator else list(group)
             environment: dict[str, str] = {}
             while words and (match := _ASSIGNMENT.fullmatch(words[0])):
                 environment[match[1]] = _expand(match[2], variables)
@@ -168,7 +170,8 @@ def read_commands(text: str) -> list[Command]:
                 environment |= {m[1]: m[2] for word in words[1:] if (m := _ASSIGNMENT.fullmatch(word))}
                 words = []
             if words:
-                commands.append(Command({**_flat(variables), **environment}, list(_expand_words(words, variables))))
+                assigned = {name: " ".join(values) for name, values in variables.items()}
+                commands.append(Command({**assigned, **environment}, list(_expand_words(words, variables))))
             else:
                 variables |= {name: [value] for name, value in environment.items()}
     return commands
@@ -183,23 +186,6 @@ def _words(text: str) -> list[str]:
         return []
 
 
-def _split_commands(words: Sequence[str]) -> Iterable[list[str]]:
-    command: list[str] = []
-    for word in words:
-        if _OPERATOR.fullmatch(word):
-            if command:
-                yield command
-            command = []
-        else:
-            command.append(word)
-    if command:
-        yield command
-
-
-def _flat(variables: Mapping[str, list[str]]) -> dict[str, str]:
-    return {name: " ".join(values) for name, values in variables.items()}
-
-
 def _expand(text: str, variables: Mapping[str, list[str]]) -> str:
     def value(match: re.Match[str]) -> str:
         found = " ".join(variables.get(match[1] or match[3] or "", []))
@@ -210,13 +196,11 @@ def _expand(text: str, variables: Mapping[str, list[str]]) -> str:
 
 def _expand_words(words: Iterable[str], variables: Mapping[str, list[str]]) -> Iterable[str]:
     for word in words:
-        if not _WHOLE.fullmatch(word):
+        match = _VARIABLE.fullmatch(word)
+        if match is None:
             yield _expand(word, variables)
             continue
-        match = _VARIABLE.fullmatch(word)
-        name = (match[1] or match[3] or "") if match else ""
-        values = variables.get(name) or ([match[2]] if match and match[2] else [""])
-        for value in values:
+        for value in variables.get(match[1] or match[3] or "") or [match[2]]:
             yield from shlex.split(_expand(value, variables)) if value else [""]
 
 
@@ -235,7 +219,8 @@ def count_processes(command: Command, program: slice) -> int:
     """Return the number of training processes that the launcher before a program starts."""
     launcher = read_options(command.words[: program.start]).options
     nodes = launcher.get("nnodes") or launcher.get("num_machines") or command.environment.get("NNODES") or 1
-    here = next((launcher[name.replace("-", "_")] for name in _PROCESSES if name.replace("-", "_") in launcher), None)
+    names = ("nproc_per_node", "num_processes", "num_gpus")
+    here = next((launcher[name] for name in names if name in launcher), None)
     is_total = here is not None and "num_processes" in launcher  # accelerate counts all nodes
     here = here or command.environment.get("NPROC_PER_NODE") or 1
     return _count(here) * (1 if is_total else _count(nodes))

@@ -11,23 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from thresher.config.dpo import DPOConfig
-from thresher.config.section import known_keys, merge_settings
-from thresher.config.strategies import StrategySettings
-from thresher.errors import UserError
+from thresher.config.section import invalid_config, known_keys, merge_settings
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.engines import find_declared
-from thresher.importers.translation import (
-    AXES,
-    DATA,
-    EVAL_FILES,
-    MODEL,
-    TRAINING,
-    Dialect,
-    Entry,
-    Rule,
-    Translation,
-)
+from thresher.importers.translation import AXES, DATA, EVAL_FILES, MODEL, TRAINING, Dialect, Entry, Rule, Translation
 from thresher.redact import redact
 
 _ROLES = ("actor_train.", "reference.")
@@ -42,8 +30,8 @@ _AXES = {
 _NATIVE = ("fsdp2_train", "fsdp2_infer", "hf_infer")
 _ATTENTION = {"fa2": "flash_attention_2", "auto": None, "disabled": "eager"}
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"} | {name: name for name in ("fp16", "bf16", "fp32")}
-# ROLL renders these with the tokenizer's own chat template
-_TOKENIZER_TEMPLATES = ("native", "qwen2_5")
+# ROLL renders native and qwen2_5 with the tokenizer's own chat template
+_TEMPLATES = {**r.TEMPLATES, "native": "auto", "qwen2_5": "auto"}
 # settings of engines for speed and memory
 _ENGINE_ONLY = """
 fsdp_size param_dtype reduce_dtype expert_model_parallel_size use_distributed_optimizer recompute_granularity
@@ -69,28 +57,19 @@ def _moved(target: str, convert: Callable[[Any], Any] = lambda value: value) -> 
     return r.by(function, target)
 
 
-def _set_eval_batch(value: Any, run: Translation) -> None:
-    if any(
-        run.gives(key)
-        for key in (EVAL_FILES, f"{DATA}eval_file_name", "validation.data_args.store", "validation.split")
-    ):
-        run.set(f"{TRAINING}per_device_eval_batch_size", value)
-    else:
-        run.ignore("without validation.data_args")
+def _is_evaluated(run: Translation) -> bool:
+    sources = (EVAL_FILES, f"{DATA}eval_file_name", "validation.data_args.store", "validation.split")
+    return any(map(run.gives, sources))
 
 
 def _set_global_template(value: Any, run: Translation) -> None:
     """Apply a template to the data that names none."""
-    if value not in (*_TOKENIZER_TEMPLATES, *r.TEMPLATES):
+    if value not in _TEMPLATES:
         return run.lacks(r.NAMED_TEMPLATE)
     for section in ("actor_train", *(["validation"] if run.gives(EVAL_FILES) else [])):
         if not run.gives(f"{section}.data_args.template"):
-            run.set(f"{section}.data_args.template", _template(value))
+            run.set(f"{section}.data_args.template", _TEMPLATES[value])
     return None
-
-
-def _template(name: str) -> str:
-    return "auto" if name in _TOKENIZER_TEMPLATES else r.TEMPLATES[name]
 
 
 def _warms_up(run: Translation) -> bool:
@@ -99,18 +78,18 @@ def _warms_up(run: Translation) -> bool:
 
 def _set_schedule(value: Any, run: Translation) -> None:
     """Megatron's `constant` has a warm-up, which ours has not."""
-    if value == "constant" and _warms_up(run):
-        run.set(f"{TRAINING}lr_scheduler_type", "constant_with_warmup")
-    else:
-        run.set(f"{TRAINING}lr_scheduler_type", value)
+    has_warmup = value == "constant" and _warms_up(run)
+    run.set(f"{TRAINING}lr_scheduler_type", "constant_with_warmup" if has_warmup else value)
 
 
 _OFFLOAD = "use strategy_config.cpu_offload to keep optimizer states on the host"
 READ: r.Table = {
     f"{MODEL}disable_gradient_checkpointing": _moved(f"{TRAINING}gradient_checkpointing", lambda value: not value),
     f"{MODEL}ulysses_size": _moved(f"{AXES}cp_size"),
-    f"{MODEL}adapter_name_or_path": r.adapter(),
-    "actor_train.infer_batch_size": r.by(_set_eval_batch, f"{TRAINING}per_device_eval_batch_size"),
+    f"{MODEL}adapter_name_or_path": r.ADAPTER,
+    "actor_train.infer_batch_size": r.only_if(
+        _is_evaluated, f"{TRAINING}per_device_eval_batch_size", "without validation.data_args"
+    ),
     "actor_train.max_tokens_per_microbatch_in_train": _moved(f"{TRAINING}max_tokens_per_micro_batch"),
     f"{DATA}eval_file_name": _moved(EVAL_FILES),
     f"{DATA}prompt": _moved("prompt_key"),
@@ -167,11 +146,14 @@ def read_own_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
             own[key] = rule
     run = Translation(dialect, given, {}, num_devices=1)
     for key, rule in own.items():
-        _pop(config, key)
+        *sections, last = key.split(".")
+        holder = config
+        for name in sections:
+            holder = holder[name]
+        del holder[last]
         run.apply(key, given[key], rule)
     if run.lost:
-        problems = (f"  - {entry.key} (ROLL's name): {'; '.join(entry.notes)}" for entry in run.lost)
-        raise UserError("invalid configuration:\n" + "\n".join(problems))
+        raise invalid_config(f"{entry.key} (ROLL's name): {'; '.join(entry.notes)}" for entry in run.lost)
     notes = [note for entry in run.entries for note in _note(entry, run)]
     return merge_settings(config, run.values, DPOConfig), notes
 
@@ -183,13 +165,6 @@ def _flatten(values: Mapping[Any, Any], prefix: str = "", depth: int = 4) -> Ite
             yield f"{prefix}{name}", value
             if isinstance(value, Mapping) and depth > 1:
                 yield from _flatten(value, f"{prefix}{name}.", depth - 1)
-
-
-def _pop(config: dict[str, Any], path: str) -> None:
-    *sections, last = path.split(".")
-    for name in sections:
-        config = config[name]
-    del config[last]
 
 
 def _note(entry: Entry, run: Translation) -> list[str]:
@@ -213,11 +188,9 @@ def _set_import_schedule(value: Any, run: Translation) -> None:
 
 
 def _set_ipo(value: Any, run: Translation) -> None:
+    run.set("pref_loss", "ipo_sum" if value else "sigmoid")
     if value:
-        run.set("pref_loss", "ipo_sum")
         run.note("ROLL's IPO sums over the tokens; `ipo` averages")
-    else:
-        run.set("pref_loss", "sigmoid")
 
 
 def _set_engine(role: str) -> r.Function:
@@ -242,37 +215,25 @@ def _set_strategy(role: str) -> r.Function:
         if isinstance(fp16 := value.get("fp16"), dict) and role == "actor_train.":
             _set_loss_scale(fp16, run)
         if declared is not None and name not in _NATIVE:
-            _keep_settings(role, name, declared.settings, value, run)
+            # validation of the config checks the values of settings that the engine has
+            known = {*declared.settings.model_fields, *declared.settings.spellings}
+            given = {key: setting for key, setting in value.items() if setting is not None}
+            if kept := {key: setting for key, setting in given.items() if key in known}:
+                run.set(f"{role}strategy_args.strategy_config", kept)
+            _report_left([key for key in given if key not in known], f"{name} has no setting", run)
             return
         target = f"{role}strategy_args.strategy_config."
-        given = {
-            key: setting for key, setting in value.items() if key not in ("reshard_after_forward", "offload_policy")
-        }
-        for key in given.keys() & _AXES.keys():
-            if given[key] not in (None, 1):
-                run.set(f"{target}{_AXES[key]}", given[key])
+        for key in value.keys() & _AXES.keys():
+            if value[key] not in (None, 1):
+                run.set(f"{target}{_AXES[key]}", value[key])
         if value.get("reshard_after_forward") is False:
             run.set(f"{target}zero_stage", 2)
         if value.get("offload_policy"):
             run.set(f"{target}cpu_offload", True)
-        _report_left([key for key in given if key not in _AXES], "no equivalent of", run)
+        read = {*_AXES, "reshard_after_forward", "offload_policy"}
+        _report_left([key for key in value if key not in read], "no equivalent of", run)
 
     return function
-
-
-def _keep_settings(
-    role: str, name: str, settings: type[StrategySettings], given: Mapping[str, Any], run: Translation
-) -> None:
-    """Keep the settings that the engine has; validation of the config checks their values."""
-    known = {*settings.model_fields, *settings.spellings}
-    kept = {key: setting for key, setting in given.items() if key in known and setting is not None}
-    if kept:
-        run.set(f"{role}strategy_args.strategy_config", kept)
-    _report_left(
-        [key for key, setting in given.items() if key not in known and setting is not None],
-        f"{name} has no setting",
-        run,
-    )
 
 
 def _report_left(left: list[str], problem: str, run: Translation) -> None:
@@ -295,21 +256,16 @@ def _set_lora(value: Any, run: Translation) -> None:
     run.set(f"{MODEL}lora_rank", run.get(f"{MODEL}lora_rank", 8))
 
 
-def _set_attention(target: str) -> r.Function:
+def _attention(role: str) -> Rule:
+    target = f"{role}model_args.attn_implementation"
+
     def function(value: Any, run: Translation) -> None:
         if name := _ATTENTION.get(value, value):
             run.set(target, name)
         else:
             run.ignore("chosen automatically")
 
-    return function
-
-
-def _set_template(value: Any, run: Translation) -> None:
-    if value in (*_TOKENIZER_TEMPLATES, *r.TEMPLATES):
-        run.set(f"{DATA}template", _template(value))
-    else:
-        run.lacks(r.NAMED_TEMPLATE)
+    return r.by(function, target)
 
 
 def our_keys() -> r.Table:
@@ -328,18 +284,13 @@ IMPORTED: r.Table = {
         f"{role}model_args.dtype": r.choice(f"{role}model_args.dtype", _DTYPES, lacks="there is no dtype {}")
         for role in _ROLES
     },
-    **{
-        f"{role}model_args.attn_implementation": r.by(
-            _set_attention(f"{role}model_args.attn_implementation"), f"{role}model_args.attn_implementation"
-        )
-        for role in _ROLES
-    },
+    **{f"{role}model_args.attn_implementation": _attention(role) for role in _ROLES},
     f"{MODEL}lora_target": r.by(_set_lora, f"{MODEL}lora_target", f"{MODEL}lora_rank"),
     f"{MODEL}lora_rank": r.part_of("lora_target", f"{MODEL}lora_rank"),
     f"{MODEL}additional_target": r.lacks(r.TRAINED_MODULES),
     f"{MODEL}moe_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     f"{MODEL}model_config_kwargs": r.lacks("change the model's config.json"),
-    f"{DATA}template": r.by(_set_template, f"{DATA}template"),
+    f"{DATA}template": r.choice(f"{DATA}template", _TEMPLATES, lacks=r.NAMED_TEMPLATE),
     f"{DATA}domain_interleave_probs": r.lacks(r.MIXED),
     **{
         f"{role}strategy_args.{name}": r.by(make(role), f"{role}strategy_args.{name}")

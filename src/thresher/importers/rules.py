@@ -60,9 +60,14 @@ def kept(section: str, names: str) -> Table:
     return {name: to(f"{section}{name}") for name in names.split()}
 
 
-def by(function: Function, *targets: str, note: str = "") -> Rule:
-    """Translate the value with a function."""
-    return Rule(targets, note, function)
+def by(function: Function, *targets: str, note: str = "", off: str = "") -> Rule:
+    """Translate the value with a function; with `off`, only a value that is not false or empty."""
+    return Rule(targets, note, function, off=off)
+
+
+def converted(target: str, convert: Callable[[Any], Any]) -> Rule:
+    """Set a key to the converted value."""
+    return by(lambda value, run: run.set(target, convert(value)), target)
 
 
 def part_of(key: str, target: str) -> Rule:
@@ -90,14 +95,11 @@ def switch(target: str, value: Any = None, *, off: str = "off", note: str = "") 
     """Set a key if the setting is on: to `value`, or to the setting's own value."""
 
     def function(given: Any, run: Translation) -> None:
-        if not given:
-            run.ignore(off)
-            return
         run.set(target, given if value is None else value)
         if note:
             run.note(note)
 
-    return by(function, target)
+    return by(function, target, off=off)
 
 
 def choice(target: str, values: Mapping[Any, Any], *, lacks: str = "", ignore: str = "") -> Rule:
@@ -137,12 +139,12 @@ def positive(target: str) -> Rule:
     """Copy a whole number above 0."""
 
     def function(value: Any, run: Translation) -> None:
-        if value and int(value) > 0:
+        if int(value) > 0:
             run.set(target, int(value))
         else:
             run.ignore("off")
 
-    return by(function, target)
+    return by(function, target, off="off")
 
 
 def steps(target: str) -> Rule:
@@ -208,9 +210,7 @@ def set_losses(value: Any, run: Translation, weights_key: str, smoothing_key: st
             f"{weights_key} has {len(weights)} weights for {len(names)} losses, which TRL refuses; give one weight "
             "per loss"
         )
-    terms: dict[str, Any] = dict.fromkeys(names, 1.0)
-    if isinstance(weights, list):
-        terms = dict(zip(names, weights, strict=True))
+    terms: dict[str, Any] = dict(zip(names, weights if isinstance(weights, list) else [1.0] * len(names), strict=True))
     smoothing, smoothed = run.get(smoothing_key), set(names) & set(_SMOOTHED)
     if smoothing and smoothed and "sigmoid" in terms:
         terms["sigmoid"] = {"weight": terms["sigmoid"], "label_smoothing": 0.0}
@@ -228,23 +228,29 @@ def set_losses(value: Any, run: Translation, weights_key: str, smoothing_key: st
     return None
 
 
-def label_smoothing() -> Rule:
-    """Read label smoothing as TRL 1.x does: its sigmoid ignores it, ours does not."""
+def _set_label_smoothing(value: Any, run: Translation) -> None:
+    smoothed = set(run.losses) & set(_SMOOTHED)
+    if value and not smoothed and "sigmoid" in run.losses:
+        run.drop("ignored with sigmoid by TRL 1.x, so it is left out; set label_smoothing for cDPO")
+    elif value or ("robust" in smoothed and "exo_pair" not in smoothed):
+        run.set("label_smoothing", value)
+    else:
+        run.ignore("no label smoothing")
 
-    def function(value: Any, run: Translation) -> None:
-        smoothed = set(run.losses) & set(_SMOOTHED)
-        if value and not smoothed and "sigmoid" in run.losses:
-            run.drop("ignored with sigmoid by TRL 1.x, so it is left out; set label_smoothing for cDPO")
-        elif value or ("robust" in smoothed and "exo_pair" not in smoothed):
-            run.set("label_smoothing", value)
-        else:
-            run.ignore("no label smoothing")
 
-    return by(function, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it and we do not")
+LABEL_SMOOTHING = by(
+    _set_label_smoothing, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it and we do not"
+)
 
 
 def lora_rules(
-    is_lora: Callable[[Translation], Any], *, rank: str, alpha: str, dropout: str, targets: str = "", rslora: str = ""
+    is_lora: Callable[[Translation], Any],
+    rank: str,
+    *,
+    alpha: str = "lora_alpha",
+    dropout: str = "lora_dropout",
+    targets: str = "",
+    rslora: str = "",
 ) -> Table:
     """Make the rules for a LoRA adapter from the trainer's names of its settings."""
 
@@ -286,32 +292,26 @@ def lora_switch(note: str, *, full: str | None = None) -> Rule:
     return by(function, f"{MODEL}lora_rank", note=note)
 
 
-def lora_init() -> Rule:
-    """Set PEFT's initialization of LoRA."""
-
-    def function(value: Any, run: Translation) -> None:
-        if value is True or value in ("true", "default", "True"):
-            run.ignore("the default")
-        elif isinstance(value, str) and value.startswith("pissa"):
-            run.set(f"{MODEL}lora_init", value)
-        else:
-            run.lacks("LoRA starts at zero or with PiSSA; other initializations are not supported")
-
-    return by(function, f"{MODEL}lora_init", note="pissa and pissa_niter_N")
+def _set_lora_init(value: Any, run: Translation) -> None:
+    if value is True or value in ("true", "default", "True"):
+        run.ignore("the default")
+    elif isinstance(value, str) and value.startswith("pissa"):
+        run.set(f"{MODEL}lora_init", value)
+    else:
+        run.lacks("LoRA starts at zero or with PiSSA; other initializations are not supported")
 
 
-def adapter() -> Rule:
-    """Start from an adapter on disk."""
+def _set_adapter(value: Any, run: Translation) -> None:
+    paths = [path.strip() for path in value.split(",")] if isinstance(value, str) else list(value)
+    if len(paths) == 1:
+        run.set(f"{MODEL}adapter_name_or_path", paths[0])
+        run.note("the reference starts from the adapter too")
+    else:
+        run.lacks("training starts from one adapter; merge the others into the model first")
 
-    def function(value: Any, run: Translation) -> None:
-        paths = [path.strip() for path in value.split(",")] if isinstance(value, str) else list(value)
-        if len(paths) == 1:
-            run.set(f"{MODEL}adapter_name_or_path", paths[0])
-            run.note("the reference starts from the adapter too")
-        else:
-            run.lacks("training starts from one adapter; merge the others into the model first")
 
-    return by(function, f"{MODEL}adapter_name_or_path", note="the reference starts from the adapter too")
+LORA_INIT = by(_set_lora_init, f"{MODEL}lora_init", note="pissa and pissa_niter_N")
+ADAPTER = by(_set_adapter, f"{MODEL}adapter_name_or_path", note="the reference starts from the adapter too")
 
 
 def tokenizer(model_key: str) -> Rule:
@@ -350,33 +350,30 @@ def template_argument(name: str | None = None) -> Rule:
     return by(function, f"{DATA}template_arguments")
 
 
-def samples() -> Rule:
-    """Generate answers at each evaluation."""
-    note = "policy and reference answer the first validation prompts at each evaluation"
-    return switch("samples.num_prompts", 16, note=note)
+SAMPLES = switch(
+    "samples.num_prompts", 16, note="policy and reference answer the first validation prompts at each evaluation"
+)
 
 
 def track(name: str) -> Rule:
     """Add a tracker if the value is true."""
 
-    def function(value: Any, run: Translation) -> None:
-        if value:
-            run.set("track_with", [*(run.value("track_with") or ["console"]), name])
-        else:
-            run.ignore("off")
+    def function(_: Any, run: Translation) -> None:
+        run.set("track_with", [*(run.value("track_with") or ["console"]), name])
 
-    return by(function, "track_with")
+    return by(function, "track_with", off="off")
 
 
 def axis(name: str) -> Rule:
     """Set a parallel size, if the config says on how many devices it runs."""
+    return by(lambda value, run: set_axis(value, run, name), f"{AXES}{name}")
 
-    def function(value: Any, run: Translation) -> None:
-        if value in (None, 1, -1):
-            run.ignore("one worker")
-        elif run.has_several_devices:
-            run.set(f"{AXES}{name}", int(value))
-        else:
-            run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")
 
-    return by(function, f"{AXES}{name}")
+def set_axis(value: Any, run: Translation, name: str) -> None:
+    """Set a parallel size; one worker has no effect."""
+    if value in (None, 1, -1):
+        run.ignore("one worker")
+    elif run.has_several_devices:
+        run.set(f"{AXES}{name}", int(value))
+    else:
+        run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")

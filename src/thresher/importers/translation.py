@@ -25,6 +25,7 @@ Outcome = Literal[
     "kept", "renamed", "translated", "different meaning", "no equivalent", "no effect", "changes nothing here"
 ]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+_NO_WARMUP = "the schedule `constant` has no warm-up, there and here"
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
 
@@ -37,6 +38,7 @@ class Rule:
     function: Callable[[Any, Translation], None] | None = None  # without one, the value is copied to the first target
     differs: bool = False
     changes_numbers: bool = False  # without a target: whether the setting changes the training
+    off: str = ""  # with a function: why a value that is false or empty has no effect
     neutral: tuple[Any, ...] = ()  # values that change nothing
 
 
@@ -87,7 +89,7 @@ class Translation:
         self.dialect = dialect
         self.num_devices = num_devices
         self.entries: list[Entry] = []
-        self._source = {**defaults, **given}
+        self.source = {**defaults, **given}
         self._given = given
         self._flat: dict[str, Any] = {}
 
@@ -107,7 +109,7 @@ class Translation:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of another key of the source, or the trainer's default."""
-        return self._source.get(key, default)
+        return self.source.get(key, default)
 
     def gives(self, key: str) -> bool:
         return key in self._given
@@ -172,6 +174,8 @@ class Translation:
                 self.lacks(f"not a key of {self.dialect.title} that is known here")
         elif rule is NEUTRAL:
             entry.outcome = "changes nothing here"
+        elif rule.off and not value:
+            self.ignore(rule.off)
         elif rule.function is not None:
             try:
                 rule.function(value, self)
@@ -247,32 +251,36 @@ class Translation:
         for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau"):
             if not any(parameter in parameters for parameters in known):
                 self.unset(parameter, f"{' + '.join(self.losses)} has no {parameter}")
-        has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
-        if has_adapter:
-            for name in ("lora_rank", "lora_alpha", "lora_target", "lora_init"):
-                self.unset(f"{MODEL}{name}", "read from the adapter")
-        if has_adapter or self.value(f"{MODEL}lora_rank") is not None:
-            self.unset(f"{MODEL}freeze_module_prefix", "LoRA trains adapters only")
-        else:
-            for name in ("lora_alpha", "lora_dropout", "lora_target", "lora_init"):
-                self.unset(f"{MODEL}{name}", "LoRA is off")
-        self._tidy_schedule()
-        for tracker in ("wandb", "mlflow", "tensorboard"):
-            for key in [key for key in self._flat if key.startswith(f"tracker_kwargs.{tracker}_")]:
-                if tracker not in (self.value("track_with") or ()):
-                    self.unset(key, f"{tracker} is off")
-        if not {"wandb", "mlflow"} & set(self.value("track_with") or ()):
-            for name in ("name", "notes", "tags"):
-                self.unset(f"tracker_kwargs.{name}", "wandb and mlflow are off")
         if self.value(EVAL_FILES):
             for name in ("template", "template_arguments", "system_prompt", "truncation"):
                 if self.value(f"{DATA}{name}") is not None:
                     self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
-        elif not self.value(EVAL_SPLIT):
-            for name in ("eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
-                self.unset(name, "there is no validation data")
-            self.unset(f"{TRAINING}per_device_eval_batch_size", "there is no validation data")
-            self.unset("samples.num_prompts", "there is no validation data")
+        has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
+        uses_lora = has_adapter or self.value(f"{MODEL}lora_rank") is not None
+        schedule, warmup = self.value(f"{TRAINING}lr_scheduler_type"), self.value(f"{TRAINING}warmup_steps")
+        batch, trackers = self.value(f"{TRAINING}global_batch_size"), set(self.value("track_with") or ())
+        is_evaluated = self.value(EVAL_FILES) or self.value(EVAL_SPLIT)
+        evaluation = (
+            "eval_strategy eval_steps eval_on_start metric_for_best_model greater_is_better samples.num_prompts"
+        )
+        for is_unused, section, names, note in (
+            (has_adapter, MODEL, "lora_rank lora_alpha lora_target lora_init", "read from the adapter"),
+            (uses_lora, MODEL, "freeze_module_prefix", "LoRA trains adapters only"),
+            (not uses_lora, MODEL, "lora_alpha lora_dropout lora_target lora_init", "LoRA is off"),
+            (schedule == "constant", TRAINING, "warmup_steps warmup_ratio", _NO_WARMUP),
+            (warmup, TRAINING, "warmup_ratio", "warmup_steps takes precedence"),
+            (self.value(f"{TRAINING}warmup_ratio") and not warmup, TRAINING, "warmup_steps", "warmup_ratio is set"),
+            (schedule != "cosine_with_min_lr", TRAINING, "min_lr_ratio", "the schedule has no minimum"),
+            (batch, TRAINING, "gradient_accumulation_steps", "follows from the global batch"),
+            ("wandb" not in trackers, "tracker_kwargs.wandb_", "project entity mode api_key", "wandb is off"),
+            ("mlflow" not in trackers, "tracker_kwargs.", "mlflow_tracking_uri", "mlflow is off"),
+            ("tensorboard" not in trackers, "tracker_kwargs.", "tensorboard_dir", "tensorboard is off"),
+            (not {"wandb", "mlflow"} & trackers, "tracker_kwargs.", "name notes tags", "wandb and mlflow are off"),
+            (not is_evaluated, "", evaluation, "there is no validation data"),
+            (not is_evaluated, TRAINING, "per_device_eval_batch_size", "there is no validation data"),
+        ):
+            for name in names.split() if is_unused else ():
+                self.unset(f"{section}{name}", note)
 
     def settle(self) -> None:
         """Leave out targets that were not set after all."""
@@ -280,20 +288,6 @@ class Translation:
             entry.targets = [target for target in entry.targets if target in self._flat]
             if not entry.targets and entry.outcome in ("kept", "renamed", "translated"):
                 entry.outcome = "no effect"
-
-    def _tidy_schedule(self) -> None:
-        schedule, steps = self.value(f"{TRAINING}lr_scheduler_type"), self.value(f"{TRAINING}warmup_steps")
-        if schedule == "constant":
-            for name in ("warmup_steps", "warmup_ratio"):
-                self.unset(f"{TRAINING}{name}", "the schedule `constant` has no warm-up, there and here")
-        elif steps:
-            self.unset(f"{TRAINING}warmup_ratio", "warmup_steps takes precedence")
-        elif self.value(f"{TRAINING}warmup_ratio"):
-            self.unset(f"{TRAINING}warmup_steps", "warmup_ratio is set")
-        if schedule != "cosine_with_min_lr":
-            self.unset(f"{TRAINING}min_lr_ratio", "the schedule has no minimum")
-        if self.value(f"{TRAINING}global_batch_size"):
-            self.unset(f"{TRAINING}gradient_accumulation_steps", "follows from the global batch")
 
 
 def translate(
@@ -313,12 +307,11 @@ def translate(
     flat = flatten(config, {*dialect.table, *dialect.neutral})
     given = {key: value for key, value in flat.items() if value is not None}
     defaults = dialect.defaults({"processes": num_devices, **given}) if with_defaults else {}
-    run = Translation(dialect, given, {key: value for key, value in defaults.items() if key not in given}, num_devices)
+    run = Translation(dialect, given, defaults, num_devices)
     # in the order of the table: a rule may read what the rules above it have set
     order = {key: position for position, key in enumerate(dialect.table)}
-    source = {**given, **{key: value for key, value in defaults.items() if key not in given}}
-    for key in sorted(source, key=lambda key: order.get(key, len(order))):
-        run.apply(key, source[key], dialect.find(key))
+    for key in sorted({**given, **run.source}, key=lambda key: order.get(key, len(order))):
+        run.apply(key, run.get(key), dialect.find(key))
     run.add_devices()
     for key in empty:
         run.add_empty(key)

@@ -8,7 +8,6 @@ from typing import Any
 
 from thresher.importers import huggingface
 from thresher.importers import rules as r
-from thresher.importers.huggingface import set_weight_dtype
 from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, Translation
 
 _TRUNCATION = {"keep_start": "response_end", "keep_end": "prompt_start"}
@@ -60,6 +59,9 @@ def _is_lora(run: Translation) -> bool:
     return bool(run.get("use_peft"))
 
 
+_set_weight_dtype = huggingface.set_weight_dtype(lambda run: not _is_lora(run))
+
+
 def _set_truncation(value: Any, run: Translation) -> None:
     run.set(f"{DATA}truncation", _TRUNCATION.get(str(value), "response_end"))
     if value == "keep_end":
@@ -73,12 +75,9 @@ def _set_template(value: Any, run: Translation) -> None:
         run.lacks("write the template to a file and set data_args.template to its path")
 
 
-def _set_sync(value: Any, run: Translation) -> None:
-    if value:
-        run.set("reference.sync_steps", int(run.get("ref_model_sync_steps", 512)))
-        run.set("reference.sync_alpha", run.get("ref_model_mixup_alpha", 0.6))
-    else:
-        run.ignore("the reference is frozen")
+def _set_sync(_: Any, run: Translation) -> None:
+    run.set("reference.sync_steps", int(run.get("ref_model_sync_steps", 512)))
+    run.set("reference.sync_alpha", run.get("ref_model_mixup_alpha", 0.6))
 
 
 def _set_model_arguments(value: Any, run: Translation) -> None:
@@ -87,7 +86,7 @@ def _set_model_arguments(value: Any, run: Translation) -> None:
     arguments = {name: each for name, each in value.items() if each is not None}
     dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
     if dtype not in (None, "auto"):
-        set_weight_dtype(lambda run: not _is_lora(run))(dtype, run)
+        _set_weight_dtype(dtype, run)
     for name, default in (("attn_implementation", None), ("revision", "main"), ("trust_remote_code", False)):
         if arguments.pop(name, default) != default:
             run.set(f"{MODEL}{name}", value[name])
@@ -98,13 +97,12 @@ def _set_model_arguments(value: Any, run: Translation) -> None:
         run.ignore("the defaults")
 
 
-_weight_dtype = r.by(set_weight_dtype(lambda run: not _is_lora(run)), f"{MODEL}dtype", f"{MODEL}master_dtype")
 TABLE: r.Table = {
     "model_name_or_path": r.to("pretrain"),
     "loss_type": r.losses("loss_weights"),
     "loss_weights": r.part_of("loss_type", "pref_loss"),
     **r.kept("", "beta ld_alpha f_divergence_type"),
-    "label_smoothing": r.label_smoothing(),
+    "label_smoothing": r.LABEL_SMOOTHING,
     "discopop_tau": r.if_loss("discopop_tau", "discopop"),
     "rpo_alpha": r.switch("rpo_alpha"),
     "f_alpha_divergence_coef": r.only_if(
@@ -113,28 +111,20 @@ TABLE: r.Table = {
         "only for alpha_divergence",
     ),
     "use_weighting": r.to("use_wpo"),
-    "generate_during_eval": r.samples(),
+    "generate_during_eval": r.SAMPLES,
     "reference_free": r.switch("reference.mode", "none", off="there is a reference"),
-    "sync_ref_model": r.by(_set_sync, "reference.sync_steps", "reference.sync_alpha"),
+    "sync_ref_model": r.by(_set_sync, "reference.sync_steps", "reference.sync_alpha", off="the reference is frozen"),
     "ref_model_sync_steps": r.part_of("sync_ref_model", "reference.sync_steps"),
     "ref_model_mixup_alpha": r.part_of("sync_ref_model", "reference.sync_alpha"),
     "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
     "precompute_ref_batch_size": r.to("reference.infer_batch_size"),
     "use_peft": r.lora_switch("with `lora_r`"),
-    **r.lora_rules(
-        _is_lora,
-        rank="lora_r",
-        alpha="lora_alpha",
-        dropout="lora_dropout",
-        targets="lora_target_modules",
-        rslora="use_rslora",
-    ),
+    **r.lora_rules(_is_lora, "lora_r", targets="lora_target_modules", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
     "lora_target_parameters": r.lacks("adapters are on modules, not on parameters"),
     "lora_modules_to_save": r.lacks(r.TRAINED_MODULES),
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
-    "dtype": _weight_dtype,
-    "torch_dtype": _weight_dtype,
+    **dict.fromkeys(("dtype", "torch_dtype"), r.by(_set_weight_dtype, f"{MODEL}dtype", f"{MODEL}master_dtype")),
     **r.kept(MODEL, "attn_implementation trust_remote_code pad_token"),
     "model_revision": r.to(f"{MODEL}revision", neutral=("main",)),
     "router_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
@@ -157,15 +147,13 @@ TABLE: r.Table = {
     "dataset_config": r.part_of("dataset_name", FILES),
     "dataset_train_split": r.part_of("dataset_name", FILES),
     "dataset_test_split": r.part_of("dataset_name", EVAL_FILES),
-    "datasets": r.by(_set_mixture, FILES, EVAL_SPLIT),
-    "dataset_mixture": r.by(_set_mixture, FILES, EVAL_SPLIT),
+    **dict.fromkeys(("datasets", "dataset_mixture"), r.by(_set_mixture, FILES, EVAL_SPLIT)),
     "dataset_mixer": r.by(_set_mixer, FILES, EVAL_FILES),
     "dataset_splits": r.part_of("dataset_mixer", FILES),
     "test_split_size": r.part_of("datasets", EVAL_SPLIT),
     "max_length": r.to("sequence_length"),
     "truncation_mode": r.by(_set_truncation, f"{DATA}truncation"),
-    "chat_template": r.by(_set_template, f"{DATA}template"),
-    "chat_template_path": r.by(_set_template, f"{DATA}template"),
+    **dict.fromkeys(("chat_template", "chat_template_path"), r.by(_set_template, f"{DATA}template")),
     **r.kept(DATA, "preprocessing_num_workers"),
     "max_prompt_length": r.lacks("prompt and response share sequence_length; prompts have no limit"),
     "max_completion_length": r.lacks("prompt and response share sequence_length; responses have no limit"),
