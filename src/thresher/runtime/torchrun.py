@@ -88,13 +88,11 @@ class LaunchedRanks:
         return self._num_nodes
 
     def on_all(self, method: Callable[..., T], *arguments: object) -> T:
-        """Call a method of every rank; return the result of rank 0."""
         _ = self.num_nodes
         with self._session.on_all(method.__name__, *arguments):
             return method(self._rank, *arguments)
 
     def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
-        """Yield the items of a generator method of rank 0, while the other ranks run it to its end."""
         with self._session.on_all(method.__name__, *arguments):
             yield from method(self._rank, *arguments)
 
