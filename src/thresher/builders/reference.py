@@ -85,14 +85,11 @@ def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
 
 
 def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
-    """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section.
-
-    A synced reference copies its weights from the policy's shards.
-    """
+    """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section."""
     config = inputs.config
     if not config.uses_ray and config.runtime != "torchrun":
         return build_checked_reference(inputs)
-    world = policy.dp_group.world
+    world = policy.dp_group.world  # a synced reference copies its weights from the policy's shards
     return build_checked_reference(inputs, device=policy.device, world=world, role=config.actor_train)
 
 

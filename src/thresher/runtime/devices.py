@@ -26,6 +26,8 @@ from thresher.errors import ResourceError, UserError
 CPU = torch.device("cpu")
 # the only accepted value is cpu: a config with GPUs is tried on machines without them
 DEVICE_VARIABLE = "THRESHER_DEVICE"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def claim_gpu(worker: str, index: int) -> torch.device:
@@ -66,10 +68,6 @@ def check_same_device_type(store: Store, rank: int, size: int, device: torch.dev
             f"{cpu} has no GPU that torch can use, but {gpu} has one; check nvidia-smi on the first node, or hide the "
             "GPUs with CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
-
-
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:

@@ -147,13 +147,11 @@ class StartedRun:
         return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self.runtime.scorers
 
     def begin(self, *, to_evaluate: bool = False) -> None:
-        """Precompute the reference and check step 0, before the first step.
-
-        A run that has made all steps needs no reference, unless it begins `to_evaluate`.
-        """
+        """Precompute the reference and check step 0, before the first step."""
         inputs, report = self.inputs, self.report
         seconds_per_pair = None
         if inputs.mode == "precompute":
+            # a run that has made all steps needs no reference to train
             if to_evaluate or report.progress.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing() / inputs.plan.num_visits
             self.runtime.release_scorers()

@@ -64,10 +64,7 @@ def first_node(nodes: str) -> str:
 
 
 def fit_to_launch(config: DPOConfig, launch: Launch | None) -> DPOConfig:
-    """Return the config of a run that this launcher started: auto becomes torchrun, which sets the number of workers.
-
-    A config that asks for another number of processes, or for another runtime, is rejected.
-    """
+    """Return the config with the launcher's runtime and number of workers; reject one that asks for others."""
     if launch is None:
         if config.runtime == "torchrun":
             raise UserError(

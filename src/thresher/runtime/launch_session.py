@@ -84,10 +84,7 @@ class LaunchSession:
             raise cause from error
 
     def follow(self, rank: PolicyRank, own_values: Callable[[], Values]) -> None:
-        """Execute the calls of rank 0 on this rank until it ends the run; exit with its exit code unless that is 0.
-
-        Secrets of the config are not sent: own_values reads those of this process.
-        """
+        """Execute the calls of rank 0 on this rank until it ends the run; exit with its exit code unless that is 0."""
         try:
             self._follow(rank, own_values)
         except KeyboardInterrupt:  # rank 0 reports it
@@ -100,7 +97,7 @@ class LaunchSession:
                 if method == _EXIT:
                     break
                 try:
-                    if method == "receive":
+                    if method == "receive":  # secrets of the config are not sent: this process has read its own
                         arguments = (restore_secrets(arguments[0], own_values), *arguments[1:])
                     result = getattr(rank, method)(*arguments)
                     if isinstance(result, Iterator):

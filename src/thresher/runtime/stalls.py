@@ -51,10 +51,7 @@ def poll_interval(timeout: float) -> float:
 
 
 def watch_stalls(timeout: float, when_stuck: Callable[[float], None]) -> Callable[[], None]:
-    """Poll the heartbeat of this process in a thread, for ranks that no driver polls; return what ends the thread.
-
-    `when_stuck` is called once, with the seconds without progress.
-    """
+    """Poll this process in a thread that calls `when_stuck` with the seconds without progress; return what ends it."""
     ended, detector = threading.Event(), StallDetector(timeout, poll_interval(timeout))
 
     def watch() -> None:

@@ -118,15 +118,13 @@ def device_of_rank(launch: Launch, config: DPOConfig) -> torch.device:
 
 
 def _address_among_ranks(store: Store, launch: Launch) -> str:
-    """Return the address of this node in the network of all ranks; empty if there is no way to it.
-
-    The node of rank 0 often resolves its own name to a loopback address; it is then the one on the way to another node.
-    """
+    """Return the address of this node in the network of all ranks; empty if there is no way to it."""
     address = _local_address(*launch.master)
     names = [f"address/{rank}" for rank in range(launch.size)]
     store.set(names[launch.rank], address)
     if not is_loopback(address):
         return address
+    # the node of rank 0 often resolves its own name to loopback: its address is the one on the way to another node
     store.wait(names, PEER_TIMEOUT)
     others = [text for value in store.multi_get(names) if (text := value.decode()) and not is_loopback(text)]
     return _local_address(others[0], launch.master[1]) if others else address

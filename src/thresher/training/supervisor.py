@@ -56,7 +56,7 @@ class Supervisor:
     resume_step: int | None = None
     _initial: Path | None = None
     _initial_step: int = 0
-    _find_initial: Callable[[], Path | None] | None = None  # None after the first attempt
+    _find_initial: Callable[[], Path | None] | None = None  # for the first attempt; None after it
     _start_step: int = 0
     _last_step: int = 0
     _metrics: MetricLogger | None = None  # of the current attempt; None until the log was opened once
@@ -69,10 +69,7 @@ class Supervisor:
         checkpoint: Path | None,
         find_initial: Callable[[], Path | None] | None = None,
     ) -> T:
-        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised.
-
-        find_initial replaces latest_checkpoint for the first attempt.
-        """
+        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised."""
         self._find_initial = find_initial or self.latest_checkpoint
         self._start_first(checkpoint)
         consecutive_failures = 0

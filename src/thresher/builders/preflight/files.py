@@ -28,7 +28,6 @@ class Finding(NamedTuple):
 
 
 P = ParamSpec("P")
-Check = Callable[[], Iterable[Finding]]
 
 
 def warning(text: str) -> Finding:
@@ -43,7 +42,7 @@ def problems_of(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) ->
         yield Finding(str(error))
 
 
-def report(checks: Iterable[Check]) -> list[str]:
+def report(checks: Iterable[Callable[[], Iterable[Finding]]]) -> list[str]:
     """Run all checks; raise their problems, each once, as one error, or return their warnings."""
     found: list[Finding] = []
     for check in checks:

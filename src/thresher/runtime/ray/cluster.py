@@ -24,9 +24,11 @@ from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_r
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # free resources are reserved within a second; longer means that other work uses them
 _SECONDS_TO_RESERVE = 60.0
 _SECONDS_BETWEEN_CHECKS = 2.0
+_SECONDS_FOR_CAUSE = 5.0
 
 
 class ResourceManager:
@@ -84,11 +86,6 @@ def alive_nodes() -> list[Node]:
             is_worker = "node:__internal_head__" not in resources
             found.append((is_worker, address, node["NodeID"], resources.get("CPU", 0.0), int(resources.get("GPU", 0))))
     return [Node(node_id, address, cpus, gpus) for _, address, node_id, cpus, gpus in sorted(found)]
-
-
-T = TypeVar("T")
-
-_SECONDS_FOR_CAUSE = 5.0
 
 
 class Cluster:

@@ -224,6 +224,5 @@ def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_no
         )
     changed = {**role.strategy_args.strategy_config, **changes}
     strategy_args = role.strategy_args.model_copy(update={"strategy_config": changed})
-    if role.device_mapping:
-        return role.model_copy(update={"device_mapping": devices[:count], "strategy_args": strategy_args})
-    return role.model_copy(update={"num_workers": count, "strategy_args": strategy_args})
+    workers = {"device_mapping": devices[:count]} if role.device_mapping else {"num_workers": count}
+    return role.model_copy(update={**workers, "strategy_args": strategy_args})
