@@ -38,17 +38,18 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.observability.details import DETAIL, PHASE
+from thresher.observability.log_files import EVAL_PAIRS
 from thresher.observability.run_log import run_log
 from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.runtime.group import Runtime, StartedRun
+from thresher.observability.trackers.jsonl import StepLog
+from thresher.runtime.group import StartedRun
 from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.log import SampleLog, judge_answers
 from thresher.training.loop import RunLogs, evaluate, fit
 from thresher.training.preemption import stop_on_signals
-from thresher.training.records import EvaluatedPairsLog
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
@@ -121,10 +122,7 @@ class DPOPipeline:
             yield run
 
     def train(self, file_warnings: Sequence[str]) -> dict[str, float]:
-        """Do what `run` does in a process that leads, with a config that fits it and whose files are checked.
-
-        file_warnings: what `check_files` returned.
-        """
+        """Do what `run` does in a process that leads; `check_files` has accepted the config, with these warnings."""
         callbacks, clock = build_callbacks(self.config, self._callbacks), PhaseClock()
         with self._reserve_directory(file_warnings) as inputs:
             supervisor = build_supervisor(self.config, self._damaged, clock)
@@ -187,14 +185,21 @@ class DPOPipeline:
     def _start(
         self, inputs: RunInputs, clock: PhaseClock, checkpoint: Path | None, find_other: Callable[[], Path | None]
     ) -> Iterator[StartedRun]:
-        """Load the models. find_other: called if the ranks find that the checkpoint is damaged."""
+        """Let the ranks verify the checkpoint, or others until one is intact, and load the models."""
         # the runtime is opened first: missing devices are reported before pairs are prepared
         if self.config.uses_ray:
             logger.info("connecting to Ray", extra=PHASE)
         with open_runtime(inputs, clock) as runtime:
             logger.info("opening the data", extra=PHASE)
             inputs.open()
-            checkpoint = self._verified(runtime, checkpoint, find_other)
+            while checkpoint is not None:
+                logger.info("verifying %s", checkpoint.name, extra=PHASE)
+                if not (problems := runtime.find_damage(checkpoint)):
+                    break
+                error = failed_verification(checkpoint, problems)
+                self._damaged.add(checkpoint, error)
+                checkpoint = find_other()
+                logger.warning("skipped an invalid checkpoint: %s", error)
             logger.info("loading the models", extra=PHASE)
             run = self._run = runtime.start(inputs, checkpoint, self._progress)
             for note in run.report.notes:
@@ -204,27 +209,8 @@ class DPOPipeline:
             finally:
                 self._run = None
 
-    def _verified(
-        self, runtime: Runtime, checkpoint: Path | None, find_other: Callable[[], Path | None]
-    ) -> Path | None:
-        """Let the ranks verify the files of a checkpoint, and of others until one is intact."""
-        while checkpoint is not None:
-            logger.info("verifying %s", checkpoint.name, extra=PHASE)
-            if not (problems := runtime.find_damage(checkpoint)):
-                break
-            error = failed_verification(checkpoint, problems)
-            self._damaged.add(checkpoint, error)
-            found = find_other()
-            logger.warning("skipped an invalid checkpoint: %s", error)
-            checkpoint = found
-        return checkpoint
-
     def _attempt(
-        self,
-        inputs: RunInputs,
-        callbacks: CallbackTracker | None,
-        supervisor: Supervisor,
-        checkpoint: Path | None,
+        self, inputs: RunInputs, callbacks: CallbackTracker | None, supervisor: Supervisor, checkpoint: Path | None
     ) -> dict[str, float]:
         """Run from a checkpoint to the end; the supervisor handles failures."""
         config = self.config
@@ -254,11 +240,12 @@ class DPOPipeline:
                 watch_health(run.inputs, trackers, run.checkpoint, resume_step=resume_step) as watched,
             ):
                 describe_run(run.inputs, facts)
+                pairs_log = StepLog(log_dir / EVAL_PAIRS, resume_step)
                 logs = RunLogs(
                     supervisor.track_progress(watched),
                     skipped,
                     self._progress,
-                    EvaluatedPairsLog(log_dir, resume_step).write,
+                    lambda step, pairs: pairs_log.write(pairs.to_json(step)),
                     SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
                 )
                 return fit(run, loop_settings(config, run.inputs.plan), logs)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.logged import logged
 from tests.support.small_runs import save_small_model
 from thresher.builders.data import data_settings
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.builders.preflight.files import check_data
 from thresher.config import parse_config
 
@@ -52,8 +52,8 @@ def test_a_tokenizer_without_a_pad_token_needs_one_only_to_pad_and_uses_eos(tmp_
     del settings["pad_token"]
     file.write_text(json.dumps(settings))
     with logged() as messages:
-        tokenizer, found = build_layout(parse_config({"pretrain": str(model), "layout": layout}))
-    assert (tokenizer.pad_token, getattr(found, "pad_id", None)) == (None, pad_id)
+        tokenizer, found, note = find_layout(parse_config({"pretrain": str(model), "layout": layout}))
+    assert (tokenizer.pad_token, getattr(found, "pad_id", None), note) == (None, pad_id, None)
     assert messages == []
 
 

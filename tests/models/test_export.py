@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.manifest import read_manifest, record_files, write_manifest
 from thresher.config import parse_config
@@ -66,7 +66,7 @@ def ids(tiny_dir) -> torch.Tensor:
 
 def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, tiny_dir, ids):
     config, checkpoint = trained
-    policy = build_policy(config, build_layout(config)[1])
+    policy = build_policy(config, find_layout(config)[1])
     policy.load(checkpoint)
     exported_model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     initial = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()

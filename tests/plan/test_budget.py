@@ -13,7 +13,7 @@ import pytest
 from tests.support.compared_runs import merge
 from tests.support.published_models import save_config
 from tests.support.small_runs import make_base, open_small_inputs
-from thresher.builders.hardware import GPUS, Gpu
+from thresher.builders.hardware import GPUS, Hardware, reported_gpu
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.builders.memory import peak_memory
 from thresher.builders.token_budget import TokenBudget, budget_for, choose_budget, with_token_budget
@@ -44,10 +44,10 @@ def estimate(large):
     """`estimate(gpu, num_gpus, role)`: estimates that share the model and the pairs."""
     known: dict[str, KnownRun] = {}
 
-    def build(gpu: Gpu, num_gpus: int = 1, **changes: Any) -> Estimate:
+    def build(gpu: Hardware, num_gpus: int = 1, **changes: Any) -> Estimate:
         config = config_of(large, **changes)
         run = known.setdefault(str(config.actor_train.model_args), KnownRun(config, PairLengths(PAIRS, "given")))
-        return Estimate(config, Cluster(gpu.hardware, 8, num_gpus), run)
+        return Estimate(config, Cluster(gpu, 8, num_gpus), run)
 
     return build
 
@@ -61,7 +61,7 @@ def with_budget(tokens: int, **training: Any) -> dict[str, Any]:
 
 
 def test_one_gpu_with_room_keeps_the_default_because_larger_batches_are_not_faster(estimate):
-    budget = budget_of(estimate(Gpu("NVIDIA H200", 141 * GIB)))
+    budget = budget_of(estimate(reported_gpu("NVIDIA H200", 141 * GIB)))
     assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
     assert "fit into NVIDIA H200" in budget.reason
 
@@ -69,7 +69,7 @@ def test_one_gpu_with_room_keeps_the_default_because_larger_batches_are_not_fast
 @pytest.mark.parametrize("gigabytes", [36, 40, 44])
 def test_a_smaller_gpu_gets_the_largest_budget_that_fits(estimate, gigabytes):
     """With a tenth of the memory to spare, for the error of the formulas, and every row scored."""
-    gpu = Gpu("NVIDIA L40S", gigabytes * GIB)
+    gpu = reported_gpu("NVIDIA L40S", gigabytes * GIB)
     found = estimate(gpu)
     tokens = budget_of(found).tokens
     assert tokens is not None
@@ -81,7 +81,7 @@ def test_a_smaller_gpu_gets_the_largest_budget_that_fits(estimate, gigabytes):
 
 
 def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
-    gpu, full = Gpu("NVIDIA B200", 180 * GIB), {"num_workers": 32, "model_args": {"lora_rank": None}}
+    gpu, full = reported_gpu("NVIDIA B200", 180 * GIB), {"num_workers": 32, "model_args": {"lora_rank": None}}
 
     def seconds(tokens: int) -> float:
         return estimate(gpu, 32, **full, **with_budget(tokens, global_batch_size=1984)).step_seconds
@@ -95,34 +95,34 @@ def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
 @pytest.mark.parametrize("axes", [{"zero_stage": 1}, {"pp_size": 4}, {"dp_replicate": 8}])
 def test_without_messages_to_hide_the_default_is_enough(estimate, axes):
     role = {"num_workers": 8, "strategy_args": {"strategy_config": axes}}
-    budget = budget_of(estimate(Gpu("NVIDIA B200", 180 * GIB), 8, **role))
+    budget = budget_of(estimate(reported_gpu("NVIDIA B200", 180 * GIB), 8, **role))
     assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 def test_the_budget_is_never_smaller_than_the_longest_pair(large):
     lengths = np.vstack([PAIRS, [[4000, 3000, 2000]]]).astype(np.uint32)
-    budget = choose_budget(config_of(large), lengths, Gpu("NVIDIA L40S", 40 * GIB).hardware)
+    budget = choose_budget(config_of(large), lengths, reported_gpu("NVIDIA L40S", 40 * GIB))
     assert budget.tokens == 4000 + 2999 + 1999
     assert budget.reason.startswith("the longest pair; ")
 
 
 def test_padded_rows_get_a_budget_only_if_their_pairs_do_not_fit(large):
     config = config_of(large).model_copy(update={"layout": "padded"})
-    assert choose_budget(config, PAIRS, Gpu("NVIDIA H200", 141 * GIB).hardware).tokens is None
-    tokens = choose_budget(config, PAIRS, Gpu("NVIDIA L40S", 46 * GIB).hardware).tokens
+    assert choose_budget(config, PAIRS, reported_gpu("NVIDIA H200", 141 * GIB)).tokens is None
+    tokens = choose_budget(config, PAIRS, reported_gpu("NVIDIA L40S", 46 * GIB)).tokens
     assert tokens is not None
     assert tokens >= 2 * (PAIRS[:, 0] + PAIRS[:, 1:].max(axis=1)).max()
 
 
 def test_a_strategy_without_formulas_keeps_the_default(large):
     config = config_of(large, strategy_args={"strategy_name": "deepspeed_train"})
-    budget = choose_budget(config, PAIRS, Gpu("NVIDIA H100 80GB HBM3", 80 * GIB).hardware)
+    budget = choose_budget(config, PAIRS, reported_gpu("NVIDIA H100 80GB HBM3", 80 * GIB))
     assert (budget.tokens, budget.reason[:20]) == (None, "the default, because")
 
 
 def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver():
-    assert Gpu("NVIDIA A100-SXM4-40GB", 7).hardware.memory_bandwidth == GPUS["a100-40gb"].memory_bandwidth
-    assert Gpu("NVIDIA H100 80GB HBM3", 7).hardware.peak_flops == GPUS["h100"].peak_flops
+    assert reported_gpu("NVIDIA A100-SXM4-40GB", 7).memory_bandwidth == GPUS["a100-40gb"].memory_bandwidth
+    assert reported_gpu("NVIDIA H100 80GB HBM3", 7).peak_flops == GPUS["h100"].peak_flops
     for name, found in (
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
@@ -133,8 +133,8 @@ def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver
         ("Tesla V100-SXM2-16GB", "v100"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
     ):
-        assert Gpu(name, 7).hardware.peak_flops == GPUS[found].peak_flops
-    assert Gpu("Some GPU", 7).hardware.memory == 7
+        assert reported_gpu(name, 7).peak_flops == GPUS[found].peak_flops
+    assert reported_gpu("Some GPU", 7).memory == 7
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def small(tmp_path, monkeypatch):
     def start(memory: int | None, checkpoint: Path | None = None, budget: int | str | None = "auto"):
         training = {"actor_train": {"training_args": {"max_tokens_per_micro_batch": budget}}}
         config, inputs = open_small_inputs(merge(values, training))
-        gpu = None if memory is None else Gpu("NVIDIA H100", memory)
+        gpu = None if memory is None else reported_gpu("NVIDIA H100", memory)
         monkeypatch.setattr(PolicyRank, "smallest_gpu", lambda rank: gpu)
         return Runtime(config, LocalRanks(config)).start(inputs, checkpoint, print)
 

@@ -16,9 +16,10 @@ from tests.support.small_runs import assert_same_run, last_weights, mode_of, ope
 from thresher.builders.run import build_tracking, logging_dir, loop_settings, track
 from thresher.config import parse_config
 from thresher.errors import UserError
+from thresher.observability.log_files import EVAL_PAIRS
+from thresher.observability.trackers.jsonl import StepLog
 from thresher.pipeline import DPOPipeline
 from thresher.training.loop import RunLogs, fit
-from thresher.training.records import EvaluatedPairsLog
 
 pytestmark = pytest.mark.distributed
 
@@ -83,7 +84,8 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         started.begin()
         trackers = build_tracking(config, None)
         with track(trackers, started.inputs, resume_step=None) as skipped:
-            logs = RunLogs(trackers, skipped, keep_pairs=EvaluatedPairsLog(logging_dir(config), None).write)
+            log = StepLog(logging_dir(config) / EVAL_PAIRS, None)
+            logs = RunLogs(trackers, skipped, keep_pairs=lambda step, pairs: log.write(pairs.to_json(step)))
             fit(started, loop_settings(config, inputs.plan), logs)
 
     yield run

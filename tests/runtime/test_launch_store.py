@@ -79,10 +79,10 @@ def test_a_message_is_valid_under_its_own_name_alone():
 
 def test_a_message_of_an_earlier_session_with_the_same_token_is_refused():
     earlier, later = dist.HashStore(), dist.HashStore()
-    sessions(earlier)[0]._messages.send("call/1", ["join", [], None])
+    sessions(earlier)[0].messages.send("call/1", ["join", [], None])
     follower = sessions(later)[1]
     later.set("call/1", earlier.get("call/1").decode())
-    assert follower._messages.find("call/1") is None
+    assert follower.messages.find("call/1") is None
 
 
 def test_a_rank_with_another_token_says_what_to_set():
@@ -97,7 +97,7 @@ def test_a_rank_with_another_token_says_what_to_set():
 
 def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
     first, second = sessions(dist.HashStore())
-    first._messages.send("call/1", ["log_stacks", [], None])
+    first.messages.send("call/1", ["log_stacks", [], None])
     with pytest.raises(UserError, match="'log_stacks', which is no call of a run"):
         second.follow(LaunchedRank(second.launch, second.store), dict)
 

@@ -13,7 +13,7 @@ from tests.support import toy_strategy
 from tests.support.compared_runs import merge
 from tests.support.small_runs import last_weights, make_base
 from thresher.builders.engines import check_engine
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.config import parse_config, strategies
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
@@ -73,7 +73,7 @@ def test_its_limits_are_reported_before_anything_starts(base):
                 {**values, "actor_train": {**base["actor_train"], "strategy_args": strategy, **policy}}
             )
             check_engine(config, "actor_train")
-            build_layout(config)
+            find_layout(config)
         return str(caught.value)
 
     toy = {"strategy_name": "toy_train"}
@@ -104,6 +104,6 @@ def test_the_layout_auto_becomes_one_that_it_supports(base, caplog):
         "actor_train": {**base["actor_train"], "strategy_args": {"strategy_name": "toy_train"}},
     }
     with caplog.at_level("INFO"):
-        layout = build_layout(parse_config(values))[1]
+        layout = find_layout(parse_config(values))[1]
     assert layout.name == "padded"
     assert "using layout padded: toy_train does not support packed rows" in caplog.text

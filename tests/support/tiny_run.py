@@ -22,8 +22,9 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.models.layouts import PackedLayout, choose_layout
 from thresher.models.loading.load import load_model_config
+from thresher.observability.log_files import SKIPPED_STEPS
+from thresher.observability.trackers.jsonl import StepLog
 from thresher.training.loop import RunLogs, fit
-from thresher.training.records import SkippedStepLog
 from thresher.training.trainer import RankTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -89,7 +90,7 @@ class TinyRun:
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
         resume_step = self.trainer.progress.step or None
-        skipped = SkippedStepLog(Path(self.config.output_dir) / "logs", resume_step=resume_step)
+        skipped = StepLog(Path(self.config.output_dir) / "logs" / SKIPPED_STEPS, resume_step=resume_step)
         return fit(self.trainer, loop_settings(self.config, self.trainer.plan), RunLogs(self.log, skipped))
 
 

@@ -20,7 +20,7 @@ from tests.support.strategies.adapters import save_adapter
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, trained_parts
 from thresher.builders.export import export_checkpoint
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import frozen_weights_digest, initial_adapter, reference_mode
 from thresher.config import DPOConfig, parse_config
@@ -63,7 +63,7 @@ def test_the_policy_starts_as_the_adapted_model(root, values, tmp_path, settings
     edit(adapter, **settings)
     args = {"model_args": {"adapter_name_or_path": str(adapter)}}
     config = parse_config(merge(values, {"actor_train": args}))
-    policy = build_policy(config, build_layout(config)[1])
+    policy = build_policy(config, find_layout(config)[1])
     base = AutoModelForCausalLM.from_pretrained(root / "policy").eval()
     with torch.no_grad(), original_forward(policy.model):
         logits = policy.model.eval()(input_ids=IDS).logits
@@ -182,7 +182,7 @@ def test_a_run_is_exported_with_its_adapter_merged(root, values):
     DPOPipeline(config).run()
     checkpoint = root / "run" / "checkpoints" / "step-00000001"
     export_checkpoint(checkpoint, root / "exported")
-    policy = build_policy(config, build_layout(config)[1])
+    policy = build_policy(config, find_layout(config)[1])
     policy.load(checkpoint)
     exported = AutoModelForCausalLM.from_pretrained(root / "exported", dtype=torch.float32).eval()
     with torch.no_grad(), original_forward(policy.model):

@@ -15,8 +15,8 @@ from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pa
 from thresher.builders.run import stop_file
 from thresher.checkpoint.manifest import read_manifest
 from thresher.errors import RunStopped
+from thresher.observability.trackers.jsonl import StepLog
 from thresher.training.loop import LoopSettings, RunLogs, fit
-from thresher.training.records import SkippedStepLog
 
 
 def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
@@ -206,7 +206,7 @@ def test_only_a_long_evaluation_reports_its_progress(base, monkeypatch, seconds,
     changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": 1}}}
     run = build_run(merge(base, changes), noise_pairs(12), noise_pairs(3, seed=5))
     calls: list[tuple[str, int, int]] = []
-    skipped = SkippedStepLog(Path(run.config.output_dir) / "logs", None)
+    skipped = StepLog(Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl", None)
     logs = RunLogs(run.log, skipped, lambda what, done, total: calls.append((what, done, total)))
     fit(run.trainer, LoopSettings(num_steps=1), logs)
     assert calls == [("evaluating after step 1, batches", *each) for each in shown]

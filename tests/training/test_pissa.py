@@ -17,7 +17,7 @@ from tests.support.small_runs import make_base
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, check_engine
 from thresher.builders.export import export_checkpoint
-from thresher.builders.inputs import RunInputs, build_layout
+from thresher.builders.inputs import RunInputs, find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference import reference_digest
 from thresher.builders.reference_mode import reference_mode
@@ -46,7 +46,7 @@ def values(tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.parametrize("init", INITS)
 def test_the_policy_starts_as_the_model_with_pefts_factors(values, init):
     config = parse_config(merge(values, pissa(init)))
-    layout = build_layout(config)[1]
+    layout = find_layout(config)[1]
     policy, again = build_policy(config, layout), build_policy(config, layout)
     original = AutoModelForCausalLM.from_pretrained(values["pretrain"]).eval()
     with torch.no_grad(), original_forward(policy.model):
@@ -86,7 +86,7 @@ def test_a_run_resumes_and_is_exported_merged(values, tmp_path, init):
     DPOPipeline(config).run()
     checkpoint = Path(config.output_dir) / "checkpoints" / "step-00000001"
     export_checkpoint(checkpoint, tmp_path / "exported")
-    policy = build_policy(config, build_layout(config)[1])
+    policy = build_policy(config, find_layout(config)[1])
     policy.load(checkpoint)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).eval()
     original = AutoModelForCausalLM.from_pretrained(values["pretrain"]).eval()

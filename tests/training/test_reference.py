@@ -17,7 +17,7 @@ from tests.support.tiny_models import tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders import inputs
 from thresher.builders.checkpoints import config_changes
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode, unused_settings
 from thresher.config import parse_config
@@ -311,5 +311,5 @@ def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
     values = merge(
         different_reference, {"reference": {"model_args": {"trust_remote_code": True}}, "pretrain": str(tiny_dir)}
     )
-    build_layout(parse_config(values))
+    find_layout(parse_config(values))
     assert trusted == {str(tiny_dir): False, str(models[1]): True}

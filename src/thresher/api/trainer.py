@@ -201,7 +201,7 @@ class DPOTrainer:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
                     model = load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code)
                 else:
-                    model = load_checkpoint(checkpoint, trust_remote_code=args.trust_remote_code).model
+                    model, *_ = load_checkpoint(checkpoint, trust_remote_code=args.trust_remote_code)
             self._loaded = checkpoint, model
         return self._loaded[1]
 

@@ -10,7 +10,7 @@ import torch
 
 from thresher.builders.data import check_pairs, probe_pairs
 from thresher.builders.engines import build_policy, build_reference
-from thresher.builders.inputs import RunInputs, build_layout
+from thresher.builders.inputs import RunInputs, find_layout
 from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.models.forward_check import LayoutError
@@ -25,9 +25,9 @@ Built = TypeVar("Built", bound=Engine)
 def build_checked_policy(
     inputs: RunInputs, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
 ) -> tuple[TrainEngine, Layout, tuple[str, ...]]:
-    """Build the policy; reject pairs longer than its context, and logps that differ from its original forward.
+    """Build the policy, with the layout that it supports and notes on why that is not the chosen one.
 
-    Return it with the layout that it supports, and notes on why that is not the chosen one.
+    Reject pairs longer than its context, and logps that differ from its original forward.
     """
     config, trusts = inputs.config, inputs.config.actor_train.model_args.trust_remote_code
     model_config = load_model_config(inputs.policy_path, trust_remote_code=trusts)
@@ -70,7 +70,7 @@ def _build_checked(
             raise
         note = f"using layout padded: {str(error).removesuffix('; use layout=padded')}"
     del engine  # one model at a time
-    _, padded = build_layout(inputs.config.model_copy(update={"layout": "padded"}))
+    _, padded, _ = find_layout(inputs.config.model_copy(update={"layout": "padded"}))
     engine = build(padded)
     engine.check_logps(probe)
     return engine, padded, (note,)

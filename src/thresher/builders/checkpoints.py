@@ -103,10 +103,7 @@ def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
 
 
 def find_checkpoint(config: DPOConfig, damaged: DamagedCheckpoints) -> Path | None:
-    """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes.
-
-    damaged: checkpoints that the ranks have rejected.
-    """
+    """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
     return _find(config, partial(build_checkpoint_manager(config).find_to_resume, damaged=damaged))
 
 
@@ -170,11 +167,7 @@ def _differences(
 
 
 def _section_at(section: type[Section] | None, key: str, values: Mapping[str, Any]) -> type[Section] | None:
-    """Return the section that a key holds; None for a plain value, and settings of a strategy not installed here.
-
-    Args:
-        values: the values of `section`, which name the strategy.
-    """
+    """The section that a key of `values` holds; None for a plain value, or a strategy that is not installed here."""
     if section is None or key != "strategy_config":
         return None if section is None else inner_section(section, key)
     try:

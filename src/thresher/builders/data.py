@@ -92,22 +92,19 @@ def check_pairs(
         if store is None:
             continue
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
-        if store.longest_pair > config.sequence_length:
+        longest, limit = store.longest_pair, config.sequence_length
+        found = f"{store.path} contains pairs of up to {longest} tokens"
+        if longest > limit:
             raise UserError(
-                f"{store.path} contains pairs of up to {store.longest_pair} tokens, more than sequence_length "
-                f"{config.sequence_length}; raise sequence_length or prepare the pairs again"
+                f"{found}, more than sequence_length {limit}; raise sequence_length or prepare the pairs again"
             )
-        if context is not None and store.longest_pair > context:
+        if context is not None and longest > context:
+            raise UserError(f"{found}, but the model's context is {context}; set sequence_length={context}")
+        if longrope is not None and longest > longrope:
             raise UserError(
-                f"{store.path} contains pairs of up to {store.longest_pair} tokens, but the model's context is "
-                f"{context}; set sequence_length={context}"
-            )
-        if longrope is not None and store.longest_pair > longrope:
-            raise UserError(
-                f"{store.path} contains pairs of up to {store.longest_pair} tokens, but longrope of the model family "
-                f"{model.model_type} rotates all sequences of a batch differently if one has more than {longrope} "
-                "tokens, so that log-probabilities would depend on the other pairs of the batch; set "
-                f"sequence_length={longrope}"
+                f"{found}, but longrope of the model family {model.model_type} rotates all sequences of a batch "
+                f"differently if one has more than {longrope} tokens, so that log-probabilities would depend on the "
+                f"other pairs of the batch; set sequence_length={longrope}"
             )
 
 

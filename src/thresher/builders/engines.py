@@ -24,17 +24,13 @@ from thresher.strategies.spec import EngineCheck, ModelSource, ModelSpec, Policy
 def build_policy(
     config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
 ) -> TrainEngine:
-    """Build the policy with its strategy.
-
-    device: the mapped one if absent. world: all processes of the policy.
-    """
+    """Build the policy with its strategy, by default on its mapped device."""
     spec = policy_spec(config, layout, device or device_of(config.actor_train), world)
     policy: TrainEngine = import_function(str(config.actor_train.strategy.build_train))(spec)
     return policy
 
 
 def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: Group) -> PolicySpec[Any]:
-    """The policy of a config; world: its processes."""
     role, args = config.actor_train, config.actor_train.model_args
     return PolicySpec(
         source=ModelSource(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code),
@@ -52,9 +48,7 @@ def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: 
 
 
 def compilation(config: DPOConfig, device: torch.device, role: RoleConfig) -> Compilation | None:
-    """What is compiled of the model of a role, whose section sets its strategy: the same of policy and reference, since
-    compiled operations round differently.
-    """
+    """What is compiled of a role's model: as in the policy, since compiled operations round differently."""
     policy, setting = config.actor_train, config.actor_train.training_args.torch_compile
     is_optional = setting == "auto"
     if not setting or (is_optional and (device.type != "cuda" or policy.model_args.moe_aux_loss_coef)):
@@ -87,11 +81,10 @@ def build_reference(
     world: Group = SINGLE_PROCESS,
     role: RoleConfig | None = None,
 ) -> Engine:
-    """Build the frozen model. It computes in the policy's precision; otherwise margins would not be 0 at step 0.
+    """Build the frozen model, by default on the device of its role.
 
-    If the policy starts from an adapter on the same model, the reference has that adapter.
-
-    role: the section that sets its strategy and, if device is absent, its device; `reference` if absent.
+    It computes in the policy's precision; otherwise margins would not be 0 at step 0. If the policy starts from an
+    adapter on the same model, the reference has that adapter. role: sets its strategy, `reference` if absent.
     """
     role = role or config.reference
     spec = reference_spec(config, layout, device or device_of(role), world, role)
@@ -102,7 +95,6 @@ def build_reference(
 def reference_spec(
     config: DPOConfig, layout: Layout, device: torch.device, world: Group, role: RoleConfig
 ) -> ModelSpec[Any]:
-    """The reference of a config; world: its processes. role: the section that sets its strategy."""
     path = initial_adapter(config)
     attention = config.reference.model_args.attn_implementation or config.actor_train.model_args.attn_implementation
     dtype = config.reference_master_dtype
@@ -130,8 +122,8 @@ def check_strategy(role: RoleConfig, section: str) -> None:
     name, strategy = role.strategy_name, role.strategy
     needed: Literal["train", "infer"] = "train" if section == "actor_train" else "infer"
     if (strategy.build_train is not None) != (needed == "train"):
-        available = strategy_names(needed)
-        raise UserError(f"{section}.strategy_args.strategy_name is {name}; use {' or '.join(available)}")
+        available = " or ".join(strategy_names(needed))
+        raise UserError(f"{section}.strategy_args.strategy_name is {name}; use {available}")
     if name == "hf_infer" and role.strategy_args.strategy_config:
         raise UserError(
             f"{section}.strategy_args.strategy_config has no effect with hf_infer, which keeps a full copy per worker; "

@@ -7,7 +7,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -38,16 +38,10 @@ _SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
-class LoadedCheckpoint(NamedTuple):
-    """A trained model with its tokenizer. path: the model that the run started from."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    path: str
-
-
-def load_checkpoint(checkpoint: Path, *, dtype: str | None = None, trust_remote_code: bool = False) -> LoadedCheckpoint:
-    """Load the run's model, load the checkpoint's weights into it and merge adapters.
+def load_checkpoint(
+    checkpoint: Path, *, dtype: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """Load the trained model, adapters merged, and its tokenizer; also return the path that the run started from.
 
     trust_remote_code is not taken from the checkpoint, which may be untrusted.
     """
@@ -65,7 +59,7 @@ def load_checkpoint(checkpoint: Path, *, dtype: str | None = None, trust_remote_
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
     if tokenizer.pad_token_id is not None:
         plain.config.pad_token_id = tokenizer.pad_token_id
-    return LoadedCheckpoint(plain, tokenizer, path)
+    return plain, tokenizer, path
 
 
 def export_checkpoint(
@@ -98,12 +92,19 @@ def export_checkpoint(
     readable = (staging / "config.json").stat().st_mode
     for file in staging.glob("*.safetensors"):
         file.chmod(readable)  # safetensors writes files that only their owner can read
-    if is_used:
-        _replace_files(staging, output)
+    if not is_used:
+        if output.exists():
+            output.rmdir()
+        staging.rename(output)
         return
-    if output.exists():
-        output.rmdir()
-    staging.rename(output)
+    for stale in (file for pattern in _WEIGHTS for file in output.glob(pattern)):
+        stale.unlink()
+    for file in staging.iterdir():
+        target = output / file.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        file.replace(target)
+    staging.rmdir()
 
 
 def export_run(config: DPOConfig) -> None:
@@ -115,17 +116,6 @@ def export_run(config: DPOConfig) -> None:
     trusts = config.actor_train.model_args.trust_remote_code
     export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
     logger.info("exported %s to %s", checkpoint, output)
-
-
-def _replace_files(staging: Path, output: Path) -> None:
-    for stale in (file for pattern in _WEIGHTS for file in output.glob(pattern)):
-        stale.unlink()
-    for file in staging.iterdir():
-        target = output / file.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        file.replace(target)
-    staging.rmdir()
 
 
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:

@@ -108,26 +108,17 @@ def _words(name: str) -> list[str]:
     return re.findall("[a-z0-9]+", name.lower())
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as its driver reports it. memory: bytes that a run can use."""
-
-    name: str
-    memory: int
-
-    @property
-    def hardware(self) -> Hardware:
-        """Rates of the GPU of this name, or of the default one if it is not known, with this memory."""
-        words = set(_words(self.name))
-        matching = [name for name in GPUS if words.issuperset(_words(name))]
-        found = GPUS[max(matching, key=len, default=DEFAULT_GPU)]
-        return replace(found, name=self.name, memory=self.memory)
+def reported_gpu(name: str, memory: int) -> Hardware:
+    """The GPU that a driver reports by this name, with the default one's rates if it is not known."""
+    words = set(_words(name))
+    matching = [known for known in GPUS if words.issuperset(_words(known))]
+    return replace(GPUS[max(matching, key=len, default=DEFAULT_GPU)], name=name, memory=memory)
 
 
-def gpu_of(device: torch.device) -> Gpu | None:
+def gpu_of(device: torch.device) -> Hardware | None:
     """Ask the driver for a GPU's memory: all of it, unless other processes use some. None for a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     # the total where possible: it is the same in every run, so that equal runs choose equal budgets
-    return Gpu(torch.cuda.get_device_name(device), total if total - free <= _SHARE_IN_USE * total else free)
+    return reported_gpu(torch.cuda.get_device_name(device), total if total - free <= _SHARE_IN_USE * total else free)

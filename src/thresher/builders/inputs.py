@@ -12,12 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from thresher.builders.data import StoreBuilder, open_stores
 from thresher.builders.engines import trained_parts
 from thresher.builders.objective import build_objective
-from thresher.builders.reference_mode import (
-    ReferenceMode,
-    frozen_weights_digest,
-    reference_mode,
-    same_initial_weights,
-)
+from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan, make_plan
@@ -47,9 +42,8 @@ class RunInputs:
     """
 
     def __init__(self, config: DPOConfig, build_store: StoreBuilder = prepare):
-        """build_store: tokenizes pairs that are not prepared yet."""
         self.config = config
-        self._build_store = build_store
+        self._build_store = build_store  # tokenizes pairs that are not prepared yet
         # token budget of a micro-batch, chosen for all ranks; None for the layout's default
         self.max_tokens = config.actor_train.training_args.max_tokens_per_micro_batch
 
@@ -133,31 +127,31 @@ class RunInputs:
 
     @cached_property
     def plan(self) -> Plan:
-        return build_plan(self.config, len(self.train))
+        config = self.config
+        return make_plan(
+            len(self.train),
+            seed=config.seed,
+            pairs_per_step=config.pairs_per_step,
+            max_steps=config.max_steps,
+            num_epochs=config.num_train_epochs,
+        )
 
     @cached_property
     def policy(self) -> nn.Module:
         """The policy on the meta device, with its adapters."""
         args = self.config.actor_train.model_args
-        settings: dict[str, Any] = {
-            "attn_implementation": transformers_attention(args.attn_implementation),
-            "trust_remote_code": args.trust_remote_code,
-        }
-        model = build_without_weights(self.policy_path, dtype=DTYPES[args.master_dtype], **settings)
+        model = build_without_weights(
+            self.policy_path,
+            dtype=DTYPES[args.master_dtype],
+            attn_implementation=transformers_attention(args.attn_implementation),
+            trust_remote_code=args.trust_remote_code,
+        )
         # as strategies/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
 
     @property
     def parameters(self) -> ParameterCounts:
         return ParameterCounts.of(self.policy)
-
-
-def build_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout]:
-    """Load the tokenizer and choose how pairs are arranged in a batch; log the reason if it is not the fastest way."""
-    tokenizer, layout, note = find_layout(config)
-    if note is not None:
-        logger.info("%s", note)
-    return tokenizer, layout
 
 
 def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str | None]:
@@ -173,9 +167,11 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
         )
     attention = args.attn_implementation or of_reference
     requested, reason = _supported_layout(config)
-    layout, note = choose_layout(
-        requested, _model_configs(config), attention, pad_id, scores_prompt=not config.apply_loss_mask
-    )
+    # the models that must support the layout: the policy, and the reference if it is another model
+    trusted = {config.policy_path: args.trust_remote_code}
+    trusted.setdefault(config.reference_path, config.trusts_reference_code)
+    models = [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
+    layout, note = choose_layout(requested, models, attention, pad_id, scores_prompt=not config.apply_loss_mask)
     return tokenizer, layout, note or reason
 
 
@@ -191,23 +187,6 @@ def _supported_layout(config: DPOConfig) -> tuple[LayoutName, str | None]:
                 f"layout={' or layout='.join(supported)}"
             )
     return config.layout, None
-
-
-def _model_configs(config: DPOConfig) -> list[PreTrainedConfig]:
-    """The models that must support the layout: the policy, and the reference if it is another model."""
-    trusted = {config.policy_path: config.actor_train.model_args.trust_remote_code}
-    trusted.setdefault(config.reference_path, config.trusts_reference_code)
-    return [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
-
-
-def build_plan(config: DPOConfig, num_pairs: int) -> Plan:
-    return make_plan(
-        num_pairs,
-        seed=config.seed,
-        pairs_per_step=config.pairs_per_step,
-        max_steps=config.max_steps,
-        num_epochs=config.num_train_epochs,
-    )
 
 
 def build_micro_batching(inputs: RunInputs, hidden_size: int) -> MicroBatching:

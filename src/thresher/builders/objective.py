@@ -19,7 +19,14 @@ def build_objective(config: DPOConfig) -> Objective:
     has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
     margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)
     losses = make_losses(list(weights), parameters, config.term_parameters)
-    _check_length_normalization(config, weights)
+    normalizes = config.length_normalization
+    conflicting = [name for name in weights if (name in _LENGTH_NORMALIZED) != normalizes]
+    if normalizes is not None and conflicting:
+        raise UserError(
+            f"length_normalization: {str(normalizes).lower()} conflicts with {', '.join(conflicting)}: "
+            f"{', '.join(sorted(_LENGTH_NORMALIZED))} average logps over length, all other losses sum them; choose "
+            "another loss or remove length_normalization"
+        )
     return Objective(
         terms=tuple(zip(losses, weights.values(), strict=True)),
         f_divergence=config.f_divergence_type,
@@ -32,18 +39,6 @@ def build_objective(config: DPOConfig) -> Objective:
         measures_entropy=config.health != "off",
         reference_free=config.reference.mode == "none" and any(loss.needs_reference for loss in losses),
     )
-
-
-def _check_length_normalization(config: DPOConfig, weights: dict[str, float]) -> None:
-    if config.length_normalization is None:
-        return
-    conflicting = [name for name in weights if (name in _LENGTH_NORMALIZED) != config.length_normalization]
-    if conflicting:
-        raise UserError(
-            f"length_normalization: {str(config.length_normalization).lower()} conflicts with "
-            f"{', '.join(conflicting)}: {', '.join(sorted(_LENGTH_NORMALIZED))} average logps over length, all other "
-            "losses sum them; choose another loss or remove length_normalization"
-        )
 
 
 def build_schedule(config: DPOConfig, num_steps: int) -> LRSchedule:

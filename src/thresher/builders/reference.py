@@ -14,14 +14,8 @@ from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.data import StoreBuilder, check_pairs
 from thresher.builders.engines import compilation, device_of
 from thresher.builders.inputs import RunInputs, scoring_batching
-from thresher.builders.reference_mode import (
-    ReferenceMode,
-    initial_adapter,
-    reference_has_workers,
-    same_initial_weights,
-)
+from thresher.builders.reference_mode import ReferenceMode, initial_adapter, reference_has_workers, same_initial_weights
 from thresher.config import DPOConfig
-from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.errors import UserError
@@ -50,8 +44,7 @@ class Reference:
     mode: ReferenceMode
     train: ReferenceScorer | None
     validation: ReferenceScorer | None
-    # at step 0, up to the rounding of different forwards
-    equals_policy: bool
+    equals_policy: bool  # at step 0, up to the rounding of different forwards
     forwards: Forwards
     synced: SyncedReference | None = None
 
@@ -81,35 +74,39 @@ def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
     live = LiveReference(reference.score, policy.device)
     synced = None
     if config.reference.sync_steps is not None:
-        _check_sync(reference, policy)
+        shapes = [{name: each.shape for name, each in model.weights().items()} for model in (reference, policy)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                "reference.sync_steps needs a reference with the policy's parameter shapes; remove it or use the same "
+                "model"
+            )
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
     return Reference(mode, live, live, same_weights, forwards, synced)
 
 
 def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
-    """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section.
-
-    A synced reference copies its weights from the policy's shards.
-    """
+    """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section."""
     config = inputs.config
     if not config.uses_ray and config.runtime != "torchrun":
         return build_checked_reference(inputs)
-    world = policy.dp_group.world
+    world = policy.dp_group.world  # a synced reference copies its weights from the policy's shards
     return build_checked_reference(inputs, device=policy.device, world=world, role=config.actor_train)
 
 
 def look_up(
     inputs: RunInputs, device: torch.device, *, all_pairs: bool = False
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
-    """Look up the training pairs that the run visits, or all of them, and all validation pairs.
-
-    device: where the logps are read to.
-    """
+    """Look up the training pairs that the run visits, or all of them, and all validation pairs."""
     train, validation, plan = inputs.train, inputs.validation, inputs.plan
     cache = open_cache(inputs.config, str(inputs.frozen_weights))
+    # about as many tokens at a time as the policy scores: matrix products in bf16 depend on the number of rows
+    size = inputs.config.reference.infer_batch_size
+    if size is None and not inputs.layout.needs_pair_attention:
+        size = DEFAULT_PAIRS_PER_PADDED_BLOCK
+    batching = scoring_batching(inputs, size)
 
     def find(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
-        blocks = _scored_together(inputs, store)
+        blocks = batching.blocks(store.lengths)
         return PrecomputedReference(cache, store, pair_ids, blocks=blocks, device=device, num_visits=num_visits)
 
     visited = np.arange(len(train), dtype=np.int64) if all_pairs else plan.visited_pairs()
@@ -138,10 +135,7 @@ def precompute_reference(
     build_store: StoreBuilder,
     choose_budget: Callable[[RunInputs, torch.device], RunInputs] = lambda inputs, device: inputs,
 ) -> None:
-    """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs.
-
-    choose_budget: sets the token budget for a device.
-    """
+    """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs."""
     inputs = RunInputs(config, build_store)
     if inputs.mode != "precompute":
         raise UserError(
@@ -165,8 +159,8 @@ def precompute_reference(
 def log_scored(inputs: RunInputs, num_found: int, num_scored: int, scored_by: str = "") -> None:
     """Log how many pairs were cached and how many scored."""
     directory = open_cache(inputs.config, str(inputs.frozen_weights)).directory
-    found, scored = f"{num_found:,}", f"{num_scored:,}"
-    logger.info("reference: %s pairs from the cache, %s scored%s; the cache is %s", found, scored, scored_by, directory)
+    pairs = f"{num_found:,} pairs from the cache, {num_scored:,} scored{scored_by}"
+    logger.info("reference: %s; the cache is %s", pairs, directory)
 
 
 def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
@@ -199,14 +193,6 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
     return frozen_digest(weights, f"{dtype} {args.lora_init}" if args.starts_from_weights else dtype)
 
 
-def _scored_together(inputs: RunInputs, store: PairStore) -> Blocks:
-    """Score about as many tokens at a time as the policy does: matrix products in bf16 depend on the number of rows."""
-    size = inputs.config.reference.infer_batch_size
-    if size is None and not inputs.layout.needs_pair_attention:
-        size = DEFAULT_PAIRS_PER_PADDED_BLOCK
-    return scoring_batching(inputs, size).blocks(store.lengths)
-
-
 def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     """What policy and a reference in the same process have in common; both score the policy's micro-batches."""
     if config.reference.model_args.non_default("dtype", "master_dtype", "attn_implementation"):
@@ -216,12 +202,3 @@ def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     # bitwise reproducible where this is tested: on CPUs, in layers that are not compiled
     is_tested = device.type == "cpu" and compilation(config, device, config.actor_train) is None
     return "same" if is_tested else "other batches"
-
-
-def _check_sync(reference: Engine, policy: TrainEngine) -> None:
-    reference_shapes = {name: tensor.shape for name, tensor in reference.weights().items()}
-    policy_shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
-    if reference_shapes != policy_shapes:
-        raise UserError(
-            "reference.sync_steps needs a reference with the policy's parameter shapes; remove it or use the same model"
-        )

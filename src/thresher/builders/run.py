@@ -27,18 +27,17 @@ from thresher.models.loading.load import DTYPES
 from thresher.observability.health.history import pairs_before_comparison
 from thresher.observability.health.monitor import HealthLog, HealthMonitor, rules_that_stopped
 from thresher.observability.health.rules import RunFacts
-from thresher.observability.log_files import DESCRIPTION, METRICS, RECOVERIES
+from thresher.observability.log_files import DESCRIPTION, METRICS, RECOVERIES, SKIPPED_STEPS
 from thresher.observability.machine import environment
 from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
-from thresher.observability.trackers.jsonl import find_holes
+from thresher.observability.trackers.jsonl import StepLog, find_holes
 from thresher.observability.trackers.tracker import START_OVER, RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
 from thresher.reference.step_zero_check import tolerance
 from thresher.strategies.engine import ParameterCounts
 from thresher.training import preemption
 from thresher.training.loop import LoopSettings, MetricLogger
-from thresher.training.records import SkippedStepLog
 from thresher.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
 
 
 @contextlib.contextmanager
-def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> Iterator[SkippedStepLog]:
+def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> Iterator[StepLog]:
     """Open the trackers for the duration of a run and close them with its outcome; yield the log of skipped steps."""
     config, plan, values = inputs.config, inputs.plan, inputs.config.model_dump(mode="json")
     if inputs.max_tokens is not None:  # trackers show the chosen budget as the config's
@@ -136,7 +135,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
             logger.warning("%s", holes)
     trackers.start(run, resume_step)
     try:
-        yield SkippedStepLog(run.run_dir, resume_step)
+        yield StepLog(run.run_dir / SKIPPED_STEPS, resume_step)
     except BaseException as error:
         # SystemExit: a second signal while the run stops
         is_requested = isinstance(error, (KeyboardInterrupt, SystemExit, RunStopped, RescaleRequested))
@@ -221,7 +220,12 @@ def health_facts(inputs: RunInputs) -> RunFacts:
     config, objective, columns = inputs.config, inputs.objective, inputs.train.columns_in_use
     starts_at_reference = objective.needs_reference and same_initial_weights(config)
     has_constant_loss = starts_at_reference and not {"weight", "margin"} & set(columns)
-    duplicates, num_pairs = _duplicates(inputs.train)
+    try:
+        report = report_of(inputs.train)
+        duplicates = sum(each.count for each in report.findings if each.name == "duplicates")
+        num_pairs = report.pairs_kept
+    except UserError:  # a damaged report, which the run has warned about
+        duplicates, num_pairs = 0, len(inputs.train)
     return RunFacts(
         total_steps=inputs.plan.num_steps,
         num_pairs=num_pairs,
@@ -232,15 +236,6 @@ def health_facts(inputs: RunInputs) -> RunFacts:
         compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
         num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
     )
-
-
-def _duplicates(store: PairStore) -> tuple[int, int]:
-    """Duplicates and pairs in the report of the store; a store with a damaged report counts as having none."""
-    try:
-        report = report_of(store)
-    except UserError:  # reported when the store was opened
-        return 0, len(store)
-    return sum(each.count for each in report.findings if each.name == "duplicates"), report.pairs_kept
 
 
 def check_not_stopped(config: DPOConfig, checkpoint: Path | None) -> None:

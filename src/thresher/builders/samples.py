@@ -42,7 +42,7 @@ def build_sampler(inputs: RunInputs, policy: TrainEngine, synced: SyncedReferenc
     return AnswerSampler(
         policy,
         SampledModels(
-            policy=partial(_load_policy, config),
+            policy=partial(load_trained_model, named_model(config.policy_path), config.actor_train.model_args),
             reference=partial(_load_reference, config, is_synced=synced is not None),
             reference_key=None if synced is not None else key,
         ),
@@ -59,11 +59,10 @@ def load_prompts(inputs: RunInputs) -> tuple[PreTrainedTokenizerBase, list[Promp
     config, samples = inputs.config, inputs.config.samples
     trusts = config.actor_train.model_args.trust_remote_code
     tokenizer = load_tokenizer(named_model(config.tokenizer_path), trust_remote_code=trusts)
-    if samples is None or (samples.prompts_file is None and inputs.validation is None):
-        raise UserError("samples has no prompts; set validation or samples.prompts_file")
-    if samples.prompts_file is not None:
+    if samples is not None and samples.prompts_file is not None:
         return tokenizer, prompt_file(config, samples, tokenizer).read(tokenizer, samples.num_prompts)
-    assert inputs.validation is not None  # noqa: S101
+    if samples is None or inputs.validation is None:
+        raise UserError("samples has no prompts; set validation or samples.prompts_file")
     return tokenizer, store_prompts(inputs.validation, tokenizer, samples.num_prompts)
 
 
@@ -76,20 +75,17 @@ def prompt_file(config: DPOConfig, samples: SamplesConfig, tokenizer: PreTrained
 def build_judge(config: DPOConfig) -> Judge | None:
     """Import the judge, or describe the endpoint; None without a judge."""
     samples = config.samples
-    if samples is None:
-        return None
-    if samples.judge is not None:
+    if samples is not None and samples.judge is not None:
         return load_judge(samples.judge)
-    if samples.judge_url is None:
+    if samples is None or samples.judge_url is None:
         return None
-    key = None
-    if samples.judge_key_variable is not None:
-        key = os.environ.get(samples.judge_key_variable)
-        if not key:
-            raise UserError(
-                f"the environment variable {samples.judge_key_variable} of samples.judge_key_variable is not set; set "
-                "it to the API key, or remove judge_key_variable"
-            )
+    variable = samples.judge_key_variable
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise UserError(
+            f"the environment variable {variable} of samples.judge_key_variable is not set; set it to the API key, or "
+            "remove judge_key_variable"
+        )
     return EndpointJudge(
         samples.judge_url,
         str(samples.judge_model),
@@ -100,10 +96,6 @@ def build_judge(config: DPOConfig) -> Judge | None:
         samples.judge_attempts,
         samples.judge_concurrency,
     )
-
-
-def _load_policy(config: DPOConfig, weights: Path) -> PreTrainedModel:
-    return load_trained_model(named_model(config.policy_path), config.actor_train.model_args, weights)
 
 
 def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers.initialization import no_init_weights
 
-from thresher.builders.hardware import COMPUTE_RATES, Gpu, Hardware
+from thresher.builders.hardware import COMPUTE_RATES, Hardware
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.memory import RESERVED, ModelSize, Process, peak_memory
 from thresher.builders.reference_mode import reference_has_workers
@@ -58,28 +58,24 @@ class BudgetInputs:
 
 
 def with_token_budget(
-    config: DPOConfig, inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Gpu | None]
+    config: DPOConfig, inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Hardware | None]
 ) -> RunInputs:
     """Choose the token budget of a run once, for all ranks; a resumed run keeps the one of its checkpoint."""
     if inputs.max_tokens is not None:
         return inputs
     if checkpoint is not None:
-        budget = _recorded(checkpoint)
+        values = load_json(checkpoint / "trainer.json")
+        tokens = values.get("max_tokens_per_micro_batch") if isinstance(values, dict) else None
+        budget = TokenBudget(tokens if isinstance(tokens, int) else None, f"as in {checkpoint}")
     elif (gpu := find_gpu()) is None:
         budget = TokenBudget(None, "the default on CPUs")
     else:
-        budget = choose_budget(config, inputs.train.lengths, gpu.hardware)
+        budget = choose_budget(config, inputs.train.lengths, gpu)
     packed = DEFAULT_TOKENS_PER_MICRO_BATCH if inputs.layout.needs_pair_attention else None
     tokens, extra = budget.tokens or packed, DETAIL if budget.tokens in (None, packed) else {}
     shown = "no limit" if tokens is None else f"{tokens:,}"
     logger.info("max_tokens_per_micro_batch: auto -> %s, %s", shown, budget.reason, extra=extra)
     return inputs.replace(max_tokens=budget.tokens)
-
-
-def _recorded(checkpoint: Path) -> TokenBudget:
-    values = load_json(checkpoint / "trainer.json")
-    tokens = values.get("max_tokens_per_micro_batch") if isinstance(values, dict) else None
-    return TokenBudget(tokens if isinstance(tokens, int) else None, f"as in {checkpoint}")
 
 
 def choose_budget(config: DPOConfig, lengths: Lengths, gpu: Hardware) -> TokenBudget:
@@ -132,10 +128,8 @@ def budget_for(given: BudgetInputs, gpu: Hardware, gpus_per_node: int) -> TokenB
         budget = TokenBudget(None, f"although it does not fit into {gpu.name} by formula")
     elif process.packs_rows and largest >= DEFAULT_TOKENS_PER_MICRO_BATCH:
         sizes = [DEFAULT_TOKENS_PER_MICRO_BATCH * 2**i for i in range(_DOUBLINGS + 1)]
-        fitting, wanted = (
-            [size for size in sizes if size <= largest],
-            _tokens_that_hide_fsdp(process, gpu, gpus_per_node),
-        )
+        fitting = [size for size in sizes if size <= largest]
+        wanted = _tokens_that_hide_fsdp(process, gpu, gpus_per_node)
         tokens = next((size for size in fitting if size >= wanted), fitting[-1])
         budget = TokenBudget(tokens, f"by formula: up to about {largest:,} fit into {gpu.name}")
     else:

@@ -15,7 +15,6 @@ from thresher.config import DPOConfig
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
-from thresher.reference.step_zero_check import check_step_zero
 from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import (
     POLICY_SETTINGS,
@@ -54,8 +53,16 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         "pairs per step": plan.pairs_per_step,
         "seed": plan.seed,
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
-        **_model_digests(inputs),
+        POLICY_SETTINGS: config_digest(
+            str(config.policy_path), trust_remote_code=config.actor_train.model_args.trust_remote_code
+        ),
     }
+    # checkpoints contain neither the config.json of models nor weights that are not trained
+    if inputs.mode != "none":
+        trusts = config.trusts_reference_code
+        identity[REFERENCE_SETTINGS] = config_digest(str(config.reference_path), trust_remote_code=trusts)
+    if (frozen := frozen_policy_digest(inputs)) is not None:
+        identity[POLICY_WEIGHTS] = frozen
     saved = SavedRun(build_checkpoint_manager(config), identity, redact(config.model_dump(mode="json")))
     sampler = build_sampler(inputs, policy, reference.synced)
     return RankTrainer(policy, inputs.objective, data, settings, saved, extra=reference.synced, sampler=sampler)
@@ -71,20 +78,3 @@ def resume(trainer: RankTrainer, config: DPOConfig, checkpoint: Path) -> list[st
         raise CheckpointError(
             f"{checkpoint} contains a state that no run writes ({error!r}); resume from another checkpoint"
         ) from error
-
-
-def check_first_step(trainer: RankTrainer, reference: Reference, dtype: str) -> None:
-    """Check that policy and reference agree before the first step, if they start from the same weights."""
-    if trainer.state.step == 0 and reference.equals_policy and (first := trainer.first_micro_batch()) is not None:
-        check_step_zero(trainer.strategy, first, trainer.objective, dtype, reference.forwards)
-
-
-def _model_digests(inputs: RunInputs) -> dict[str, str]:
-    """Digests of what checkpoints do not contain of the models: config.json, and weights that are not trained."""
-    config = inputs.config
-    models = {POLICY_SETTINGS: (config.policy_path, config.actor_train.model_args.trust_remote_code)}
-    if inputs.mode != "none":
-        models[REFERENCE_SETTINGS] = (config.reference_path, config.trusts_reference_code)
-    digests = {name: config_digest(str(path), trust_remote_code=trusts) for name, (path, trusts) in models.items()}
-    frozen = frozen_policy_digest(inputs)
-    return digests if frozen is None else digests | {POLICY_WEIGHTS: frozen}

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from thresher import durable
 from thresher.distributed.groups import PEER_TIMEOUT, Group
 from thresher.errors import ResourceError, UserError
 
 CPU = torch.device("cpu")
 # the only accepted value is cpu: a config with GPUs is tried on machines without them
 DEVICE_VARIABLE = "THRESHER_DEVICE"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def claim_gpu(worker: str, index: int) -> torch.device:
@@ -35,10 +36,14 @@ def claim_gpu(worker: str, index: int) -> torch.device:
         return CPU
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        found = f"torch finds {count} GPU{'' if count == 1 else 's'} there{shown}"
+        if torch.version.cuda is None:
+            found = f"its torch {torch.__version__} is built without CUDA"
         raise ResourceError(
-            f"{worker} on {socket.gethostname()} needs GPU {index}, but {describe_cuda(count)}; check nvidia-smi and "
-            "the installation of torch on that node, change device_mapping, or remove it and set num_workers to train "
-            "on CPUs"
+            f"{worker} on {socket.gethostname()} needs GPU {index}, but {found}; check nvidia-smi and the installation "
+            "of torch on that node, change device_mapping, or remove it and set num_workers to train on CPUs"
         )
     return torch.device("cuda", index)
 
@@ -51,20 +56,8 @@ def uses_cpu_instead() -> bool:
     return value == "cpu"
 
 
-def describe_cuda(count: int) -> str:
-    """Say what torch has found on this node."""
-    if torch.version.cuda is None:
-        return f"its torch {torch.__version__} is built without CUDA"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    return f"torch finds {count} GPU{'' if count == 1 else 's'} there{shown}"
-
-
 def check_same_device_type(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Raise on all ranks if some compute on GPUs and some on the CPU; called before the process group starts.
-
-    Such ranks would choose different backends and wait for each other until a timeout.
-    """
+    """Raise on all ranks if some compute on GPUs and some on the CPU: they would wait for each other in vain."""
     store.set(f"device/{device.type}", f"rank {rank} of {size} on {socket.gethostname()}")
     if int(store.add("device/num_ranks", 1)) == size:
         store.set("device/complete", "")
@@ -77,50 +70,29 @@ def check_same_device_type(store: Store, rank: int, size: int, device: torch.dev
         )
 
 
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NUMA_NODES = Path("/sys/devices/system/node")
-# newest name first: torch reads the others too
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_DUMP_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
-
-
 def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:
-    """Set the environment of a process, then start CUDA on its GPU; return what was set, for its log.
-
-    dump_prefix: path of the flight recorder's dumps, to which torch appends the rank. A CPU needs nothing.
-    """
+    """Set the environment of a process, then start CUDA on its GPU; return what was set, for its log."""
     if device.type != "cuda":
         return []
     variables = missing_variables(os.environ, dump_prefix)
     os.environ.update(variables)
     torch.cuda.set_device(device)
-    notes = [f"environment for CUDA: {', '.join(f'{name}={value}' for name, value in variables.items())}"]
-    return [*notes, bind_to_cores(numa_cores(pci_address(device)))]
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields
+    pci_address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # as sysfs writes it
+    environment = ", ".join(f"{name}={value}" for name, value in variables.items())
+    return [f"environment for CUDA: {environment}", bind_to_cores(numa_cores(pci_address))]
 
 
 def missing_variables(environ: Mapping[str, str], dump_prefix: Path) -> dict[str, str]:
     """Return the variables to set that `environ` has under none of their names."""
-    wanted = {
-        _ALLOCATOR: "expandable_segments:True",  # every micro-batch has another shape, which fragments fixed segments
-        _RECORDER_SIZE: "2000",
-        _DUMP_ON_TIMEOUT: "1",
-        _RECORDER_FILE: str(dump_prefix),
+    wanted = {  # by newest name first: torch reads the others too
+        # every micro-batch has another shape, which fragments fixed segments
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(dump_prefix),  # torch appends the rank
     }
     return {names[0]: value for names, value in wanted.items() if not any(name in environ for name in names)}
-
-
-def write_flight_record(path: Path) -> None:
-    """Write NCCL's last collectives of this process, in the format of `torch.distributed.flight_recorder`."""
-    record = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # builds with NCCL have it
-    durable.replace(path, record)  # never through a symlink
-
-
-def pci_address(device: torch.device) -> str:
-    """Return the PCI address of a GPU as sysfs writes it."""
-    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def numa_cores(address: str, devices: Path = _PCI_DEVICES, nodes: Path = _NUMA_NODES) -> set[int]:
@@ -159,11 +131,11 @@ def bind_to_cores(cores: set[int]) -> str:
 def init_process_group(rank: int, size: int, store: Store, address: str, device: torch.device) -> Group:
     """Join the process group; address is this node's own in the network of the ranks."""
     check_same_device_type(store, rank, size, device, PEER_TIMEOUT)
-    interface = _interface_of(address)
-    if interface is not None:
-        # the default is the address that the host name resolves to, which may be loopback on a cluster, or the reverse
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in {each.address for each in addresses}:
+            # the default is what the host name resolves to, which may be loopback on a cluster, or the reverse
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     is_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
@@ -174,9 +146,3 @@ def init_process_group(rank: int, size: int, store: Store, address: str, device:
         device_id=device if is_gpu else None,  # NCCL connects now, and never guesses the GPU of a rank
     )
     return Group(rank, size, dist.group.WORLD)
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address, None if there is no such interface."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if address in {each.address for each in addresses}), None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from thresher.builders.engines import device_of
-from thresher.builders.hardware import Gpu
+from thresher.builders.hardware import Hardware
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import ProgressCallback, log_scored
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
@@ -85,10 +86,7 @@ class Runtime:
         return self.ranks.on_all(PolicyRank.find_damage, checkpoint)
 
     def start(self, inputs: RunInputs, checkpoint: Path | None, show_progress: ProgressCallback) -> StartedRun:
-        """Load the models on all ranks, and restore a checkpoint if there is one.
-
-        show_progress: called with (description, done, total).
-        """
+        """Load the models on all ranks, and restore a checkpoint if there is one."""
         # the ranks' config may name fewer workers than the run's, whose plan it must not change
         of_ranks = inputs.replace(config=self.config, plan=inputs.plan)
         of_ranks = with_token_budget(self.config, of_ranks, checkpoint, self.smallest_gpu)
@@ -96,7 +94,7 @@ class Runtime:
         inputs = inputs.replace(layout=report.layout, max_tokens=of_ranks.max_tokens)
         return StartedRun(self, inputs, checkpoint, report, show_progress)
 
-    def smallest_gpu(self) -> Gpu | None:
+    def smallest_gpu(self) -> Hardware | None:
         return self.ranks.on_all(PolicyRank.smallest_gpu)
 
     def load(self, inputs: RunInputs, checkpoint: Path | None) -> RankReport:
@@ -112,26 +110,20 @@ class Runtime:
         return None
 
 
+@dataclass
 class StartedRun:
-    """A run whose ranks are ready to begin, as one `Trainable`: every call goes to all ranks.
+    """A run whose ranks are ready to begin, as one `Trainable`: every call goes to all ranks."""
 
-    inputs: as the ranks use them, with the layout that the policy supports and the token budget of a micro-batch.
-    checkpoint: what the run resumes from.
-    """
+    runtime: Runtime
+    inputs: RunInputs  # as the ranks use them, with the layout that the policy supports and the token budget
+    checkpoint: Path | None  # what the run resumes from
+    report: RankReport
+    show_progress: ProgressCallback
+    _is_saved: bool = False
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        inputs: RunInputs,
-        checkpoint: Path | None,
-        report: RankReport,
-        show_progress: ProgressCallback,
-    ):
-        self.inputs, self.checkpoint, self.report = inputs, checkpoint, report
-        self.ranks = runtime.ranks
-        self._runtime = runtime
-        self._show_progress = show_progress
-        self._is_saved = False
+    @property
+    def ranks(self) -> RankGroup:
+        return self.runtime.ranks
 
     @property
     def progress(self) -> TrainingProgress:
@@ -152,19 +144,17 @@ class StartedRun:
     @property
     def reference(self) -> object:
         """What scores the reference: an object in this process, or its workers; None if the policy's workers do."""
-        return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self._runtime.scorers
+        return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self.runtime.scorers
 
     def begin(self, *, to_evaluate: bool = False) -> None:
-        """Precompute the reference and check step 0, before the first step.
-
-        A run that has made all steps needs no reference, unless it begins `to_evaluate`.
-        """
+        """Precompute the reference and check step 0, before the first step."""
         inputs, report = self.inputs, self.report
         seconds_per_pair = None
         if inputs.mode == "precompute":
+            # a run that has made all steps needs no reference to train
             if to_evaluate or report.progress.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing() / inputs.plan.num_visits
-            self._runtime.release_scorers()
+            self.runtime.release_scorers()
         self.ranks.on_all(PolicyRank.begin, seconds_per_pair)
 
     def _score_missing(self) -> float:
@@ -175,14 +165,14 @@ class StartedRun:
             has_workers = reference_has_workers(self.inputs.config, self.inputs.mode)
             share, scored_by = ", blocks of worker 0", " by its workers" if has_workers else " by the policy's workers"
         if num_missing:
-            scorers = self._runtime.scorers or self.ranks
+            scorers = self.runtime.scorers or self.ranks
             for what, done, total in scorers.stream(PolicyRank.score_missing):
-                self._show_progress(f"scoring the reference: {what} pairs{share}", done, total)
+                self.show_progress(f"scoring the reference: {what} pairs{share}", done, total)
         log_scored(self.inputs, self.report.num_cached, num_missing, scored_by)
         return time.perf_counter() - started if num_missing else 0.0
 
     def run(self, until: int) -> Iterator[Record]:
-        if self._is_saved and (reason := self._runtime.can_scale_up()):
+        if self._is_saved and (reason := self.runtime.can_scale_up()):
             self.wait_for_saves()
             raise RescaleRequested(reason)
         self._is_saved = False

@@ -17,20 +17,21 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000  # below the range of ports that system
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a launched run. master: host and port of the rendezvous of all processes."""
+    """One process of a launched run."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int
-    master: tuple[str, int]
+    master: tuple[str, int]  # host and port of the rendezvous of all processes
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
     """Return what started this process, None if it was neither torchrun nor srun with several tasks."""
     launcher = _TORCHRUN
     if "TORCHELASTIC_RUN_ID" not in environ and not ("RANK" in environ and _integer(environ, "WORLD_SIZE", 1) > 1):
-        if not _is_slurm_step(environ):
+        in_step = "SLURM_PROCID" in environ and any(environ.get(name) for name in _STEP_VARIABLES)
+        if not in_step or _num_tasks(environ) <= 1:
             return None
         environ, launcher = {**environ, **translate_slurm(environ)}, _SRUN
     return Launch(
@@ -43,16 +44,14 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def translate_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for a task of srun; MASTER_ADDR and MASTER_PORT are kept if they are set.
-
-    Rank 0 runs on the first node of the step.
-    """
+    """Return torch's variables for a task of srun; MASTER_ADDR and MASTER_PORT are kept if they are set."""
     nodes, job = environ.get("SLURM_STEP_NODELIST", ""), _integer(environ, "SLURM_JOB_ID", 0)
     port = _FIRST_PORT + (31 * job + _integer(environ, "SLURM_STEP_ID", 0)) % _NUM_PORTS
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(_num_tasks(environ)),
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        # rank 0 runs on the first node of the step
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes) or environ["SLURM_LAUNCH_NODE_IPADDR"],
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
@@ -65,10 +64,7 @@ def first_node(nodes: str) -> str:
 
 
 def fit_to_launch(config: DPOConfig, launch: Launch | None) -> DPOConfig:
-    """Return the config of a run that this launcher started: auto becomes torchrun, which sets the number of workers.
-
-    A config that asks for another number of processes, or for another runtime, is rejected.
-    """
+    """Return the config with the launcher's runtime and number of workers; reject one that asks for others."""
     if launch is None:
         if config.runtime == "torchrun":
             raise UserError(
@@ -95,11 +91,6 @@ def fit_to_launch(config: DPOConfig, launch: Launch | None) -> DPOConfig:
     values = config.model_dump(exclude_unset=True)
     workers = {} if is_given else {"num_workers": launch.size}
     return parse_config(values | {"runtime": "torchrun", "actor_train": values.get("actor_train", {}) | workers})
-
-
-def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    in_step = "SLURM_PROCID" in environ and any(environ.get(name) for name in _STEP_VARIABLES)
-    return in_step and _num_tasks(environ) > 1
 
 
 def _num_tasks(environ: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -32,30 +33,15 @@ from thresher.redact import restore_secrets
 from thresher.runtime.launch import Launch
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
 from thresher.runtime.rank import PolicyRank
-from thresher.runtime.stalls import StallWatch
+from thresher.runtime.stalls import watch_stalls
 from thresher.training.preemption import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
 _ROLE, _EXIT, _FAILURE = "actor_train", "exit", "failure"
 # what rank 0 may request of the other ranks
-_CALLS = frozenset(
-    {
-        "receive",
-        "join",
-        "smallest_gpu",
-        "find_damage",
-        "load",
-        "build",
-        "score_missing",
-        "begin",
-        "run",
-        "stopped_at",
-        "evaluate_and_record",
-        "save",
-        "wait_for_saves",
-    }
-)
+_CALLS_TO_START = {"receive", "join", "smallest_gpu", "find_damage", "load", "build", "score_missing", "begin"}
+_CALLS_TO_TRAIN = {"run", "stopped_at", "evaluate_and_record", "save", "wait_for_saves"}
 _MAX_POLL_INTERVAL = 0.25
 # a rank that lost a connection waits this long for the error of the rank that closed it
 _SECONDS_FOR_CAUSE = 5.0
@@ -68,16 +54,16 @@ _session: LaunchSession | None = None
 _num_sessions = 0
 
 
+@dataclass
 class LaunchSession:
     """The processes of a launched run, connected by a store."""
 
-    def __init__(self, launch: Launch, store: Store, messages: SignedMessages):
-        self.launch = launch
-        self.store = store
-        self._messages = messages
-        self._num_calls = 0
-        self._others_are_busy = False
-        self._watch = StallWatch()
+    launch: Launch
+    store: Store
+    messages: SignedMessages
+    end_watch: Callable[[], None] = lambda: None
+    _num_calls: int = 0
+    _others_are_busy: bool = False
 
     @contextlib.contextmanager
     def on_all(self, method: str, *arguments: object) -> Iterator[None]:
@@ -85,7 +71,10 @@ class LaunchSession:
         try:
             self._request(method, *arguments)
             yield
-            self._wait_for_others()
+            self._poll(lambda: self._others_have_finished() or self._failure_of_peer())
+            if not self._others_have_finished():
+                raise self._failure_of_peer() or PeerError("a rank failed", 1)
+            self._others_are_busy = False
         except Exception as error:
             cause = self._cause_of(error)
             if not isinstance(cause, PeerError):
@@ -95,10 +84,7 @@ class LaunchSession:
             raise cause from error
 
     def follow(self, rank: PolicyRank, own_values: Callable[[], Values]) -> None:
-        """Execute the calls of rank 0 on this rank until it ends the run; exit with its exit code unless that is 0.
-
-        own_values: reads the config that this process was given; its secrets are not sent.
-        """
+        """Execute the calls of rank 0 on this rank until it ends the run; exit with its exit code unless that is 0."""
         try:
             self._follow(rank, own_values)
         except KeyboardInterrupt:  # rank 0 reports it
@@ -111,7 +97,7 @@ class LaunchSession:
                 if method == _EXIT:
                     break
                 try:
-                    if method == "receive":
+                    if method == "receive":  # secrets of the config are not sent: this process has read its own
                         arguments = (restore_secrets(arguments[0], own_values), *arguments[1:])
                     result = getattr(rank, method)(*arguments)
                     if isinstance(result, Iterator):
@@ -148,17 +134,17 @@ class LaunchSession:
         self._num_calls += 1
         self._others_are_busy = True
         name = f"call/{self._num_calls}"
-        if _is_json(arguments):
-            self._messages.send(name, [method, arguments, None])
+        if all(isinstance(each, str | int | float | dict | None) for each in arguments):
+            self.messages.send(name, [method, arguments, None])
         else:
             pickled = pickle.dumps(arguments)
-            self._messages.send(name, [method, len(pickled), _digest(pickled)])
+            self.messages.send(name, [method, len(pickled), _digest(pickled)])
             _broadcast(bytearray(pickled))
 
     def _receive(self, number: int) -> tuple[str, tuple[Any, ...]]:
         try:
-            method, arguments, digest = self._poll(lambda: self._messages.find(f"call/{number}"))
-            if method != _EXIT and method not in _CALLS:
+            method, arguments, digest = self._poll(lambda: self.messages.find(f"call/{number}"))
+            if method not in {_EXIT} | _CALLS_TO_START | _CALLS_TO_TRAIN:
                 raise UserError(f"rank 0 requests {method!r}, which is no call of a run")
             if digest is not None:
                 pickled = _broadcast(bytearray(arguments))
@@ -171,12 +157,6 @@ class LaunchSession:
             logger.error("%s", _RANK_0_ENDED)
             raise SystemExit(exit_code_of(UserError(_RANK_0_ENDED))) from None
         return method, arguments
-
-    def _wait_for_others(self) -> None:
-        self._poll(lambda: self._others_have_finished() or self._failure_of_peer())
-        if not self._others_have_finished():
-            raise self._failure_of_peer() or PeerError("a rank failed", 1)
-        self._others_are_busy = False
 
     def _others_have_finished(self) -> bool:
         return int(self.store.add(f"done/{self._num_calls}", 0)) == self.launch.size - 1
@@ -198,7 +178,13 @@ class LaunchSession:
                 failure: PeerError | None = self._poll(self._failure_of_peer, _SECONDS_FOR_CAUSE)
                 if failure is not None:
                     return failure
-                error = UserError(_lost_message(_first_sentence(error), self.launch.launcher))
+                # what the library says, without its advice and the place in its source
+                line = (str(error).splitlines() or [repr(error)])[0]
+                reason = line.removeprefix(line.partition("] ")[0] + "] ").partition(". ")[0]
+                error = UserError(
+                    f"the connection to another rank was lost ({reason}); see the report of {self.launch.launcher} on "
+                    "the process that ended, then rerun the same command to resume"
+                )
             if self._is_first_to_fail():
                 return error
             failure = self._poll(self._failure_of_peer, _SECONDS_FOR_CAUSE)
@@ -208,10 +194,10 @@ class LaunchSession:
 
     def _publish_failure(self, message: str, code: int) -> None:
         with contextlib.suppress(dist.DistError):  # the store has ended
-            self._messages.send(_FAILURE, [message, code])
+            self.messages.send(_FAILURE, [message, code])
 
     def _failure_of_peer(self) -> PeerError | None:
-        found = self._messages.find(_FAILURE)
+        found = self.messages.find(_FAILURE)
         return None if found is None else PeerError(*found)
 
     def _is_first_to_fail(self) -> bool:
@@ -221,10 +207,8 @@ class LaunchSession:
         """End this process if it makes no progress in a step for `heartbeat_timeout`: another rank hangs."""
         if rank.is_open:
             timeout = rank.config.heartbeat_timeout
-            self._watch.start(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
-
-    def end_watch(self) -> None:
-        self._watch.end()
+            self.end_watch()  # of an earlier run
+            self.end_watch = watch_stalls(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
 
     def _end_stuck(self, rank: PolicyRank, seconds: float, timeout: float) -> None:
         """Called in a thread, while the main one waits for a rank that may be that of the store."""
@@ -284,27 +268,9 @@ def open_session(launch: Launch) -> Iterator[LaunchSession]:
 
 
 def current_session() -> LaunchSession:
-    """Return the session of this process."""
     if _session is None:
         raise RuntimeError("runtime torchrun needs a session; run the config with DPOPipeline")
     return _session
-
-
-def _lost_message(reason: str, launcher: str) -> str:
-    return (
-        f"the connection to another rank was lost ({reason}); see the report of {launcher} on the process that ended, "
-        "then rerun the same command to resume"
-    )
-
-
-def _first_sentence(error: Exception) -> str:
-    """Return what a library says without its advice and the place in its source."""
-    line = (str(error).splitlines() or [repr(error)])[0]
-    return line.removeprefix(line.partition("] ")[0] + "] ").partition(". ")[0]
-
-
-def _is_json(arguments: tuple[object, ...]) -> bool:
-    return all(isinstance(each, (str, int, float, dict, type(None))) for each in arguments)
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:

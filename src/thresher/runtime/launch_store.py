@@ -35,7 +35,7 @@ _SIGNATURE_LENGTH = 64  # of the hexadecimal digits of SHA-256
 
 @functools.cache  # a process has one, also for a second run in it
 def open_store(launch: Launch) -> Store:
-    """Connect to the store of the launcher, or to that of rank 0, which creates it."""
+    """Connect to the launcher's store, or to the one that rank 0 creates."""
     host, port = launch.master
     try:
         hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -49,10 +49,8 @@ def open_store(launch: Launch) -> Store:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to the master address, or to all addresses if other nodes know this host by another one.
-
-    Many systems resolve the name of a host to a loopback address on that host; some addresses are of a load balancer.
-    """
+    """Bind a socket to the master address, or to all addresses if other nodes know this host by another one."""
+    # many systems resolve the name of a host to a loopback address on that host; some addresses are of a load balancer
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if host == "localhost" or is_loopback(host) or not is_loopback(str(address[0])):
         try:
@@ -103,10 +101,8 @@ class SignedMessages:
 
 
 def sign_messages(store: Store, launch: Launch, token: bytes) -> SignedMessages:
-    """Agree with all ranks on the key of this session; token: what all of them know and nobody else.
-
-    Each rank adds random bytes to it, so that no message of an earlier session is valid in this one.
-    """
+    """Agree with all ranks on the key of this session, derived from the token that only they know."""
+    # each rank adds random bytes, so that no message of an earlier session is valid in this one
     own = secrets.token_hex(16)
     names = [f"random/{rank}" for rank in range(launch.size)]
     store.set(names[launch.rank], own)

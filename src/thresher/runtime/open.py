@@ -44,10 +44,7 @@ def lead(
 
 
 def open_runtime(inputs: RunInputs, clock: PhaseClock) -> AbstractContextManager[Runtime]:
-    """Reserve the resources of a run, or raise if they do not exist; leaving the context ends its workers.
-
-    clock: measures the parts of a restart.
-    """
+    """Reserve the resources of a run, or raise if they do not exist; leaving the context ends its workers."""
     config = inputs.config
     if config.uses_ray:
         from thresher.runtime.ray.environment import set_environment

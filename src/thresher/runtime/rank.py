@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from thresher import durable
 from thresher.builders.checked_engines import build_checked_policy
-from thresher.builders.hardware import Gpu, gpu_of
+from thresher.builders.hardware import Hardware, gpu_of
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import Reference, ScoringProgress, build_beside, open_reference, score_missing
-from thresher.builders.trainer import build_trainer, check_first_step, resume
+from thresher.builders.trainer import build_trainer, resume
 from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.config import DPOConfig
@@ -34,7 +35,8 @@ from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
-from thresher.runtime.devices import prepare_cuda, write_flight_record
+from thresher.reference.step_zero_check import check_step_zero
+from thresher.runtime.devices import prepare_cuda
 from thresher.strategies.engine import ParameterCounts, TrainEngine
 from thresher.training.records import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
@@ -47,20 +49,19 @@ class RankReport:
     """A policy rank that is ready to begin."""
 
     progress: TrainingProgress
-    # what decides the micro-batches
     layout: Layout
     hidden_size: int
     device: str
     parameter_counts: ParameterCounts
-    # pairs of the run whose reference logps the cache has and lacks; 0 outside of mode precompute
-    num_cached: int
-    num_missing: int
-    # warnings for the user
-    notes: tuple[str, ...]
+    num_cached: int  # pairs of the run whose reference logps the cache has; 0 outside of mode precompute
+    num_missing: int  # those that it lacks
+    notes: tuple[str, ...]  # warnings for the user
 
 
 class Rank:
     """A process of a role, with a log file."""
+
+    config: DPOConfig
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self._rank, self._size, self._device = rank, size, device
@@ -68,21 +69,9 @@ class Rank:
         self._log: LogFile | None = None
         self._dump_prefix: Path | None = None
         self._device_notes: list[str] = []
-        self._config: DPOConfig | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this rank has a config."""
-        return self._config is not None
-
-    @property
-    def config(self) -> DPOConfig:
-        if self._config is None:
-            raise RuntimeError("this rank has no config yet")
-        return self._config
+        self.is_open = False  # until it has a config
 
     def _prepare_device(self, role: str, log_dir: Path) -> None:
-        """Set the environment of this process for its device, before the device is used."""
         self._dump_prefix = log_dir / WORKERS / f"{role}-nccl-"
         self._device_notes = [f"device: {self._device}", *prepare_cuda(self._device, self._dump_prefix)]
 
@@ -93,13 +82,12 @@ class Rank:
             faulthandler.dump_traceback(self._log.stream)
         if self._device.type == "cuda" and self._dump_prefix is not None:
             path = self._dump_prefix.with_name(f"{self._dump_prefix.name}{self._rank}")
-            write_flight_record(path)
+            # in the format of torch.distributed.flight_recorder; builds with NCCL have the function
+            record = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+            durable.replace(path, record)  # never through a symlink
 
     def open_log(self, directory: Path, role: str, level: int, environment: Collection[str] = ()) -> str | None:
-        """Log to this worker's file in a run directory; return a warning if it cannot be opened.
-
-        environment: names of the variables that the config sets for this role.
-        """
+        """Log to this worker's file in a run directory; return a warning if it cannot be opened."""
         if self._log is not None:  # of the previous run
             logging.getLogger("thresher").removeHandler(self._log)
             faulthandler.disable()  # it writes to this file
@@ -112,7 +100,7 @@ class Rank:
         logger.info("worker %d of %d, process %d on %s", self._rank, self._size, os.getpid(), socket.gethostname())
         for note in self._device_notes:
             logger.info("%s", note)
-        if environment:  # as this process has it
+        if environment:  # the variables that the config sets for this role, as this process has them
             shown = redact({name: os.environ.get(name) for name in environment})
             logger.info("environment: %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
         return None
@@ -129,12 +117,12 @@ class PolicyRank(Rank):
 
     def open(self, config: DPOConfig, log_dir: Path) -> None:
         """Take the config of a run, and prepare the device."""
-        self._config = config
+        self.config, self.is_open = config, True
         self._prepare_device("actor_train", log_dir)
         for note in self._device_notes:
             logger.info("%s", note, extra=DETAIL)
 
-    def smallest_gpu(self) -> Gpu | None:
+    def smallest_gpu(self) -> Hardware | None:
         """Find the GPU with least memory of all ranks; None if a rank has none."""
         gpus = self._world.all_gather_object(gpu_of(self._device))
         found = [gpu for gpu in gpus if gpu is not None]
@@ -188,22 +176,22 @@ class PolicyRank(Rank):
     def begin(self, seconds_per_pair: float | None) -> None:
         """Run the step-0 check; seconds_per_pair is the cost of precomputing reference logps, None without it."""
         if seconds_per_pair is not None:
-            self._find_scored(seconds_per_pair)
+            for split in self.reference.cached:
+                if split.num_missing:  # other processes have filled the cache
+                    split.lookup()
+                if split.num_missing:
+                    raise UserError(
+                        f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
+                        f"{cache_root(self.config.reference_cache_dir)}; set reference.cache_dir to a directory that "
+                        "all nodes share"
+                    )
+                split.seconds_per_pair = seconds_per_pair
         set_activity("checking the policy against the reference")
-        check_first_step(self.trainer, self.reference, self.config.actor_train.model_args.dtype)
-        self.trainer.restart_clock()
-
-    def _find_scored(self, seconds_per_pair: float) -> None:
-        for split in self.reference.cached:
-            if split.num_missing:  # other processes have filled the cache
-                split.lookup()
-            if split.num_missing:
-                raise UserError(
-                    f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
-                    f"{cache_root(self.config.reference_cache_dir)}; set reference.cache_dir to a directory that all "
-                    "nodes share"
-                )
-            split.seconds_per_pair = seconds_per_pair
+        trainer, reference = self.trainer, self.reference
+        if trainer.state.step == 0 and reference.equals_policy and (first := trainer.first_micro_batch()) is not None:
+            dtype = self.config.actor_train.model_args.dtype
+            check_step_zero(trainer.strategy, first, trainer.objective, dtype, reference.forwards)
+        self.trainer.clock.restart()
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step, yielding the records to log."""

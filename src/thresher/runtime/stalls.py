@@ -50,31 +50,21 @@ def poll_interval(timeout: float) -> float:
     return min(timeout / _NUM_POLLS, _MAX_POLL_INTERVAL)
 
 
-class StallWatch:
-    """Polls the heartbeat of this process in a thread; ranks that no driver polls find by it that they wait in vain."""
+def watch_stalls(timeout: float, when_stuck: Callable[[float], None]) -> Callable[[], None]:
+    """Poll this process in a thread that calls `when_stuck` with the seconds without progress; return what ends it."""
+    ended, detector = threading.Event(), StallDetector(timeout, poll_interval(timeout))
 
-    def __init__(self) -> None:
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+    def watch() -> None:
+        while not ended.wait(poll_interval(timeout)):
+            if (seconds := detector.seconds_stuck([heartbeat()])) is not None:
+                when_stuck(seconds)
+                return
 
-    def start(self, timeout: float, when_stuck: Callable[[float], None]) -> None:
-        """Call `when_stuck` once, with the seconds without progress; an earlier watch ends."""
-        self.end()
-        self._end = end = threading.Event()
-        detector = StallDetector(timeout, poll_interval(timeout))
+    thread = threading.Thread(target=watch, name="stall watch", daemon=True)
+    thread.start()
 
-        def watch() -> None:
-            while not end.wait(poll_interval(timeout)):
-                if (seconds := detector.seconds_stuck([heartbeat()])) is not None:
-                    when_stuck(seconds)
-                    return
+    def end() -> None:
+        ended.set()
+        thread.join()  # what `when_stuck` refers to, such as process groups, must not be destroyed in the thread
 
-        self._thread = threading.Thread(target=watch, name="stall watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Wait for the thread: what `when_stuck` refers to, such as process groups, must not be destroyed in it."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    return end

@@ -88,13 +88,11 @@ class LaunchedRanks:
         return self._num_nodes
 
     def on_all(self, method: Callable[..., T], *arguments: object) -> T:
-        """Call a method of every rank; return the result of rank 0."""
         _ = self.num_nodes
         with self._session.on_all(method.__name__, *arguments):
             return method(self._rank, *arguments)
 
     def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
-        """Yield the items of a generator method of rank 0, while the other ranks run it to its end."""
         with self._session.on_all(method.__name__, *arguments):
             yield from method(self._rank, *arguments)
 
@@ -120,15 +118,13 @@ def device_of_rank(launch: Launch, config: DPOConfig) -> torch.device:
 
 
 def _address_among_ranks(store: Store, launch: Launch) -> str:
-    """Return the address of this node in the network of all ranks; empty if there is no way to it.
-
-    The node of rank 0 often resolves its own name to a loopback address; it is then the one on the way to another node.
-    """
+    """Return the address of this node in the network of all ranks; empty if there is no way to it."""
     address = _local_address(*launch.master)
     names = [f"address/{rank}" for rank in range(launch.size)]
     store.set(names[launch.rank], address)
     if not is_loopback(address):
         return address
+    # the node of rank 0 often resolves its own name to loopback: its address is the one on the way to another node
     store.wait(names, PEER_TIMEOUT)
     others = [text for value in store.multi_get(names) if (text := value.decode()) and not is_loopback(text)]
     return _local_address(others[0], launch.master[1]) if others else address

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
+from thresher.observability.trackers.jsonl import StepLog
 from thresher.sampling.answers import SampledAnswers
-from thresher.training.records import EvaluatedPairs, SkippedStep, SkippedStepLog, TrainingProgress
+from thresher.training.records import EvaluatedPairs, SkippedStep, TrainingProgress
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,7 @@ class Trainable(Protocol):
         ...
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
-        """Evaluate; yield the progress now and then, values of some pairs, answers, and the metrics at the end.
-
-        Without a validation set, yield only metrics, which are empty.
-        """
+        """Evaluate; yield the progress now and then, values of some pairs, answers, and the metrics at the end."""
         ...
 
     def save(self) -> object:
@@ -73,13 +71,10 @@ class RunLogs:
     """Where the records of a run go."""
 
     metrics: MetricLogger
-    skipped: SkippedStepLog
-    # called during long evaluations
-    show_progress: ShowProgress = lambda what, done, total: None
-    # called with values of single pairs at each evaluation
-    keep_pairs: KeepPairs = lambda step, pairs: None
-    # called with sampled answers; returns metrics of them
-    keep_answers: KeepAnswers = lambda step, answers: {}
+    skipped: StepLog
+    show_progress: ShowProgress = lambda what, done, total: None  # called during long evaluations
+    keep_pairs: KeepPairs = lambda step, pairs: None  # called with values of single pairs at each evaluation
+    keep_answers: KeepAnswers = lambda step, answers: {}  # called with sampled answers; returns metrics of them
 
 
 def fit(trainable: Trainable, settings: LoopSettings, logs: RunLogs) -> dict[str, float]:
@@ -121,8 +116,8 @@ def _next_due_step(every: int, step: int, num_steps: int) -> int:
     return min((step // every + 1) * every, num_steps) if every else num_steps
 
 
-def _record_skipped(step: int, record: SkippedStep, skipped: SkippedStepLog) -> None:
-    skipped.write(step, record)
+def _record_skipped(step: int, record: SkippedStep, skipped: StepLog) -> None:
+    skipped.write(record.to_json(step))
     if record.reason == "overflow":
         logger.info("step %d skipped: its gradient overflows fp16; the loss scale is now %g", step, record.loss_scale)
         return

@@ -35,10 +35,9 @@ class LRSchedule:
                 return 1.0
             case "linear":
                 return max(0.0, (self.num_steps - step) / num_decay_steps)
-            case "cosine":
-                return _cosine(progress, floor=0.0)
-            case "cosine_with_min_lr":
-                return _cosine(progress, floor=self.min_lr_ratio)
+            case "cosine" | "cosine_with_min_lr":
+                floor = self.min_lr_ratio if self.name == "cosine_with_min_lr" else 0.0
+                return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - floor) + floor)
             case "polynomial":
                 # transformers decays the rate itself and divides by its peak, which rounds
                 return self.learning_rate * math.pow(max(0.0, 1 - progress), self.power) / self.learning_rate
@@ -46,7 +45,3 @@ class LRSchedule:
                 timescale = warmup or 10_000
                 return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
         raise ValueError(f"unknown learning rate schedule {self.name!r}")
-
-
-def _cosine(progress: float, floor: float) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - floor) + floor)

@@ -29,8 +29,7 @@ _SECONDS_TO_REPORT = 5.0
 def stop_on_signals(file: Path, deadline: float, before_exit: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Create the file on the first SIGTERM or SIGINT; exit immediately on a second one or after `deadline` seconds.
 
-    before_exit: called in a thread at the deadline, to say what was not saved.
-
+    At the deadline, before_exit is called in a thread, to say what was not saved.
     After a signal, a failure ends the run instead of restarting it: the sender may have ended the workers as well.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread can install handlers

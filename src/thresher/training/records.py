@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,27 +23,22 @@ from thresher.distributed.groups import DataParallelGroup
 from thresher.losses.metrics import MetricSum, merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ObjectiveInputs
-from thresher.observability.log_files import EVAL_PAIRS, SKIPPED_STEPS
-from thresher.observability.trackers.jsonl import StepLog, encode_number
+from thresher.observability.trackers.jsonl import encode_number
 from thresher.strategies.engine import StepOutcome
 from thresher.strategies.nonfinite import NonFiniteStep
 
 
 @dataclass
 class TrainerState:
-    """Counters of a run, saved in checkpoints; the field names are the keys of `trainer.json`.
+    """Counters of a run, saved in checkpoints; the field names are the keys of `trainer.json`."""
 
-    step: completed optimizer steps, including skipped ones. skipped_in_a_row: without overflows of fp16. window: metric
-    sums since the last logged step.
-    """
-
-    step: int = 0
+    step: int = 0  # completed optimizer steps, including skipped ones
     pairs_seen: int = 0
     useful_tokens_seen: int = 0
     skipped_steps: int = 0
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: int = 0  # without overflows of fp16
     grad_norm: float = 0.0
-    window: dict[str, MetricSum] = field(default_factory=dict)
+    window: dict[str, MetricSum] = field(default_factory=dict)  # metric sums since the last logged step
 
     def record_step(self, num_pairs: int, outcome: StepOutcome) -> None:
         """Count a step; a skipped one adds no pairs, tokens or metrics."""
@@ -58,10 +52,7 @@ class TrainerState:
         self.pairs_seen += num_pairs
         self.useful_tokens_seen += outcome.tokens.useful
         tokens = {f"tokens/{kind}": MetricSum(number, 1) for kind, number in vars(outcome.tokens).items()}
-        self._add_to_window(outcome.metrics | tokens)
-
-    def _add_to_window(self, metrics: Mapping[str, MetricSum]) -> None:
-        floats = {name: MetricSum(float(m.sum), float(m.count)) for name, m in metrics.items()}
+        floats = {name: MetricSum(float(m.sum), float(m.count)) for name, m in (outcome.metrics | tokens).items()}
         self.window = merge_metrics([self.window, floats])
 
     def pop_means(self) -> dict[str, float]:
@@ -99,60 +90,43 @@ class NonFinitePair:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """Why a step was skipped, and the pairs responsible: all pairs of the step if no single one is.
-
-    An overflow of fp16 has no pairs and is no failure. consecutive: failed steps up to and including this one.
-    ends_run: there are too many of them. loss_scale: of the next step, in fp16.
-    """
+    """Why a step was skipped, and the pairs responsible. An overflow of fp16 is not a failure."""
 
     reason: str
     grad_norm: float
-    pairs: tuple[NonFinitePair, ...]
-    consecutive: int
-    ends_run: bool
-    loss_scale: float | None = None
+    pairs: tuple[NonFinitePair, ...]  # all of the step if no single one is responsible, none for an overflow
+    consecutive: int  # failed steps up to and including this one
+    ends_run: bool  # there are too many of them
+    loss_scale: float | None = None  # of the next step, in fp16
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "reason": self.reason,
+            "grad_norm": self.grad_norm if math.isfinite(self.grad_norm) else repr(self.grad_norm),
+            "in_a_row": self.consecutive,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale}),
+            "pairs": [
+                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.source or "not known"}
+                for pair in self.pairs
+            ],
+        }
 
 
 def describe_skipped(
     nonfinite: NonFiniteStep, state: TrainerState, store: PairStore, pair_ids: PairIds, max_consecutive: int
 ) -> SkippedStep:
     """Describe a step that state has already recorded; pair_ids are all pairs of the step."""
-    consecutive, scale = state.skipped_in_a_row, nonfinite.loss_scale
-    if not nonfinite.is_failure:
-        return SkippedStep(nonfinite.reason, state.grad_norm, (), consecutive, ends_run=False, loss_scale=scale)
-    read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
-    pairs = tuple(
-        NonFinitePair(store.number_in_files(number), hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
-        for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
-    )
-    ends_run = consecutive >= max_consecutive
-    return SkippedStep(nonfinite.reason, state.grad_norm, pairs, consecutive, ends_run, scale)
-
-
-class SkippedStepLog:
-    """Writes skipped steps to `skipped_steps.jsonl` in the log directory of the run."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        self._log = StepLog(run_dir / SKIPPED_STEPS, resume_step)
-
-    @property
-    def path(self) -> Path:
-        return self._log.path
-
-    def write(self, step: int, skipped: SkippedStep) -> None:
-        """Append one line."""
-        record = {
-            "step": step,
-            "reason": skipped.reason,
-            "grad_norm": skipped.grad_norm if math.isfinite(skipped.grad_norm) else repr(skipped.grad_norm),
-            "in_a_row": skipped.consecutive,
-            **({} if skipped.loss_scale is None else {"loss_scale": skipped.loss_scale}),
-            "pairs": [
-                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.source or "not known"}
-                for pair in skipped.pairs
-            ],
-        }
-        self._log.write(record)
+    consecutive = state.skipped_in_a_row
+    pairs: tuple[NonFinitePair, ...] = ()
+    if nonfinite.is_failure:
+        read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
+        pairs = tuple(
+            NonFinitePair(store.number_in_files(number), hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
+            for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
+        )
+    ends_run = nonfinite.is_failure and consecutive >= max_consecutive
+    return SkippedStep(nonfinite.reason, state.grad_norm, pairs, consecutive, ends_run, nonfinite.loss_scale)
 
 
 MAX_PAIRS = 512
@@ -165,6 +139,10 @@ class EvaluatedPairs:
 
     numbers: list[int]
     values: Mapping[str, list[float]]
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        values = {name: [encode_number(_rounded(value)) for value in column] for name, column in self.values.items()}
+        return {"step": step, "pairs": self.numbers, **values}
 
 
 class PairSampler:
@@ -186,10 +164,7 @@ class PairSampler:
 
     def gather(self, dp_group: DataParallelGroup) -> EvaluatedPairs | None:
         """Return the pairs of all ranks on rank 0, in the order of the store; None on the other ranks."""
-        by_rank = dp_group.gather_object(self._parts)
-        if by_rank is None:
-            return None
-        parts = [part for parts in by_rank for part in parts]
+        parts = [part for parts in dp_group.gather_object(self._parts) or () for part in parts]
         if not parts:
             return None
         ids = np.concatenate([ids for ids, _ in parts])
@@ -200,34 +175,18 @@ class PairSampler:
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
     rewards, policy, reference = objective.rewards(inputs), inputs.policy, inputs.reference
-    return {
+    columns = {
         "rewards/chosen": rewards.chosen,
         "rewards/rejected": rewards.rejected,
         "logps/chosen": policy.chosen.sums(),
         "logps/rejected": policy.rejected.sums(),
         "lengths/chosen": policy.chosen.lengths,
         "lengths/rejected": policy.rejected.lengths,
-        **(
-            {}
-            if reference is None
-            else {
-                "reference_logps/chosen": reference.chosen.sums(),
-                "reference_logps/rejected": reference.rejected.sums(),
-            }
-        ),
     }
-
-
-class EvaluatedPairsLog:
-    """Writes the pairs of evaluations to `eval_pairs.jsonl` in the log directory of the run."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        self._log = StepLog(run_dir / EVAL_PAIRS, resume_step)
-
-    def write(self, step: int, pairs: EvaluatedPairs) -> None:
-        """Append one line."""
-        values = {name: [encode_number(_rounded(value)) for value in column] for name, column in pairs.values.items()}
-        self._log.write({"step": step, "pairs": pairs.numbers, **values})
+    if reference is not None:
+        columns["reference_logps/chosen"] = reference.chosen.sums()
+        columns["reference_logps/rejected"] = reference.rejected.sums()
+    return columns
 
 
 def _rounded(value: float) -> float:

@@ -41,14 +41,11 @@ _MAX_RECORD_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock.
-
-    machine differs between hosts, between boots of one host, and between mounts of a directory: the kernel does not
-    pass a lock from one FUSE mount to another.
-    """
+    """The process that holds a lock."""
 
     pid: str
     host: str
+    # differs between hosts, boots and mounts: the kernel does not pass a lock from one FUSE mount to another
     machine: str
     user: str
     started: str
@@ -87,8 +84,16 @@ def lock_run(
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = _acquire(path, stale_seconds)
     ended = threading.Event()
-    arguments = (path, descriptor, ended, heartbeat_seconds)
-    heartbeat = threading.Thread(target=_send_heartbeats, args=arguments, name="run lock", daemon=True)
+
+    def send_heartbeats() -> None:
+        while not ended.wait(heartbeat_seconds):
+            with suppress(OSError):  # the file server may be back at the next heartbeat
+                if not durable.is_open_file(path, descriptor):
+                    logger.warning("%s was removed; another run can start in this directory and damage this one", path)
+                    return
+                os.utime(descriptor)
+
+    heartbeat = threading.Thread(target=send_heartbeats, name="run lock", daemon=True)
     heartbeat.start()
     try:
         yield
@@ -217,15 +222,6 @@ def _modified(path: Path) -> float | None:
         return os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-
-
-def _send_heartbeats(path: Path, descriptor: int, ended: threading.Event, seconds: float) -> None:
-    while not ended.wait(seconds):
-        with suppress(OSError):  # the file server may be back at the next heartbeat
-            if not durable.is_open_file(path, descriptor):
-                logger.warning("%s was removed; another run can start in this directory and damage this one", path)
-                return
-            os.utime(descriptor)
 
 
 def _machine(descriptor: int) -> str:

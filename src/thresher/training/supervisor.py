@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,42 +36,32 @@ class Failure:
     step: int
 
 
+@dataclass
 class Supervisor:
     """Runs attempts until one succeeds or `max_restarts` restarts in a row brought no new checkpoint.
 
     recovery_log gets one line per failure, once the run logs a step again: cause, last step before the failure, step
     resumed from, steps repeated, and seconds until then. The line of the last failure has the seconds by phase, which
     `clock` has measured since the failure.
-
-    resume_step is how the current attempt opens the metric log: None starts a new log, a step keeps the records up to
-    that step, and START_OVER keeps none (no checkpoint yet, but an earlier attempt of this run wrote to the log).
     """
 
-    def __init__(
-        self,
-        max_restarts: int,
-        latest_checkpoint: Callable[[], Path | None],
-        recovery_log: Path,
-        sleep: Callable[[float], None] = time.sleep,
-        damaged: DamagedCheckpoints | None = None,
-        clock: PhaseClock | None = None,
-    ):
-        """damaged: checkpoints that the ranks have rejected."""
-        self.clock = clock or PhaseClock()
-        self._max_restarts = max_restarts
-        self._latest_checkpoint = latest_checkpoint
-        self._recovery_log = recovery_log
-        self._sleep = sleep
-        self._damaged = damaged or DamagedCheckpoints()
-        self._initial: Path | None = None
-        self._initial_step = 0
-        self._find_initial: Callable[[], Path | None] | None = None  # None after the first attempt
-        self._start_step = 0
-        self._last_step = 0
-        self._log_opened = False
-        self._start_up_error: str | None = None  # of the last attempt, if a worker raised it before the first step
-        self._pending: list[Failure] = []  # failures after which no step has been logged yet
-        self.resume_step: int | None = None
+    max_restarts: int
+    latest_checkpoint: Callable[[], Path | None]
+    recovery_log: Path
+    sleep: Callable[[float], None] = time.sleep
+    damaged: DamagedCheckpoints = field(default_factory=DamagedCheckpoints)  # checkpoints that the ranks have rejected
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    # how the current attempt opens the metric log: None starts a new log, a step keeps the records up to that step, and
+    # START_OVER keeps none (no checkpoint yet, but an earlier attempt of this run wrote to the log)
+    resume_step: int | None = None
+    _initial: Path | None = None
+    _initial_step: int = 0
+    _find_initial: Callable[[], Path | None] | None = None  # for the first attempt; None after it
+    _start_step: int = 0
+    _last_step: int = 0
+    _metrics: MetricLogger | None = None  # of the current attempt; None until the log was opened once
+    _start_up_error: str | None = None  # of the last attempt, if a worker raised it before the first step
+    _pending: list[Failure] = field(default_factory=list)  # failures after which no step has been logged yet
 
     def run(
         self,
@@ -79,18 +69,15 @@ class Supervisor:
         checkpoint: Path | None,
         find_initial: Callable[[], Path | None] | None = None,
     ) -> T:
-        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised.
-
-        find_initial: finds another checkpoint for the first attempt; the newest one if absent.
-        """
-        self._find_initial = find_initial or self._latest_checkpoint
+        """Call attempt(self, checkpoint) until it returns; errors that a restart cannot fix are raised."""
+        self._find_initial = find_initial or self.latest_checkpoint
         self._start_first(checkpoint)
         consecutive_failures = 0
         while True:
             try:
                 return attempt(self, checkpoint)
             except (WorkerLostError, WorkerError, ResourceError, RescaleRequested) as error:
-                if isinstance(error, ResourceError) and not (self._log_opened or consecutive_failures):
+                if isinstance(error, ResourceError) and self._metrics is None and not consecutive_failures:
                     raise  # the cluster never had the requested resources
                 if self._repeats(error):
                     raise  # as it would at every restart
@@ -103,7 +90,7 @@ class Supervisor:
                 self.clock.end("verification")
                 if not isinstance(error, RescaleRequested):
                     consecutive_failures = 1 if self._start_step > previous_start else consecutive_failures + 1
-                    if consecutive_failures > self._max_restarts:
+                    if consecutive_failures > self.max_restarts:
                         raise
                 self._announce_restart(checkpoint, error, consecutive_failures)
 
@@ -126,12 +113,12 @@ class Supervisor:
 
     def _select_checkpoint(self) -> Path | None:
         """The newest checkpoint of this run, or the initial one (maybe of another run) until there is a later one."""
-        latest, initial = self._latest_checkpoint(), self._initial
+        latest, initial = self.latest_checkpoint(), self._initial
         if initial is None or (latest is not None and read_manifest(latest).step >= self._initial_step):
             return latest
         try:
             verify(initial, digests=READ_BY_DRIVER)
-            self._damaged.check(initial)
+            self.damaged.check(initial)
         except CheckpointError:
             return latest
         return initial
@@ -143,15 +130,26 @@ class Supervisor:
     def _start_from(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
             self._start_step = 0
-            self.resume_step = START_OVER if self._log_opened else None
+            self.resume_step = None if self._metrics is None else START_OVER
         else:
             self._start_step = self.resume_step = read_manifest(checkpoint).step
         self._last_step = self._start_step
 
     def track_progress(self, log: MetricLogger) -> MetricLogger:
         """Wrap the metric log of the attempt, which must be open, to follow the steps of the run."""
-        self._log_opened = True
-        return _ProgressLogger(log, self._on_step)
+        self._metrics = log
+        return self
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, and recoveries that it completes."""
+        if self._metrics is not None:
+            self._metrics.log(step, metrics)
+        self._last_step = step
+        failures, self._pending = self._pending, []
+        if failures:
+            self.clock.end("first step")
+        for failure in failures:
+            self._record_recovery(failure, step, self.clock.seconds if failure is failures[-1] else {})
 
     def _announce_restart(self, checkpoint: Path | None, error: Exception, attempt: int) -> None:
         start = "from scratch" if checkpoint is None else f"from {checkpoint}"
@@ -165,18 +163,10 @@ class Supervisor:
             start,
             seconds,
             attempt,
-            self._max_restarts,
+            self.max_restarts,
         )
-        self._sleep(seconds)
+        self.sleep(seconds)
         self.clock.end("wait")
-
-    def _on_step(self, step: int) -> None:
-        self._last_step = step
-        failures, self._pending = self._pending, []
-        if failures:
-            self.clock.end("first step")
-        for failure in failures:
-            self._record_recovery(failure, step, self.clock.seconds if failure is failures[-1] else {})
 
     def _record_recovery(self, failure: Failure, step: int, phases: Mapping[str, float]) -> None:
         seconds = time.time() - failure.time
@@ -190,24 +180,14 @@ class Supervisor:
             "phases": {phase: round(each, 3) for phase, each in phases.items()},
         }
         try:
-            self._recovery_log.parent.mkdir(parents=True, exist_ok=True)
-            with self._recovery_log.open("a", encoding="utf-8") as file:
+            self.recovery_log.parent.mkdir(parents=True, exist_ok=True)
+            with self.recovery_log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # the run itself has recovered
-            logger.warning("could not write %s: %s", self._recovery_log, error.strerror or error)
+            logger.warning("could not write %s: %s", self.recovery_log, error.strerror or error)
         parts = ", ".join(f"{phase} {each:.1f}" for phase, each in phases.items())
         logger.info("recovered at step %d after %.0f s; %d steps repeated", step, seconds, record["steps_repeated"])
         logger.info("seconds of the recovery: %s", parts, extra=DETAIL)
-
-
-@dataclass(frozen=True)
-class _ProgressLogger:
-    inner: MetricLogger
-    on_step: Callable[[int], None]
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.inner.log(step, metrics)
-        self.on_step(step)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +34,7 @@ from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activit
 from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
+from thresher.sampling.sampler import AnswerSampler
 from thresher.strategies.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.strategies.engine import TrainEngine
 from thresher.training.lr_schedule import LRSchedule
@@ -90,8 +92,7 @@ class TrainerSettings:
     seed: int = 0
     stop_file: Path | None = None
     async_save: bool = False
-    # limit of NCCL's collectives inside a step after warm-up
-    collective_timeout: timedelta = PEER_TIMEOUT
+    collective_timeout: timedelta = PEER_TIMEOUT  # of NCCL's collectives inside a step after warm-up
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,6 @@ class AuxiliaryState(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-class Sampler(Protocol):
-    """Answers fixed prompts with the policy's current weights and with the reference."""
-
-    def sample(self) -> SampledAnswers | None:
-        """Return the answers on rank 0, None on the others; collective, and leaves the RNG of training unchanged."""
-        ...
-
-
 class RankTrainer:
     """Train a policy on the pairs of a plan."""
 
@@ -149,7 +142,7 @@ class RankTrainer:
         saved: SavedRun,
         *,
         extra: AuxiliaryState | None = None,
-        sampler: Sampler | None = None,
+        sampler: AnswerSampler | None = None,
     ):
         self.strategy = strategy
         self.objective = objective
@@ -164,7 +157,7 @@ class RankTrainer:
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
         self._num_steps_made = self._num_evaluations = 0  # by this process
-        self._clock = ThroughputMeter()
+        self.clock = ThroughputMeter()
         self.trace: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self.stopped_at: int | None = None
         self.skipped: SkippedStep | None = None
@@ -221,7 +214,7 @@ class RankTrainer:
         # only one process alone discards a step
         rng = capture_rng() if self.strategy.dp_group.world.size == 1 else None
         set_activity(f"step {self.state.step + 1}: waiting for the reference", pace)
-        with self._clock.waiting():  # for the reference; reading tokens takes next to no time
+        with self.clock.waiting():  # for the reference; reading tokens takes next to no time
             micro_batches = list(self._micro_batches(pair_ids))
         set_activity(f"step {self.state.step + 1}: training", pace)
         started = time.time()
@@ -249,7 +242,7 @@ class RankTrainer:
         if self._extra is not None:
             self._background.copies.hold_changes()  # a skipped step has not
             self._extra.after_step(self.state.step)
-        self._clock.record_step(len(pair_ids), outcome.tokens.useful)
+        self.clock.record_step(len(pair_ids), outcome.tokens.useful)
         self.trace.append(TraceSpan("train", self.state.step - 1, started, time.time()))
         return outcome.metrics
 
@@ -258,26 +251,19 @@ class RankTrainer:
         return dict(deque(self._evaluate(), maxlen=1).pop())  # type: ignore[arg-type]  # the last record is metrics
 
     def evaluate_and_record(self) -> Iterator[EvaluationRecord]:
-        """Evaluate and keep the result, which ranks a checkpoint of this step.
-
-        Yields the progress every few seconds, then values of some pairs, sampled answers, and the metrics at the end;
-        they are empty without a validation set.
-        """
+        """Evaluate and keep the metrics, which rank a checkpoint of this step; empty without a validation set."""
         set_activity(f"evaluating after step {self.state.step}", pace_after(self._num_evaluations))
-        with self._clock.paused():
+        with self.clock.paused():
             for record in self._evaluate():
                 if isinstance(record, dict):
                     self.last_evaluation, self._last_eval_step = record, self.state.step
-                    yield from self._sample()
+                    if self._sampler is not None:
+                        set_activity(f"sampling answers after step {self.state.step}")
+                        if (answers := self._sampler.sample()) is not None:
+                            yield answers
                 yield record
         self._num_evaluations += 1
         end_activity()
-
-    def _sample(self) -> Iterator[SampledAnswers]:
-        if self._sampler is not None:
-            set_activity(f"sampling answers after step {self.state.step}")
-            if (answers := self._sampler.sample()) is not None:
-                yield answers
 
     def _evaluate(self) -> Iterator[EvaluationRecord]:
         """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
@@ -287,7 +273,8 @@ class RankTrainer:
         dp_group, lengths = self.strategy.dp_group, self._data.validation.store.lengths
         own = evaluation_batches(lengths, self._data.eval_batching, dp_group.rank, dp_group.size)
         batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
-        evaluation = Evaluation(self._score, self.objective, dp_group)
+        score = partial(self.strategy.score, statistics=self.objective.statistics)
+        evaluation = Evaluation(score, self.objective, dp_group)
         sampler = PairSampler(self.objective, self._data.validation.store)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
         with torch.random.fork_rng():
@@ -308,7 +295,7 @@ class RankTrainer:
         With async_save it is only copied here, and published by the time `wait_for_saves` returns.
         """
         set_activity(f"saving step {self.state.step}")
-        with self._clock.paused():
+        with self.clock.paused():
             self._background.wait()
             step = self.state.step
             evaluation = self.last_evaluation if self._last_eval_step == step else {}
@@ -320,7 +307,6 @@ class RankTrainer:
             return self._saved.checkpoints.path_for(step)
 
     def wait_for_saves(self) -> None:
-        """Wait until every checkpoint is published."""
         self._background.wait()
 
     def resume(self, checkpoint: Path) -> list[str]:
@@ -354,10 +340,6 @@ class RankTrainer:
         """The first micro-batch of the next step, for start-up checks; None if this rank has no pairs in it."""
         return next(self._micro_batches(self.plan.pair_ids(self.state.step)), None)
 
-    def restart_clock(self) -> None:
-        """Restart the measurement of throughput."""
-        self._clock.restart()
-
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         rank, size = self.strategy.dp_group.rank, self.strategy.dp_group.size
         if not self.strategy.dp_group.needs_lockstep:
@@ -369,9 +351,6 @@ class RankTrainer:
         for ids in batches:
             pairs = dataset.store.read(ids)
             yield MicroBatch(pairs, None if dataset.reference is None else dataset.reference.logps(pairs))
-
-    def _score(self, batch: PairBatch) -> ChosenRejectedLogps:
-        return self.strategy.score(batch, statistics=self.objective.statistics)
 
     def _sees_stop_file(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
@@ -390,7 +369,7 @@ class RankTrainer:
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
-            | self._clock.pop_rates(self._data.train.reference.seconds_per_pair if self._data.train.reference else None)
+            | self.clock.pop_rates(self._data.train.reference.seconds_per_pair if self._data.train.reference else None)
             | memory_metrics()
         )
 

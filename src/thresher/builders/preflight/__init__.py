@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheck:
-    """The result for a run without known problems; summary: lines that describe the run."""
+    """The result for a run without known problems."""
 
     warnings: tuple[str, ...]
-    summary: tuple[str, ...]
+    summary: tuple[str, ...]  # lines that describe the run
 
 
 def check_files(config: DPOConfig) -> list[str]:
@@ -44,17 +44,14 @@ def check_inputs(inputs: RunInputs, file_warnings: Sequence[str], *, trains: boo
     """Raise all other problems of a run whose files were checked, with these warnings."""
     from rich import filesize
 
+    from thresher.builders.checkpoints import check_resume
     from thresher.builders.preflight import checks
 
-    of_inputs = (*checks.MODELS, *checks.DEVICES, *(checks.TRAINING if trains else ()))
-    warnings = files.report(
-        [
-            *(partial(check, inputs.config) for check in checks.SETTINGS),
-            *(partial(check, inputs) for check in of_inputs),
-        ]
-    )
+    of_config = [partial(check, inputs.config) for check in checks.SETTINGS]
+    of_inputs = [partial(check, inputs) for check in (*checks.INPUTS, *(checks.TRAINING if trains else ()))]
+    warnings = files.report([*of_config, *of_inputs])
     if trains:  # by itself: a typo above it is a changed setting too
-        files.report([partial(checks.check_run_directory, inputs)])
+        check_resume(inputs.config)
     counts = inputs.parameters
     summary = (
         f"policy: {inputs.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",

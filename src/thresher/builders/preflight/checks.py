@@ -11,7 +11,6 @@ import torch
 from rich import filesize
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.checkpoints import check_resume
 from thresher.builders.data import check_pairs, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
@@ -108,7 +107,9 @@ def check_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
 
 def check_reference_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
     """The reference scores the policy's token ids, so each id must mean the same token for both."""
-    if (path := inputs.reference_path) is None or not _has_tokenizer(path):
+    if (path := inputs.reference_path) is None:
+        return
+    if not path.endswith(".gguf") and all(find_file(path, name) is None for name in TOKENIZER_FILES):
         return
     other = load_tokenizer(path, trust_remote_code=inputs.config.trusts_reference_code)
     theirs = _tokens_by_id(other)
@@ -160,22 +161,6 @@ def check_samples(inputs: RunInputs) -> Iterator[Finding]:
         yield from problems_of(prompts.read, inputs.tokenizer, samples.num_prompts)
 
 
-MODELS = (
-    check_weight_files,
-    check_architecture,
-    check_engines,
-    check_tokenizer,
-    check_reference_tokenizer,
-    check_context,
-    check_stores,
-    check_samples,
-)
-
-
-def _has_tokenizer(path: str) -> bool:
-    return path.endswith(".gguf") or any(find_file(path, name) is not None for name in TOKENIZER_FILES)
-
-
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {token_id: token for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])}
 
@@ -219,10 +204,6 @@ def check_compiler(inputs: RunInputs) -> Iterator[Finding]:
         )
 
 
-def check_run_directory(inputs: RunInputs) -> Iterator[Finding]:
-    yield from problems_of(check_resume, inputs.config)
-
-
 def check_tracker_packages(inputs: RunInputs) -> Iterator[Finding]:
     yield from problems_of(build_tracking, inputs.config, None)
 
@@ -263,5 +244,16 @@ def checkpoint_size(inputs: RunInputs) -> int:
     return num_values * DTYPES[inputs.config.actor_train.model_args.master_dtype].itemsize
 
 
-DEVICES = (check_devices, check_compiler)
+INPUTS = (
+    check_weight_files,
+    check_architecture,
+    check_engines,
+    check_tokenizer,
+    check_reference_tokenizer,
+    check_context,
+    check_stores,
+    check_samples,
+    check_devices,
+    check_compiler,
+)
 TRAINING = (check_tracker_packages, check_disk_space)

@@ -23,14 +23,11 @@ _LARGEST_USUAL_RATE = 0.01  # of tiny models in tests and examples
 
 
 class Finding(NamedTuple):
-    """A line for the user."""
-
-    text: str
+    text: str  # a line for the user
     is_problem: bool = True
 
 
 P = ParamSpec("P")
-Check = Callable[[], Iterable[Finding]]
 
 
 def warning(text: str) -> Finding:
@@ -45,22 +42,20 @@ def problems_of(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) ->
         yield Finding(str(error))
 
 
-def report(checks: Iterable[Check]) -> list[str]:
+def report(checks: Iterable[Callable[[], Iterable[Finding]]]) -> list[str]:
     """Run all checks; raise their problems, each once, as one error, or return their warnings."""
-    found = [finding for check in checks for finding in _findings(check)]
+    found: list[Finding] = []
+    for check in checks:
+        # a check may also raise: several need the same model, and a model that cannot be loaded is one problem
+        try:
+            found.extend(check())
+        except UserError as error:
+            found.append(Finding(str(error)))
     problems = list(dict.fromkeys(finding.text for finding in found if finding.is_problem))
     if problems:
         lines = (f"  - {each.replace(chr(10), chr(10) + '    ')}" for each in problems)
         raise UserError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(lines))
     return list(dict.fromkeys(finding.text for finding in found))
-
-
-def _findings(check: Check) -> Iterator[Finding]:
-    # a check may also raise: several need the same model, and a model that cannot be loaded is one problem
-    try:
-        yield from check()
-    except UserError as error:
-        yield Finding(str(error))
 
 
 def check_tracker_names(config: DPOConfig) -> Iterator[Finding]:
@@ -118,19 +113,18 @@ def check_learning_rate(config: DPOConfig) -> Iterator[Finding]:
 
 def check_models(config: DPOConfig) -> Iterator[Finding]:
     for path in dict.fromkeys((config.policy_path, config.reference_path)):
-        yield from problems_of(_find_named_model, path)
+        yield from problems_of(lambda path: find_model(named_model(path)), path)
     if (tokenizer := config.actor_train.model_args.tokenizer_name_or_path) is not None:
         yield from problems_of(find_tokenizer, tokenizer)
 
 
-def _find_named_model(path: str | None) -> None:
-    find_model(named_model(path))
-
-
 def check_data(config: DPOConfig) -> Iterator[Finding]:
     for section, args in data_sections(config).items():
+        # imported on use: what most wrong paths need not wait for, such as numpy and pyarrow
         if args.store:
-            yield from problems_of(_open_store, args.store)
+            from thresher.data.store.reader import PairStore
+
+            yield from problems_of(PairStore.open, args.store)
             continue
         if not args.file_name:
             yield from problems_of(DataSettings, args.file_name, section=section)
@@ -139,7 +133,9 @@ def check_data(config: DPOConfig) -> Iterator[Finding]:
                 resolve_sources, [at_revision(find_in_directory(name, args.dataset_dir), args.revision)]
             )
         if args.template not in ("auto", "raw"):
-            yield from problems_of(_find_template, args.template, f"{section}.data_args.template")
+            from thresher.data.tokenization.chat_template import find_template_file
+
+            yield from problems_of(find_template_file, args.template, f"{section}.data_args.template")
 
 
 def check_prompts_file(config: DPOConfig) -> Iterator[Finding]:
@@ -150,14 +146,23 @@ def check_prompts_file(config: DPOConfig) -> Iterator[Finding]:
 
 def check_directories(config: DPOConfig) -> Iterator[Finding]:
     for path in (config.output_dir, config.logging_dir, config.reference.cache_dir):
-        if path is not None:
-            yield from problems_of(_check_writable, Path(path).expanduser())
+        if path is None:
+            continue
+        directory = Path(path).expanduser()
+        existing = existing_parent(directory)
+        if not existing.is_dir():
+            yield Finding(str(unusable_path(directory, os.strerror(errno.ENOTDIR))))
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield Finding(str(unusable_path(directory, os.strerror(errno.EACCES))))
 
 
 def check_checkpoint_path(config: DPOConfig) -> Iterator[Finding]:
     setting = config.resume_from_checkpoint
     if setting and setting != "auto":
-        yield from problems_of(_find_checkpoint, setting)
+        from thresher.checkpoint.manager import resolve_resume
+
+        # sizes only: digests are verified when the checkpoint is loaded
+        yield from problems_of(resolve_resume, setting, Path(), digests=False)
 
 
 SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps, check_learning_rate)
@@ -175,30 +180,3 @@ def data_sections(config: DPOConfig) -> dict[Section, DataArgs]:
 def existing_parent(directory: Path) -> Path:
     """Return a directory, or the nearest directory above it that exists."""
     return next(each for each in (directory, *directory.absolute().parents) if os.access(each, os.F_OK))
-
-
-# imported on use: what most wrong paths need not wait for, such as numpy and pyarrow
-def _open_store(path: str) -> None:
-    from thresher.data.store.reader import PairStore
-
-    PairStore.open(path)
-
-
-def _find_checkpoint(path: str) -> None:
-    from thresher.checkpoint.manager import resolve_resume
-
-    resolve_resume(path, Path(), digests=False)  # sizes only: digests are verified when the checkpoint is loaded
-
-
-def _find_template(name: str, key: str) -> None:
-    from thresher.data.tokenization.chat_template import find_template_file
-
-    find_template_file(name, key)
-
-
-def _check_writable(directory: Path) -> None:
-    existing = existing_parent(directory)
-    if not existing.is_dir():
-        raise unusable_path(directory, os.strerror(errno.ENOTDIR))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise unusable_path(directory, os.strerror(errno.EACCES))

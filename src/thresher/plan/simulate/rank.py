@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from thresher.builders.engines import policy_spec, reference_spec
-from thresher.builders.inputs import build_layout
+from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
 from thresher.data.pair import Pair, PairBatch
@@ -82,7 +82,7 @@ class _Step:
 
     def __init__(self, request: RankRequest, device: torch.device):
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
-        layout = build_layout(config)[1]
+        layout = find_layout(config)[1]
         spec = policy_spec(config, layout, device, world)
         source, trained = SourceWithoutValues.of(spec.source), TrainedPartsWithoutValues.of(spec.trained)
         # uncompiled: a compiler needs values

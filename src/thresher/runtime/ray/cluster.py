@@ -24,21 +24,19 @@ from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_r
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # free resources are reserved within a second; longer means that other work uses them
 _SECONDS_TO_RESERVE = 60.0
 _SECONDS_BETWEEN_CHECKS = 2.0
+_SECONDS_FOR_CAUSE = 5.0
 
 
 class ResourceManager:
-    """Reserve the resources of every role, each bundle on the node of its device ids.
-
-    placements: the workers of each role. groups: Ray's placement group of each role that owns bundles.
-    Requests that the cluster cannot satisfy raise here, before any worker is started.
-    """
+    """Reserve the resources of every role, each bundle on the node of its device ids, before any worker is started."""
 
     def __init__(self, roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool):
         self.placements = place_roles(alive_nodes(), roles, devices_per_node, concurrent=concurrent)
-        self.groups: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}  # Ray's placement group of each role that owns bundles
         try:
             for role in roles:
                 self.reserve(role.name)
@@ -90,11 +88,6 @@ def alive_nodes() -> list[Node]:
     return [Node(node_id, address, cpus, gpus) for _, address, node_id, cpus, gpus in sorted(found)]
 
 
-T = TypeVar("T")
-
-_SECONDS_FOR_CAUSE = 5.0
-
-
 class Cluster:
     """Starts one worker per placement of a role, each in the bundle that is reserved for it.
 
@@ -111,9 +104,8 @@ class Cluster:
         monitor: HeartbeatMonitor | None = None,
         log_dir: Path | None = None,
     ):
-        """log_dir: the run's log directory, for error messages."""
         self.name = role
-        self.log_dir = log_dir
+        self.log_dir = log_dir  # of the run, for error messages
         self.monitor = monitor or HeartbeatMonitor()
         placements = resources.placements[role]
         self.num_nodes = len({placement.node.node_id for placement in placements})
@@ -134,11 +126,6 @@ class Cluster:
         if monitor is not None:
             monitor.add(role, self.workers)
 
-    def join_process_group(self) -> None:
-        """Connect the workers: the first hosts their rendezvous."""
-        (address,) = wait_for([Call(self, 0, self.workers[0].start_rendezvous.remote())])
-        self.call("join", address)
-
     def __len__(self) -> int:
         return len(self.workers)
 
@@ -147,7 +134,6 @@ class Cluster:
         return wait_for(self.submit(method, *arguments))
 
     def on_all(self, method: Callable[..., T], *arguments: object) -> T:
-        """Call a method of every worker, given as the function of its class; return the result of rank 0."""
         result: T = self.call(method.__name__, *arguments)[0]
         return result
 
@@ -156,7 +142,6 @@ class Cluster:
         return [Call(self, rank, getattr(each, method).remote(*arguments)) for rank, each in enumerate(self.workers)]
 
     def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
-        """Yield the items of a generator method of rank 0, while the other ranks run it to its end."""
         name, (first, *others) = method.__name__, self.workers
         stream = getattr(first, name).options(num_returns="streaming").remote(*arguments)
         calls = [Call(self, rank, each.drain.remote(name, *arguments)) for rank, each in enumerate(others, start=1)]
@@ -175,7 +160,6 @@ class Cluster:
             yield Call(self, 0, record).result()
 
     def close(self) -> None:
-        """Kill every worker."""
         self.monitor.remove(self.workers)
         for worker in self.workers:
             ray.kill(worker, no_restart=True)

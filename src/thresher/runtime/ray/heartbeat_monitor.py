@@ -89,18 +89,16 @@ class HeartbeatMonitor:
             if seconds >= (max(self._reply_timeout, _SECONDS_TO_START) if is_starting else self._reply_timeout):
                 raise WorkerLostError(_unresponsive_message(each, seconds))
         # a worker that does not reply is the likely cause of others that wait for it, and is reported when it is due
-        if all(each.missed < _MISSED_OF_SUSPECT for each in alive):
-            self._check_progress(alive)
-
-    def _check_progress(self, alive: list[_Monitored]) -> None:
+        if any(each.missed >= _MISSED_OF_SUSPECT for each in alive):
+            return
         started = [each for each in alive if each.last is not None]
-        seconds = self._stalls.seconds_stuck([each.last for each in started if each.last is not None])
-        if seconds is None:
+        seconds_stuck = self._stalls.seconds_stuck([each.last for each in started if each.last is not None])
+        if seconds_stuck is None:
             return
         # their logs show where each one waits; workers that are too busy to write it are not waited for
         reports = [each.worker.report_stall.remote() for each in started]
         ray.wait(reports, num_returns=len(reports), timeout=_SECONDS_TO_REPORT)
-        raise WorkerLostError(_stuck_message(started, seconds))
+        raise WorkerLostError(_stuck_message(started, seconds_stuck))
 
     def _receive(self, each: _Monitored) -> None:
         each.missed = 0

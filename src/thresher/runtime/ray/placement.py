@@ -35,34 +35,28 @@ class RoleDemand:
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """The node and resources of one worker.
-
-    bundle: index into the resource bundles of the role `owner`; roles that share a device share its bundle.
-    num_cpus: reserved cores. threads: number of compute threads.
-    """
+    """The node and resources of one worker."""
 
     node: Node
     owner: str
-    bundle: int
+    bundle: int  # index into the resource bundles of the role `owner`; roles that share a device share its bundle
     device: int | None
     num_gpus: float
-    num_cpus: float
-    threads: int
+    num_cpus: float  # reserved cores
+    threads: int  # that compute
 
 
 def place_roles(
     nodes: Sequence[Node], roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool
 ) -> dict[str, list[WorkerPlacement]]:
-    """Place every worker of every role, or raise if the cluster lacks the resources.
-
-    concurrent: the roles compute at the same time and divide the cores of a node; otherwise they take turns.
-    """
+    """Place every worker of every role, or raise if the cluster lacks the resources."""
     assigned = {role.name: _assign_nodes(nodes, role, devices_per_node) for role in roles}
     on_node = Counter(node.node_id for workers in assigned.values() for node, _ in workers)
     sharers = Counter(device for role in roles for device in role.devices)
     owners: dict[int, tuple[str, int]] = {}
     placements: dict[str, list[WorkerPlacement]] = {}
     for role in roles:
+        # concurrent roles divide the cores of a node; others take turns
         co_located = on_node if concurrent else Counter(node.node_id for node, _ in assigned[role.name])
         num_owned, placements[role.name] = 0, []
         for node, device in assigned[role.name]:
@@ -141,12 +135,6 @@ def note_idle_devices(roles: Sequence[RoleDemand], num_free: int) -> list[str]:
     ]
 
 
-def count_devices(nodes: Sequence[Node], devices_per_node: int | None) -> int:
-    """Return the number of device ids of the nodes."""
-    size, usable = _nodes_with_devices(nodes, devices_per_node)
-    return size * len(usable)
-
-
 def _nodes_with_devices(nodes: Sequence[Node], devices_per_node: int | None) -> tuple[int, list[Node]]:
     """Return the number of device ids per node, and the nodes that have at least as many GPUs."""
     size = devices_per_node or min((node.num_gpus for node in nodes if node.num_gpus > 0), default=1)
@@ -162,60 +150,47 @@ def _describe(nodes: Sequence[Node]) -> str:
     return f"the cluster has {' and '.join(counts)}"
 
 
+@dataclass
 class ElasticScaler:
-    """Fits a config to the available nodes; without `elastic` the config stays unchanged.
+    """Fits a config to the available nodes; without `elastic` the config stays unchanged."""
 
-    free: returns the unreserved resources of the cluster by Ray's names. roles: the roles that have workers.
-    """
+    requested: DPOConfig
+    nodes: Callable[[], Sequence[Node]]
+    free: Callable[[], Mapping[str, float]]  # the unreserved resources of the cluster by Ray's names
+    roles: Sequence[str] = ("actor_train", "reference")  # those that have workers
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        nodes: Callable[[], Sequence[Node]],
-        free: Callable[[], Mapping[str, float]],
-        roles: Sequence[str] = ("actor_train", "reference"),
-    ):
-        self._requested = config
-        self._nodes = nodes
-        self._free = free
-        self._roles = roles
+    def __post_init__(self) -> None:
         self.config = self._fitted()
 
     @property
     def notes(self) -> list[str]:
         """Warnings about roles with fewer workers than requested."""
-        counts = (
-            (name, _role(self.config, name).num_processes, _role(self._requested, name).num_processes)
-            for name in self._roles
-        )
+        fitted, requested = _num_workers(self.config), _num_workers(self.requested)
         return [
-            f"elastic: {name} runs with {fitted} of {requested} workers, because the cluster has no room for more; the "
-            "pairs of each step are unchanged"
-            for name, fitted, requested in counts
-            if fitted < requested
+            f"elastic: {name} runs with {fitted[name]} of {requested[name]} workers, because the cluster has no room "
+            "for more; the pairs of each step are unchanged"
+            for name in self.roles
+            if fitted[name] < requested[name]
         ]
 
     def can_scale_up(self) -> str | None:
         """Return a message if the cluster has free resources for missing workers, otherwise None."""
         possible = self._fitted()
+        current, fitted = _num_workers(self.config), _num_workers(possible)
         extra = {"GPU": 0, "CPU": 0}
-        for name in self._roles:
-            role = _role(possible, name)
-            extra["GPU" if role.device_mapping else "CPU"] += (
-                role.num_processes - _role(self.config, name).num_processes
-            )
-        count, free = sum(extra.values()), self._free()
+        for name in self.roles:
+            extra["GPU" if getattr(possible, name).device_mapping else "CPU"] += fitted[name] - current[name]
+        count, free = sum(extra.values()), self.free()
         if count <= 0 or any(free.get(kind, 0.0) < needed for kind, needed in extra.items()):
             return None
         return f"the cluster has room for {count} more worker{'s' if count > 1 else ''}"
 
     def _fitted(self) -> DPOConfig:
-        return fit_to_nodes(self._requested, self._nodes(), self._roles) if self._requested.elastic else self._requested
+        return fit_to_nodes(self.requested, self.nodes(), self.roles) if self.requested.elastic else self.requested
 
 
-def _role(config: DPOConfig, name: str) -> RoleConfig:
-    role: RoleConfig = getattr(config, name)
-    return role
+def _num_workers(config: DPOConfig) -> dict[str, int]:
+    return {"actor_train": config.actor_train.num_processes, "reference": config.reference.num_processes}
 
 
 def fit_to_nodes(
@@ -225,13 +200,14 @@ def fit_to_nodes(
 
     The pairs of a step do not change: the plan is made from the original config.
     """
-    fitted = {name: _fit_role(_role(config, name), name, nodes, config.num_gpus_per_node) for name in roles}
+    fitted = {name: _fit_role(getattr(config, name), name, nodes, config.num_gpus_per_node) for name in roles}
     return config.model_copy(update=fitted)
 
 
 def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_node: int | None) -> RoleConfig:
     requested = role.num_processes
-    num_devices, mapping = count_devices(nodes, devices_per_node), role.device_mapping or ()
+    size, usable = _nodes_with_devices(nodes, devices_per_node)
+    num_devices, mapping = size * len(usable), role.device_mapping or ()
     devices = [device for device in mapping if device < num_devices]
     if mapping and num_devices and not devices:  # a role that lost all its devices shares those of other roles
         devices = sorted({device % num_devices for device in mapping})
@@ -248,6 +224,5 @@ def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_no
         )
     changed = {**role.strategy_args.strategy_config, **changes}
     strategy_args = role.strategy_args.model_copy(update={"strategy_config": changed})
-    if role.device_mapping:
-        return role.model_copy(update={"device_mapping": devices[:count], "strategy_args": strategy_args})
-    return role.model_copy(update={"num_workers": count, "strategy_args": strategy_args})
+    workers = {"device_mapping": devices[:count]} if role.device_mapping else {"num_workers": count}
+    return role.model_copy(update={**workers, "strategy_args": strategy_args})

@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,28 +51,23 @@ def pack_logps(batches: Sequence[ChosenRejectedLogps]) -> FlatLogps:
 
 def unpack_logps(flat: FlatLogps, pairs_per_batch: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
     """Split concatenated logps into batches. On the CPU the results are views of the object store's memory."""
-    chosen = _unpack_side(flat.chosen, flat.chosen_lengths, pairs_per_batch, device)
-    rejected = _unpack_side(flat.rejected, flat.rejected_lengths, pairs_per_batch, device)
-    return [ChosenRejectedLogps(*sides) for sides in zip(chosen, rejected, strict=True)]
-
-
-def _unpack_side(
-    values: npt.NDArray[np.float32],
-    lengths: npt.NDArray[np.int64],
-    pairs_per_batch: Sequence[int],
-    device: torch.device,
-) -> list[ResponseLogps]:
     bounds = np.cumsum([0, *pairs_per_batch])
-    tokens = np.concatenate([[0], np.cumsum(lengths)])[bounds]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # logps are read-only
-        all_values, all_lengths = (copy_to_device(torch.from_numpy(each), device) for each in (values, lengths))
-    return [
-        ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[bounds[at] : bounds[at + 1]])
-        for at in range(len(pairs_per_batch))
-    ]
+
+    def unpack(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.int64]) -> list[ResponseLogps]:
+        tokens = np.concatenate([[0], np.cumsum(lengths)])[bounds]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # logps are read-only
+            all_values, all_lengths = (copy_to_device(torch.from_numpy(each), device) for each in (values, lengths))
+        return [
+            ResponseLogps(all_values[tokens[at] : tokens[at + 1]], all_lengths[bounds[at] : bounds[at + 1]])
+            for at in range(len(pairs_per_batch))
+        ]
+
+    sides = unpack(flat.chosen, flat.chosen_lengths), unpack(flat.rejected, flat.rejected_lengths)
+    return [ChosenRejectedLogps(*batch) for batch in zip(*sides, strict=True)]
 
 
+@dataclass
 class PrefetchingReference:
     """Logps that reference workers compute while the policy trains on earlier pairs.
 
@@ -78,33 +75,23 @@ class PrefetchingReference:
     items before it is needed and no earlier, which bounds the number of waiting results.
     """
 
-    def __init__(
-        self,
-        batches_of: Callable[[int], Sequence[PairIds]],
-        submit: Callable[[int], Any],
-        *,
-        work_items: Sequence[int],
-        repeats: bool,
-        prefetch_depth: int,
-        device: torch.device,
-    ):
-        self.seconds_per_pair = 0.0  # included in the time that the policy waits
-        self._batches_of = batches_of
-        self._submit = submit
-        self._work_items = work_items
-        self._repeats = repeats
-        self._prefetch_depth = prefetch_depth
-        self._device = device
-        self._next = 0
-        self._pending: deque[tuple[int, Any]] = deque()
-        self._current: dict[bytes, ChosenRejectedLogps] = {}
+    batches_of: Callable[[int], Sequence[PairIds]]
+    submit: Callable[[int], Any]
+    work_items: Sequence[int]
+    repeats: bool
+    prefetch_depth: int
+    device: torch.device
+    seconds_per_pair: float = 0.0  # included in the time that the policy waits
+    _next: int = 0
+    _pending: deque[tuple[int, Any]] = field(default_factory=deque)
+    _current: dict[bytes, ChosenRejectedLogps] = field(default_factory=dict)
 
     def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         """Return the logps of a batch, advancing to its work item; batches come in order."""
         if not len(batch):
-            return empty_logps(self._device)
+            return empty_logps(self.device)
         key = batch.pair_ids.tobytes()
-        for _ in range(len(self._work_items) + 1):
+        for _ in range(len(self.work_items) + 1):
             if key in self._current:
                 return self._current[key]
             self._advance()
@@ -116,7 +103,7 @@ class PrefetchingReference:
             return
         item, result = self._pending.popleft()
         self._prefetch()
-        batches = self._batches_of(item)
+        batches = self.batches_of(item)
         if not batches:
             self._current = {}
             return
@@ -127,14 +114,14 @@ class PrefetchingReference:
                 f"a reference worker died: {death_cause(error)}\nlook for the cause, then rerun the same command to "
                 "resume from the newest checkpoint"
             ) from None
-        logps = unpack_logps(flat, [len(ids) for ids in batches], self._device)
+        logps = unpack_logps(flat, [len(ids) for ids in batches], self.device)
         self._current = {ids.tobytes(): each for ids, each in zip(batches, logps, strict=True)}
 
     def _prefetch(self) -> None:
         """Keep `prefetch_depth` work items submitted; an empty item needs no result."""
-        while len(self._pending) < self._prefetch_depth and (self._repeats or self._next < len(self._work_items)):
-            item = self._work_items[self._next % len(self._work_items)]
-            self._pending.append((item, self._submit(item) if self._batches_of(item) else None))
+        while len(self._pending) < self.prefetch_depth and (self.repeats or self._next < len(self.work_items)):
+            item = self.work_items[self._next % len(self.work_items)]
+            self._pending.append((item, self.submit(item) if self.batches_of(item) else None))
             self._next += 1
 
 
@@ -146,25 +133,21 @@ def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence
     def worker_for(item: int) -> Any:
         return workers[(item * dp_group.size + dp_group.rank) % len(workers)]  # round-robin over items and ranks
 
-    train = PrefetchingReference(
+    prefetching = partial(PrefetchingReference, prefetch_depth=config.reference.prefetch_steps, device=policy.device)
+    train = prefetching(
         lambda step: micro_batching.split(plan.pair_ids(step), dp_group.rank, dp_group.size),
         lambda step: worker_for(step).score_step.remote(step, dp_group.rank),
         work_items=range(first_step, plan.num_steps),
         repeats=False,
-        prefetch_depth=config.reference.prefetch_steps,
-        device=policy.device,
     )
-    equals_policy = same_initial_weights(config)
-    if inputs.validation is None:
-        return Reference(inputs.mode, train, None, equals_policy, "other axes")
-    batching = build_eval_batching(inputs)
-    batches = evaluation_batches(inputs.validation.lengths, batching, dp_group.rank, dp_group.size)
-    validation = PrefetchingReference(
-        lambda index: [batches[index]],
-        lambda index: worker_for(index).score_validation.remote(index, dp_group.rank),
-        work_items=range(len(batches)),
-        repeats=True,
-        prefetch_depth=config.reference.prefetch_steps,
-        device=policy.device,
-    )
-    return Reference(inputs.mode, train, validation, equals_policy, "other axes")
+    validation = None
+    if inputs.validation is not None:
+        lengths, batching = inputs.validation.lengths, build_eval_batching(inputs)
+        batches = evaluation_batches(lengths, batching, dp_group.rank, dp_group.size)
+        validation = prefetching(
+            lambda index: [batches[index]],
+            lambda index: worker_for(index).score_validation.remote(index, dp_group.rank),
+            work_items=range(len(batches)),
+            repeats=True,
+        )
+    return Reference(inputs.mode, train, validation, same_initial_weights(config), "other axes")

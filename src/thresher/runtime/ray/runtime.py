@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from thresher.builders.hardware import Gpu
+from thresher.builders.hardware import Hardware
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import look_up
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
@@ -61,7 +61,7 @@ class RayRuntime(Runtime):
         self._policy = self._policy or self._cluster("actor_train", ActorWorker, joins_process_group=True)
         return self._policy
 
-    def smallest_gpu(self) -> Gpu | None:
+    def smallest_gpu(self) -> Hardware | None:
         # without a mapping, workers have no GPU, and need not be waited for
         return super().smallest_gpu() if self.config.actor_train.device_mapping else None
 
@@ -74,7 +74,10 @@ class RayRuntime(Runtime):
         opening = self._open(policy)
         loading = policy.submit("load", inputs)
         workers: tuple[Any, ...] = ()
-        if reference_has_workers(config, mode) and (mode == "concurrent" or _lacks_pairs(inputs)):
+        # pairs that the cache has need no reference
+        if reference_has_workers(config, mode) and (
+            mode == "concurrent" or any(split.num_missing for split in look_up(inputs, CPU) if split is not None)
+        ):
             self._resources.reserve("reference")
             self.scorers = self.scorers or self._cluster(
                 "reference", ReferenceWorker, joins_process_group=not config.reference.is_replicated
@@ -115,8 +118,9 @@ class RayRuntime(Runtime):
         uses_gpu = bool(getattr(self.config, role).device_mapping)
         import_seconds = cluster.call("claim_device", role, log_dir.resolve(), uses_gpu)
         self._clock.end("processes", of_which=("import", max(import_seconds)))
-        if joins_process_group:
-            cluster.join_process_group()
+        if joins_process_group:  # the first worker hosts the rendezvous
+            (address,) = wait_for([Call(cluster, 0, cluster.workers[0].start_rendezvous.remote())])
+            cluster.call("join", address)
         self._clock.end("rendezvous")
         return cluster
 
@@ -147,8 +151,3 @@ def open_ray_runtime(config: DPOConfig, mode: ReferenceMode, clock: PhaseClock |
         except BaseException:
             clock.restart()
             raise
-
-
-def _lacks_pairs(inputs: RunInputs) -> bool:
-    """Return whether the reference cache lacks pairs of the run; if not, the reference is not loaded."""
-    return any(split.num_missing for split in look_up(inputs, CPU) if split is not None)

@@ -32,10 +32,7 @@ _TIMED_OUT = "timed out during startup"
 
 @contextlib.contextmanager
 def ray_session(address: str | None) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused.
-
-    The files of a local cluster are kept after an error.
-    """
+    """Connect to the cluster at `address`, or start a local one; an existing session of this process is reused."""
     if ray.is_initialized():
         yield
         return
@@ -45,7 +42,11 @@ def ray_session(address: str | None) -> Iterator[None]:
             protect_token()
             directory = _start_ray()
         else:
-            _check_cluster(address)
+            # Ray retries for minutes if the cluster is unreachable, and for 20 s if it rejects the token
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit():
+                check_reachable(host, int(port))
+                GcsClient(address=address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         raise auth_error(str(address), error) from None
@@ -92,10 +93,8 @@ def _start_ray() -> Path:
 
 
 def protect_token() -> None:
-    """Create Ray's default token for this user alone, because Ray makes it readable for all; restrict an existing one.
-
-    The file is shared by all clusters of a user. Ray ignores it if the environment names another token.
-    """
+    """Create Ray's default token for this user alone, or restrict an existing one: Ray makes it readable for all."""
+    # all clusters of a user share the file; Ray ignores it if the environment names another token
     names_another = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or names_another:
         return
@@ -110,14 +109,6 @@ def auth_error(cluster: str, error: AuthenticationError) -> UserError:
         f"authentication with the Ray cluster at {cluster} failed: {reason}; set RAY_AUTH_TOKEN_PATH to a file with "
         "the cluster's token"
     )
-
-
-def _check_cluster(address: str) -> None:
-    """Fail fast if the cluster is unreachable or rejects the token; Ray retries for minutes and for 20 s."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        check_reachable(host, int(port))
-        GcsClient(address=address)
 
 
 def check_reachable(host: str, port: int) -> None:

@@ -60,10 +60,7 @@ class Worker(Rank):
         self._import_seconds = time.time() - IMPORT_STARTED_AT
 
     def claim_device(self, role: str, log_dir: Path, uses_gpu: bool) -> float:
-        """Use the GPU that Ray assigned to this worker, or raise if torch cannot; without uses_gpu, the CPU.
-
-        Return the seconds that this process took to import its code.
-        """
+        """Use the GPU that Ray assigned, or raise if torch cannot; return the seconds that the imports took."""
         if uses_gpu:
             # Ray hides the other GPUs unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set
             if assigned := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
@@ -74,7 +71,7 @@ class Worker(Rank):
 
     def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> str | None:
         """Take the config of a run, and log to its directory; return a warning if that is not possible."""
-        self._config = config
+        self.config, self.is_open = config, True
         return self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
 
     def drain(self, method: str, *arguments: object) -> None:
@@ -180,7 +177,6 @@ class ReferenceWorker(Worker):
         return pack_logps([self._score(store, ids)])
 
     def trace(self) -> list[TraceSpan]:
-        """Return the scoring time of each step."""
         return list(self._spans)
 
     def _score(self, store: PairStore, ids: PairIds) -> ChosenRejectedLogps:
