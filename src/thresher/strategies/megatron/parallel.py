@@ -25,10 +25,6 @@ class MegatronGroups:
     context_parallel: ContextParallel | None
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -36,11 +32,8 @@ class MegatronGroups:
 _created: dict[MegatronSizes, MegatronGroups] = {}
 
 
-def create_groups(sizes: MegatronSizes, seed: int = 0) -> MegatronGroups:
-    """Create Megatron-Core's groups; a collective call. Models with the same sizes share them.
-
-    seed: of the random numbers that differ between tensor-parallel ranks, which only dropout needs.
-    """
+def create_groups(sizes: MegatronSizes) -> MegatronGroups:
+    """Create Megatron-Core's groups; a collective call. Models with the same sizes share them."""
     if sizes in _created and parallel_state.model_parallel_is_initialized():
         return _created[sizes]
     if parallel_state.model_parallel_is_initialized():
@@ -56,7 +49,7 @@ def create_groups(sizes: MegatronSizes, seed: int = 0) -> MegatronGroups:
         # the default group has a backend for host memory besides the one for the GPU
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(0)  # for dropout, which no model here has
     _created[sizes] = _describe(sizes)
     return _created[sizes]
 
@@ -76,7 +69,7 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
         data.rank,
         data.size,
         data.group,
-        metrics_ranks=_metrics_group(sizes, data.size),
+        metrics_ranks=_metrics_group(sizes.tp * sizes.cp),
         all_ranks=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
         needs_lockstep=sizes.ep > 1,
         reduces_gradients=False,
@@ -90,17 +83,12 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
     return MegatronGroups(sizes, tp, pp, _group(parallel_state.get_expert_model_parallel_group()), dp, context_parallel)
 
 
-def _metrics_group(sizes: MegatronSizes, num_data_ranks: int) -> Group:
+def _metrics_group(num_inner: int) -> Group:
     """All data-parallel ranks of all stages that have this process's tp and cp index."""
-    num_inner = sizes.tp * sizes.cp
-    num_processes = num_inner * num_data_ranks * sizes.pp
-    own = Group()
-    for inner in range(num_inner):  # every process has to create every group
-        ranks = list(range(inner, num_processes, num_inner))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks and len(ranks) > 1:
-            own = Group(ranks.index(dist.get_rank()), len(ranks), group)
-    return own
+    by_index = [list(range(inner, dist.get_world_size(), num_inner)) for inner in range(num_inner)]
+    own, _ = dist.new_subgroups_by_enumeration(by_index)
+    assert own is not None  # noqa: S101
+    return _group(own)
 
 
 def _group(group: dist.ProcessGroup) -> Group:

@@ -15,7 +15,7 @@ by the same names. Any engine and any mesh can load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,11 @@ from thresher.checkpoint.tensor_files import Shard, ShardedReader, TensorShard
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import Group
 from thresher.strategies.megatron.declaration import MegatronSettings
-from thresher.strategies.megatron.weights import Piece
+from thresher.strategies.megatron.weights import PiecesOf
 from thresher.strategies.policy_files import ADAMW, OPTIMIZER, RESUME_HINT, adamw_groups, adamw_values
 
 _WEIGHT, _STEP = "weight", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-PiecesOf = Callable[[Tensor], list[Piece]]
 _NOT_DECAYED = ParamKey(predicate=ParamPredicate(name="ndim < 2", fn=lambda parameter: parameter.ndim < 2))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from thresher.data.pair import PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
-from thresher.models.lm_head import ScoredTokens
+from thresher.models.lm_head import ScoredTokens, split_sides
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.native.sequential import (
@@ -54,7 +53,7 @@ class ScheduleExecutor:
 
         collected = self._run_schedule(inputs, statistics, collect, forward_only=True)
         scored = self._broadcast(inputs[0], collected[0] if collected else None, statistics)
-        sides = self.chunks[0].split_sides(inputs[0], scored)
+        sides = split_sides(inputs[0], scored, self.chunks[0].device)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -71,7 +70,7 @@ class ScheduleExecutor:
         inputs = self._collate(batches)
 
         def loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
-            sides = self.chunks[0].split_sides(inputs[index], scored)
+            sides = split_sides(inputs[index], scored, self.chunks[0].device)
             return loss_of_batch(index, sides, batches, loss_fn), None
 
         self._run_schedule(inputs, statistics, loss, forward_only=False)
@@ -108,26 +107,22 @@ class ScheduleExecutor:
         """Run all micro-batches; return what the loss collects, in the last stage."""
         groups = self.chunks[0].groups
 
-        def megatron_loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
-            value, collected = loss(index, scored)
-            # the loss is already divided by the pairs of the step; Megatron-Core would divide by this count
-            return value, torch.zeros((), dtype=torch.int), collected
-
-        def forward_step(
-            indices: Iterator[int], chunk: nn.Module
-        ) -> tuple[Any, Callable[[ScoredTokens], tuple[Tensor, Tensor, Any]]]:
+        def forward_step(indices: Iterator[int], chunk: nn.Module) -> tuple[Any, Callable[[ScoredTokens], Any]]:
             index = next(indices)
-            out = chunk(inputs[index], statistics=statistics)
-            return out, partial(megatron_loss, index)
 
-        num_batches = len(inputs)
-        iterators = [iter(range(num_batches)) for _ in self.wrapped]
+            def megatron_loss(scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
+                value, collected = loss(index, scored)
+                # the loss is already divided by the pairs of the step; Megatron-Core would divide by this count
+                return value, torch.zeros((), dtype=torch.int), collected
+
+            return chunk(inputs[index], statistics=statistics), megatron_loss
+
         schedule = get_forward_backward_func(groups.pp.size, len(self.chunks) if len(self.chunks) > 1 else None)
         collected: list[Any] = schedule(
             forward_step_func=forward_step,
-            data_iterator=iterators,
+            data_iterator=[iter(range(len(inputs))) for _ in self.wrapped],
             model=list(self.wrapped),
-            num_microbatches=num_batches,
+            num_microbatches=len(inputs),
             # stages send each other the shape of every micro-batch
             seq_length=1,
             micro_batch_size=1,
