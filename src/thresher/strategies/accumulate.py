@@ -26,7 +26,6 @@ from thresher.losses.pairs import (
     NO_STATISTICS,
     ChosenRejectedLogps,
     ObjectiveInputs,
-    ResponseLogps,
     TokenStatistics,
     concat_pairs,
     empty_logps,
@@ -86,7 +85,6 @@ class MicroBatchExecutor(Protocol):
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score without gradient; every process of a data-parallel rank returns the logps."""
-        ...
 
     def backward(
         self,
@@ -102,11 +100,9 @@ class MicroBatchExecutor(Protocol):
         loss_scale, which loss_fn contains already. In a pipeline only the last stage has logps, so only its processes
         call loss_fn and count tokens.
         """
-        ...
 
     def check_logps(self, batch: PairBatch) -> None:
         """Compare the logps with the model's original forward; raise LayoutError or UserError if they differ."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -178,10 +174,12 @@ def _accumulate_coupled(
             local.append(objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics)))
             finished.scored()
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
-    own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
+    policy = by_rank[dp_group.rank].policy
+    leaves = [side.values.detach().requires_grad_() for side in (policy.chosen, policy.rejected)]
+    policy = ChosenRejectedLogps(replace(policy.chosen, values=leaves[0]), replace(policy.rejected, values=leaves[1]))
+    own = by_rank[dp_group.rank] = replace(by_rank[dp_group.rank], policy=policy)
     output = objective(concat_pairs(by_rank))
     loss = _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
-    leaves = [own.policy.chosen.values, own.policy.rejected.values]
     chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
     chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
     rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
@@ -282,11 +280,3 @@ def _empty_inputs(objective: Objective) -> ObjectiveInputs:
 def empty_metrics(objective: Objective) -> Metrics:
     """Every metric of the objective with a count of 0: ranks must agree on the names when they sum metrics."""
     return objective(_empty_inputs(objective)).metrics
-
-
-def _detach_as_leaves(inputs: ObjectiveInputs) -> ObjectiveInputs:
-    return replace(inputs, policy=ChosenRejectedLogps(_as_leaf(inputs.policy.chosen), _as_leaf(inputs.policy.rejected)))
-
-
-def _as_leaf(side: ResponseLogps) -> ResponseLogps:
-    return replace(side, values=side.values.detach().requires_grad_())

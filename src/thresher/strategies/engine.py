@@ -89,31 +89,24 @@ class TrainedParameters(Protocol):
 
     def reduce_gradients(self) -> None:
         """Sum the step's gradients over ranks, if the backward has not done so."""
-        ...
 
     def count_zeros(self) -> Tensor | float:
         """Count this process's elements of the reduced gradient that are 0."""
-        ...
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients: by 1 / loss scale, and to clip them."""
-        ...
 
     def squared_norm(self) -> Tensor | float:
         """The sum of squares over this process's elements of the reduced gradient, in fp64."""
-        ...
 
     def update(self, learning_rate: float) -> None:
         """Make the optimizer step."""
-        ...
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """This process's part of the trained weights, by name."""
-        ...
 
 
 class PolicyCheckpoint(Protocol):
@@ -128,15 +121,12 @@ class PolicyCheckpoint(Protocol):
 
         Extra tensors are sharded like the weights of the same name. Only a synced reference has them.
         """
-        ...
 
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         """This process's shards of the moments; and the other optimizer state, on the one process that writes it."""
-        ...
 
     def load(self, directory: Path, values: dict[str, Any]) -> None:
         """Restore weights and optimizer state bitwise; values: optimizer state that is not tensors."""
-        ...
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,14 @@ class PartitionedAdamW(torch.optim.AdamW):
     # of the next step; None skips it
     gradient_factor: float | None = None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         if self.gradient_factor is None:
             return None
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if gradients and self.gradient_factor != 1.0:
             torch._foreach_mul_(gradients, self.gradient_factor)
-        loss: float | None = super().step(closure)
-        return loss
+        return super().step(closure)
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,9 @@ class Partition:
     def in_flat(self, tensor: Tensor) -> Tensor:
         """This partition of a tensor that is laid out like the flat one, 1-D."""
         return tensor.view(-1).narrow(0, self.offset, self.numel)
+
+    def shard(self, values: Tensor) -> FlatShard:
+        return FlatShard(values.detach(), self.shape, self.start)
 
 
 def find_partitions(
@@ -195,12 +191,12 @@ class PartitionedCheckpoint:
     def weight_shards(self, extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Shard]]:
         if extra:  # the check rejects a synced reference
             raise ValueError(f"DeepSpeed cannot save the tensors {', '.join(extra)}")
-        return {STEM: {each.name: _shard(each, each.weight) for each in self.parameters.owned}}
+        return {STEM: {each.name: each.shard(each.weight) for each in self.parameters.owned}}
 
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         state = self.parameters.optimizer.state
         moments: dict[str, Shard] = {
-            f"{key}/{each.name}": _shard(each, each.in_flat(value))
+            f"{key}/{each.name}": each.shard(each.in_flat(value))
             for each in self.parameters.owned
             for key, value in state.get(each.flat, {}).items()
             if key != _STEP
@@ -272,7 +268,3 @@ class PartitionedCheckpoint:
             for key in keys:
                 values = stored.read_flat(f"{key}/{each.name}", each.start, each.start + each.numel)
                 each.in_flat(state[each.flat][key]).copy_(values)
-
-
-def _shard(partition: Partition, values: Tensor) -> FlatShard:
-    return FlatShard(values.detach(), partition.shape, partition.start)

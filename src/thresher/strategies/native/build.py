@@ -40,8 +40,9 @@ def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
     )
     spec.trained.init(model, spec.seed)
     recompute_activations(base_model(module), training.gradient_checkpointing, offload=training.activation_offload)
+    cp = parallel.context_parallel
     # equally on all tp ranks
-    seed_dropout(spec.seed, parallel.dp_group.rank, parallel.cp_rank)
+    seed_dropout(spec.seed, parallel.dp_group.rank, 0 if cp is None else cp.rank)
     return train_engine(
         module,
         spec.layout,
@@ -166,9 +167,11 @@ def _pair_model(module: nn.Module, layout: Layout, compute_dtype: torch.dtype, p
         compute_dtype,
         layout,
         parallel.context_parallel,
-        calls_head=parallel.gathers_head,
+        # FSDP2 gathers the weight of the head around its forward, on the stage that has it
+        calls_head=parallel.gradient_sync is not None and (parallel.stage is None or parallel.stage.is_last),
         device=parallel.device,
-        num_row_shards=parallel.num_row_shards,
+        # processes of tp that split the rows outside of its matrices
+        num_row_shards=parallel.tp.size if parallel.settings.sequence_parallel else 1,
     )
 
 
