@@ -140,7 +140,8 @@ def accumulate_gradients(
         inputs = objective_inputs(micro_batches[index], policy)
         output = objective(inputs)
         metrics.append(output.metrics)
-        scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
+        pair_ids, per_pair = micro_batches[index].pairs.pair_ids, output.per_pair.detach()
+        scored_pairs.append(ScoredPairs(pair_ids, policy.detach(), inputs.reference, per_pair))
         finished.scored(is_last=index == len(micro_batches) - 1)
         return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
@@ -194,7 +195,8 @@ def _accumulate_coupled(
     executed = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
-    scored = ScoredPairs.of(pair_ids, own, output.per_pair[start : start + own.num_pairs])
+    per_pair = output.per_pair.detach()[start : start + own.num_pairs]
+    scored = ScoredPairs(pair_ids, own.policy.detach(), own.reference, per_pair)
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
     local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | executed.metrics
     return LocalStepResult(local_metrics, executed.tokens, [scored])

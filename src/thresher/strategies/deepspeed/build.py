@@ -154,16 +154,12 @@ def engine_config(settings: ZeroSettings, *, num_trained: int = 0) -> dict[str, 
 def _load_model(
     deepspeed: Any,
     spec: ModelSpec[ZeroSettings],
-    prepare: Callable[[PreTrainedModel], nn.Module],
-    init_adapters: Callable[[PreTrainedModel], None],
+    prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters and freezes parameters
+    init_adapters: Callable[[PreTrainedModel], None],  # sets the values of new adapters
 ) -> tuple[nn.Module, dict[str, tuple[int, ...]], ParameterCounts]:
     """Load a model; for ZeRO-3, parameters are read and partitioned one module at a time.
 
     Returns the model on its device, and what partitioning hides: shapes by name and counts of whole parameters.
-
-    Args:
-        prepare: adds adapters and freezes parameters.
-        init_adapters: sets the values of new adapters.
     """
     source, device, is_partitioned = spec.source, spec.device, spec.settings.stage == 3
     model = source.empty() if is_partitioned else source.load()

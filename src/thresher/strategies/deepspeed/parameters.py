@@ -84,13 +84,7 @@ class Partition:
 def find_partitions(
     stage: int, optimizer: Any, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Partition]:
-    """List what this process updates.
-
-    Args:
-        optimizer: the DeepSpeed engine's.
-        parameters: the trained ones, by name.
-        shapes: of whole parameters.
-    """
+    """List what this process updates, of the trained parameters by name and the shapes of whole ones."""
     find = _whole if stage == 0 else _of_flat_group if stage < 3 else _of_flat_parameter
     return [part for name, parameter in parameters.items() for part in find(optimizer, name, parameter, shapes[name])]
 
@@ -107,13 +101,8 @@ def _of_flat_group(zero: Any, name: str, parameter: Any, shape: tuple[int, ...])
     if fragment is not None:
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
         inside, position = fragment.lp_fragment_address, fragment.hp_fragment_address
-        index = parameter._index_in_param_group
-
-        def gradient() -> Tensor:
-            found: Tensor = fragment.get_lp_grad_fragment(index)
-            return found.view(-1)
-
-        yield Partition(name, shape, inside.start, inside.numel, flat, position.start, gradient)
+        index, read = parameter._index_in_param_group, fragment.get_lp_grad_fragment
+        yield Partition(name, shape, inside.start, inside.numel, flat, position.start, lambda: read(index).view(-1))
 
 
 def _of_flat_parameter(zero: Any, name: str, parameter: Any, shape: tuple[int, ...]) -> Iterator[Partition]:
@@ -121,12 +110,8 @@ def _of_flat_parameter(zero: Any, name: str, parameter: Any, shape: tuple[int, .
     start = parameter.ds_zero_partition_rank * size
     numel = min(size, parameter.ds_numel - start)  # the last ranks have padding
     if numel > 0:
-
-        def gradient() -> Tensor:
-            found: Tensor = zero.get_local_fp32_grad_for_param(parameter)
-            return found.view(-1)[:numel]
-
-        yield Partition(name, shape, start, numel, zero.fp32_partitioned_groups_flat[group], offset, gradient)
+        flat, read = zero.fp32_partitioned_groups_flat[group], zero.get_local_fp32_grad_for_param
+        yield Partition(name, shape, start, numel, flat, offset, lambda: read(parameter).view(-1)[:numel])
 
 
 class PartitionedParameters:

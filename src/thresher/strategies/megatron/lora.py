@@ -43,6 +43,13 @@ _PARTS = {
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
+# between A and B, by whether the layer is column-parallel and whether rows are split (sequence parallelism)
+_COMMUNICATE: dict[tuple[bool, bool], Callable[[Tensor], Tensor]] = {
+    (True, False): copy_to_tensor_model_parallel_region,
+    (True, True): gather_from_sequence_parallel_region,
+    (False, False): reduce_from_tensor_model_parallel_region,
+    (False, True): reduce_scatter_to_sequence_parallel_region,
+}
 
 
 @dataclass(frozen=True)
@@ -133,20 +140,11 @@ class Adapters:
     def _attach(self, chunk: MegatronPairModel, linear: Any, adapters: Sequence[Adapter | None]) -> None:
         weight_map, sequence_parallel = chunk.weight_map, chunk.config.sequence_parallel
         out_size, in_size = linear.weight.shape
-        if isinstance(linear, ColumnParallelLinear):
-            sharded, dim = "B", 0
+        is_column = isinstance(linear, ColumnParallelLinear)
+        sharded, dim = ("B", 0) if is_column else ("A", 1)
+        sizes, num_groups = [out_size], 1
+        if is_column:
             sizes, num_groups = _part_sizes(weight_map.shape, len(adapters), weight_map.tp_size)
-            communicate = (
-                gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
-            )
-        else:
-            sharded, dim = "A", 1
-            sizes, num_groups = [out_size], 1
-            communicate = (
-                reduce_scatter_to_sequence_parallel_region
-                if sequence_parallel
-                else reduce_from_tensor_model_parallel_region
-            )
         parts = {}
         for index, (adapter, size) in enumerate(zip(adapters, sizes, strict=True)):
             if adapter is None:
@@ -160,7 +158,7 @@ class Adapters:
                 else:
                     matrix.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
                     self.pieces[matrix] = partial(whole, hf_name)
-        module = _LinearAdapters(parts, sizes, num_groups, communicate)
+        module = _LinearAdapters(parts, sizes, num_groups, _COMMUNICATE[is_column, sequence_parallel])
         linear.add_module("lora", module)
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -50,17 +50,6 @@ def create_groups(sizes: MegatronSizes) -> MegatronGroups:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(0)  # for dropout, which no model here has
-    _created[sizes] = _describe(sizes)
-    return _created[sizes]
-
-
-def destroy_groups() -> None:
-    """Destroy Megatron-Core's groups, so that others can be created."""
-    parallel_state.destroy_model_parallel()
-    _created.clear()
-
-
-def _describe(sizes: MegatronSizes) -> MegatronGroups:
     tp = _group(parallel_state.get_tensor_model_parallel_group())
     pp = _group(parallel_state.get_pipeline_model_parallel_group())
     cp = _group(parallel_state.get_context_parallel_group())
@@ -80,7 +69,16 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
     if cp.size > 1:
         assert cp.group is not None  # noqa: S101
         context_parallel = ContextParallel(cp.rank, cp.size, cp.group)
-    return MegatronGroups(sizes, tp, pp, _group(parallel_state.get_expert_model_parallel_group()), dp, context_parallel)
+    _created[sizes] = MegatronGroups(
+        sizes, tp, pp, _group(parallel_state.get_expert_model_parallel_group()), dp, context_parallel
+    )
+    return _created[sizes]
+
+
+def destroy_groups() -> None:
+    """Destroy Megatron-Core's groups, so that others can be created."""
+    parallel_state.destroy_model_parallel()
+    _created.clear()
 
 
 def _metrics_group(num_inner: int) -> Group:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.native.sequential import (
     DUMMY_BATCH,
+    broadcast_scored,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -47,13 +47,12 @@ class ScheduleExecutor:
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training; the last stage broadcasts the logps to all."""
         inputs = self._collate([batch])
-
-        def collect(_: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
-            return scored.logps.sum(), scored
-
-        collected = self._run_schedule(inputs, statistics, collect, forward_only=True)
-        scored = self._broadcast(inputs[0], collected[0] if collected else None, statistics)
-        sides = split_sides(inputs[0], scored, self.chunks[0].device)
+        collected = self._run_schedule(
+            inputs, statistics, lambda _, scored: (scored.logps.sum(), scored), forward_only=True
+        )
+        pp, device = self.chunks[0].groups.pp, self.chunks[0].device
+        scored = broadcast_scored(collected[0] if collected else None, inputs[0], statistics, pp, torch.float32, device)
+        sides = split_sides(inputs[0], scored, device)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -129,15 +128,3 @@ class ScheduleExecutor:
             forward_only=forward_only,
         )
         return collected
-
-    def _broadcast(self, inputs: ModelInputs, scored: ScoredTokens | None, statistics: TokenStatistics) -> ScoredTokens:
-        """Broadcast the logps of a micro-batch from the last stage."""
-        pp, device = self.chunks[0].groups.pp, self.chunks[0].device
-        if pp.size == 1:
-            assert scored is not None  # noqa: S101
-            return scored
-        rows = torch.empty(1 + sum(statistics), len(inputs.targets), device=device)
-        if scored is not None:
-            rows.copy_(scored.stack())
-        dist.broadcast(rows, group=pp.group, group_src=pp.size - 1)
-        return ScoredTokens.unstack(rows, statistics)

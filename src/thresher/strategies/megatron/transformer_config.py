@@ -119,9 +119,7 @@ def describe_model(config: PreTrainedConfig, path: str) -> ModelShape:
 def check_sizes(shape: ModelShape, sizes: MegatronSizes, path: str) -> None:
     """Raise a UserError if the model cannot be split along the parallel dimensions."""
     tp, chunks = sizes.tp, sizes.pp * sizes.virtual_pp
-    is_split = [shape.num_heads % tp == 0, shape.ffn_size % tp == 0]
-    is_split += [shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
-    if not all(is_split):
+    if shape.num_heads % tp or shape.ffn_size % tp or (shape.num_kv_heads % tp and tp % shape.num_kv_heads):
         raise UserError(
             f"tensor_model_parallel_size {tp} does not split {path}, which has {shape.num_heads} attention heads, "
             f"{shape.num_kv_heads} key/value heads and an MLP of {shape.ffn_size}; use a common divisor"
@@ -151,8 +149,6 @@ def check_sizes(shape: ModelShape, sizes: MegatronSizes, path: str) -> None:
 
 
 def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
-    if config.model_type not in FAMILIES:
-        raise _unsupported(path, f"model type {config.model_type}; supported are {', '.join(FAMILIES)}")
     rope = getattr(config, "rope_parameters", None) or {}
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if config.model_type == "mistral" or getattr(config, "use_sliding_window", False):
@@ -167,30 +163,25 @@ def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
         "partial_rotary_factor": float(rope.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantization_config": getattr(config, "quantization_config", None) is not None,
     }
-    if name := next((name for name, is_present in reasons.items() if is_present), None):
-        raise _unsupported(path, f"{name} {getattr(config, name, None) or rope.get(name)}")
-
-
-def _unsupported(path: str, what: str) -> UserError:
-    return UserError(
-        f"megatron_train and megatron_infer do not support {path}: {what}; use fsdp2_train and fsdp2_infer"
-    )
+    unsupported = [f"{name} {getattr(config, name, None) or rope.get(name)}" for name in reasons if reasons[name]]
+    if config.model_type not in FAMILIES:
+        unsupported = [f"model type {config.model_type}; supported are {', '.join(FAMILIES)}"]
+    if unsupported:
+        raise UserError(
+            f"megatron_train and megatron_infer do not support {path}: {unsupported[0]}; use fsdp2_train and "
+            "fsdp2_infer"
+        )
 
 
 def transformer_config(
-    model: Any,
+    model: Any,  # the config of transformers
     shape: ModelShape,
     settings: MegatronSettings,
-    recompute: Recompute,
+    recompute: Recompute,  # training_args.gradient_checkpointing; the settings win over it
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformerConfig:
-    """Build Megatron-Core's config; on a CPU, without its fused kernels.
-
-    Args:
-        model: the config of transformers.
-        recompute: training_args.gradient_checkpointing; the settings of Megatron-Core win over it.
-    """
+    """Build Megatron-Core's config; on a CPU, without its fused kernels."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sizes, on_gpu = settings.sizes, device.type == "cuda"

@@ -1,9 +1,7 @@
 """Map between Megatron-Core parameters of one process and the tensors of transformers.
 
 A parameter of Megatron-Core is a list of pieces, each a slice of one transformers tensor. The same map loads weights,
-writes them back, and names optimizer moments and gradients, which have the shapes of their parameters.
-
-Weights are read from the safetensors files of transformers, each rank only its slices.
+each rank only its slices, writes them back, and names optimizer moments and gradients.
 
 Megatron-Core's layout: query, key and value rows alternate by query group, gate and up are stacked, layers are numbered
 within a model chunk, and the vocabulary is padded to a multiple of the tensor-parallel size.

@@ -131,14 +131,12 @@ def axis_sizes(settings: FSDP2Settings, num_processes: int) -> ParallelDims:
 
 
 def _load_and_parallelize(
-    spec: ModelSpec[FSDP2Settings], prepare: Callable[[PreTrainedModel], nn.Module], *, needs_weights: bool = False
+    spec: ModelSpec[FSDP2Settings],
+    prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters, which have no values yet
+    *,
+    needs_weights: bool = False,  # prepare reads the values of the model
 ) -> tuple[PreTrainedModel, nn.Module, ParallelContext, ParameterCounts]:
-    """Load a full copy of a model, or this process's shards of it; count the parameters of the whole model.
-
-    Args:
-        prepare: adds adapters, which have no values yet.
-        needs_weights: prepare reads the values of the model.
-    """
+    """Load a full copy of a model, or this process's shards of it; count the parameters of the whole model."""
     source, settings, world = spec.source, spec.settings, spec.world
     if not settings.is_replicated(world.size):
         model = source.empty()

@@ -83,17 +83,12 @@ class ParallelContext:
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this process is the first of all that hold the same shard of a parameter."""
-        sharded = sharded_axes(parameter)
+        sharded: set[str] = set()
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            sharded = {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
         coordinates = self.coordinates or {"dp_replicate": self.dp_group.rank}
         return all(index == 0 for axis, index in coordinates.items() if axis not in sharded)
-
-
-def sharded_axes(parameter: Tensor) -> set[str]:
-    """The mesh dimensions along which processes hold different shards of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return set()
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
 
 
 def parallelize(

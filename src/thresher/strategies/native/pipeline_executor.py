@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -46,6 +45,7 @@ from thresher.strategies.native.fsdp import GradientSync
 from thresher.strategies.native.parallelize import PipelineStageInfo
 from thresher.strategies.native.sequential import (
     DUMMY_BATCH,
+    broadcast_scored,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -76,7 +76,11 @@ class PipelineExecutor:
             )
         run = self._collate([batch], statistics)
         self._run_schedule(run)
-        sides = self.model.split_sides(run.inputs[0], self._broadcast(run))
+        wide = torch.promote_types(self.model.stored_dtype, torch.float32)
+        scored = broadcast_scored(
+            run.scored.get(0), run.inputs[0], statistics, self.stage.pipeline, wide, self.model.device
+        )
+        sides = self.model.split_sides(run.inputs[0], scored)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -146,16 +150,6 @@ class PipelineExecutor:
         if key not in self._schedules:
             self._schedules[key] = _KeptSchedule(self, run)
         self._schedules[key].run(run)
-
-    def _broadcast(self, run: _StepRun) -> ScoredTokens:
-        """Broadcast the logps of the first micro-batch from the last stage."""
-        pipeline, num_scored = self.stage.pipeline, len(run.inputs[0].targets)
-        wide = torch.promote_types(self.model.stored_dtype, torch.float32)
-        scored = torch.empty(1 + sum(run.statistics), num_scored, dtype=wide, device=self.model.device)
-        if self.stage.is_last:
-            scored.copy_(run.scored[0].stack())
-        dist.broadcast(scored, group=pipeline.group, group_src=pipeline.size - 1)
-        return ScoredTokens.unstack(scored, run.statistics)
 
 
 class _OriginalForwardModel(PairModel):

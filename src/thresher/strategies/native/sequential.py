@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thresher.config.roles import ModelArgs
 from thresher.data.pair import Pair, PairBatch
-from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.distributed.groups import DataParallelGroup, Group, Metrics
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics, map_tensors
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel
 from thresher.models.router import ExpertLoad
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, MicroBatchExecutor, TokenCounts
@@ -137,6 +139,24 @@ def loss_of_batch(index: int, sides: ChosenRejectedLogps, batches: Sequence[Pair
 def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
     """Logps of no pairs that stay on the autograd graph: their backward runs through the model and adds zero."""
     return map_tensors(sides, lambda tensor: tensor[:0])
+
+
+def broadcast_scored(
+    scored: ScoredTokens | None,  # in the last stage
+    inputs: ModelInputs,
+    statistics: TokenStatistics,
+    pipeline: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ScoredTokens:
+    """Broadcast the scored tokens of a micro-batch from the last stage of a pipeline."""
+    if scored is not None and pipeline.size == 1:
+        return scored
+    rows = torch.empty(1 + sum(statistics), len(inputs.targets), dtype=dtype, device=device)
+    if scored is not None:
+        rows.copy_(scored.stack())
+    dist.broadcast(rows, group=pipeline.group, group_src=pipeline.size - 1)
+    return ScoredTokens.unstack(rows, statistics)
 
 
 def distance_to_single_pairs(ours: ChosenRejectedLogps, one_by_one: MicroBatchExecutor, batch: PairBatch) -> float:
