@@ -21,7 +21,7 @@ from thresher.strategies.spec import EngineCheck
 def check(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
     settings, is_replicated = run.settings, run.settings.is_replicated(run.num_workers)
-    if run.balances_experts:  # exact only where every worker has the whole load
+    if run.balances_experts:  # along these axes the loss of transformers cannot be computed exactly
         axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
         if axes or run.compiles:
             raise UserError(
