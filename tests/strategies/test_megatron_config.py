@@ -21,7 +21,7 @@ def changed(family: str, **changes: object):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "llama_stray_window"])
 def test_supported_families(family):
-    shape = describe_model(FAMILIES[family], "model").shape
+    shape = describe_model(FAMILIES[family], "model")
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
     assert shape.num_experts == (4 if family == "qwen3_moe" else 0)
 

@@ -171,7 +171,7 @@ def test_no_field_that_thresher_sets_can_be_changed():
     assert set(SET_BY_THRESHER) <= known
     untouched = TransformerConfig(num_layers=4, hidden_size=48, num_attention_heads=4)
     arguments = (MegatronSettings(), "off", torch.float32, torch.device("cpu"))
-    ours = transformer_config(describe_model(EXPERTS, "model"), *arguments)
+    ours = transformer_config(EXPERTS, describe_model(EXPERTS, "model"), *arguments)
     # what differs from Megatron-Core's default was set by thresher, or follows from that
     changed = {name for name in known if getattr(ours, name) != getattr(untouched, name)}
     settings = set(MegatronSettings.model_fields)

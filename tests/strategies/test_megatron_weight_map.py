@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thresher.strategies.megatron.weights import ModelShape, ShardPosition, WeightMap
+from thresher.strategies.megatron.weights import ModelShape, WeightMap
 
-SHAPE = ModelShape(vocab_size=10, hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=2, ffn_size=8)
+SHAPE = ModelShape(vocab_size=10, hidden_size=6, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=2, ffn_size=8)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -16,7 +16,7 @@ def test_query_key_and_value_rows_alternate_by_group(tp):
     interleaved = torch.cat([query[:4], key[:2], value[:2], query[4:], key[2:], value[2:]])
     found = {"q_proj": torch.zeros(8, 6), "k_proj": torch.zeros(4, 6), "v_proj": torch.zeros(4, 6)}
     for rank, local in enumerate(interleaved.chunk(tp)):
-        weights = WeightMap(SHAPE, ShardPosition(rank, tp))
+        weights = WeightMap(SHAPE, tp_rank=rank, tp_size=tp)
         for piece in weights.pieces("decoder.layers.0.self_attention.linear_qkv.weight", local):
             found[piece.hf_name.split(".")[-2]][piece.slices] = piece.values()
     assert torch.equal(found["q_proj"], query)
@@ -26,18 +26,18 @@ def test_query_key_and_value_rows_alternate_by_group(tp):
 
 def test_a_piece_writes_into_its_tensor():
     moment = torch.zeros(16)
-    weights = WeightMap(SHAPE, ShardPosition())
+    weights = WeightMap(SHAPE)
     query, *_ = weights.pieces("decoder.layers.0.self_attention.linear_qkv.bias", moment)
     query.copy_(torch.arange(8.0))
     assert moment.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 0]
 
 
 def test_layers_are_numbered_from_the_first_of_the_chunk():
-    weights = WeightMap(SHAPE, ShardPosition(first_layer=3))
+    weights = WeightMap(SHAPE, first_layer=3)
     (piece,) = weights.pieces("decoder.layers.1.input_layernorm.weight", torch.zeros(6))
     assert piece.hf_name == "model.layers.4.input_layernorm.weight"
 
 
 def test_an_unknown_parameter_is_an_error():
     with pytest.raises(KeyError, match="no counterpart"):
-        WeightMap(SHAPE, ShardPosition()).pieces("decoder.layers.0.mlp.bias", torch.zeros(1))
+        WeightMap(SHAPE).pieces("decoder.layers.0.mlp.bias", torch.zeros(1))

@@ -26,7 +26,6 @@ from thresher.losses.pairs import (
     NO_STATISTICS,
     ChosenRejectedLogps,
     ObjectiveInputs,
-    ResponseLogps,
     TokenStatistics,
     concat_pairs,
     empty_logps,
@@ -86,7 +85,6 @@ class MicroBatchExecutor(Protocol):
 
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score without gradient; every process of a data-parallel rank returns the logps."""
-        ...
 
     def backward(
         self,
@@ -102,11 +100,9 @@ class MicroBatchExecutor(Protocol):
         loss_scale, which loss_fn contains already. In a pipeline only the last stage has logps, so only its processes
         call loss_fn and count tokens.
         """
-        ...
 
     def check_logps(self, batch: PairBatch) -> None:
         """Compare the logps with the model's original forward; raise LayoutError or UserError if they differ."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,8 @@ def accumulate_gradients(
         inputs = objective_inputs(micro_batches[index], policy)
         output = objective(inputs)
         metrics.append(output.metrics)
-        scored_pairs.append(ScoredPairs.of(micro_batches[index].pairs.pair_ids, inputs, output.per_pair))
+        pair_ids, per_pair = micro_batches[index].pairs.pair_ids, output.per_pair.detach()
+        scored_pairs.append(ScoredPairs(pair_ids, policy.detach(), inputs.reference, per_pair))
         finished.scored(is_last=index == len(micro_batches) - 1)
         return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
@@ -178,10 +175,12 @@ def _accumulate_coupled(
             local.append(objective_inputs(micro, executor.score(micro.pairs, statistics=objective.statistics)))
             finished.scored()
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
-    own = by_rank[dp_group.rank] = _detach_as_leaves(by_rank[dp_group.rank])
+    policy = by_rank[dp_group.rank].policy
+    leaves = [side.values.detach().requires_grad_() for side in (policy.chosen, policy.rejected)]
+    policy = ChosenRejectedLogps(replace(policy.chosen, values=leaves[0]), replace(policy.rejected, values=leaves[1]))
+    own = by_rank[dp_group.rank] = replace(by_rank[dp_group.rank], policy=policy)
     output = objective(concat_pairs(by_rank))
     loss = _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
-    leaves = [own.policy.chosen.values, own.policy.rejected.values]
     chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
     chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
     rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
@@ -196,7 +195,8 @@ def _accumulate_coupled(
     executed = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
-    scored = ScoredPairs.of(pair_ids, own, output.per_pair[start : start + own.num_pairs])
+    per_pair = output.per_pair.detach()[start : start + own.num_pairs]
+    scored = ScoredPairs(pair_ids, own.policy.detach(), own.reference, per_pair)
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
     local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | executed.metrics
     return LocalStepResult(local_metrics, executed.tokens, [scored])
@@ -282,11 +282,3 @@ def _empty_inputs(objective: Objective) -> ObjectiveInputs:
 def empty_metrics(objective: Objective) -> Metrics:
     """Every metric of the objective with a count of 0: ranks must agree on the names when they sum metrics."""
     return objective(_empty_inputs(objective)).metrics
-
-
-def _detach_as_leaves(inputs: ObjectiveInputs) -> ObjectiveInputs:
-    return replace(inputs, policy=ChosenRejectedLogps(_as_leaf(inputs.policy.chosen), _as_leaf(inputs.policy.rejected)))
-
-
-def _as_leaf(side: ResponseLogps) -> ResponseLogps:
-    return replace(side, values=side.values.detach().requires_grad_())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -89,31 +89,24 @@ class TrainedParameters(Protocol):
 
     def reduce_gradients(self) -> None:
         """Sum the step's gradients over ranks, if the backward has not done so."""
-        ...
 
     def count_zeros(self) -> Tensor | float:
         """Count this process's elements of the reduced gradient that are 0."""
-        ...
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients: by 1 / loss scale, and to clip them."""
-        ...
 
     def squared_norm(self) -> Tensor | float:
         """The sum of squares over this process's elements of the reduced gradient, in fp64."""
-        ...
 
     def update(self, learning_rate: float) -> None:
         """Make the optimizer step."""
-        ...
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """This process's part of the trained weights, by name."""
-        ...
 
 
 class PolicyCheckpoint(Protocol):
@@ -128,15 +121,12 @@ class PolicyCheckpoint(Protocol):
 
         Extra tensors are sharded like the weights of the same name. Only a synced reference has them.
         """
-        ...
 
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         """This process's shards of the moments; and the other optimizer state, on the one process that writes it."""
-        ...
 
     def load(self, directory: Path, values: dict[str, Any]) -> None:
         """Restore weights and optimizer state bitwise; values: optimizer state that is not tensors."""
-        ...
 
 
 @dataclass(eq=False)
@@ -162,7 +152,6 @@ class Engine:
             _reshard(self.model)
 
     def check_logps(self, batch: PairBatch) -> None:
-        """Compare the logps with the model's original forward; raise LayoutError or UserError if they differ."""
         self.executor.check_logps(batch)
         _reshard(self.model)
 
@@ -194,24 +183,20 @@ class TrainEngine(Engine):
 
     def train_step(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],  # of this rank
         objective: Objective,
         *,
-        num_pairs_in_step: int,
+        num_pairs_in_step: int,  # over all ranks
         learning_rate: float,
+        # called after the backward, and between the micro-batches of a slow step in a run of one process, which then
+        # raises StepDiscarded without a change
         stop_requested: StopRequested = never,
     ) -> StepOutcome:
         """Make one optimizer step; a non-finite loss or gradient leaves weights and optimizer state unchanged.
 
-        All numbers that the processes must agree on travel in one message between devices: the squared norm of the
-        gradient, the metrics, the counts of tokens and whether to stop. The host waits for the device once, to read
-        their sums.
-
-        Args:
-            micro_batches: of this rank; the outcome describes the whole step, and is equal on every rank.
-            num_pairs_in_step: over all ranks; the sum of the losses is divided by it once.
-            stop_requested: called after the backward, and between the micro-batches of a slow step in a run of one
-                process, which then raises StepDiscarded without a change.
+        The outcome describes the whole step, and is equal on every rank. All numbers that the processes must agree on
+        travel in one message between devices: the squared norm of the gradient, the metrics, the counts of tokens and
+        whether to stop. The host waits for the device once, to read their sums.
         """
         parameters, training, dp_group = self.parameters, self.training, self.dp_group
         try:
@@ -248,13 +233,10 @@ class TrainEngine(Engine):
                 self._copies.hold_changes()
             parameters.update(learning_rate)
         else:
-            # an fp16 overflow is not caused by a single pair
-            pairs = (
-                {}
-                if reason == "overflow"
-                else find_nonfinite_pairs(local.scored_pairs, dp_group, couples_pairs=objective.couples_pairs)
-            )
-            nonfinite = NonFiniteStep(reason, pairs, self.loss_scale)
+            nonfinite = NonFiniteStep(reason, {}, self.loss_scale)
+            if nonfinite.is_failure:  # an fp16 overflow is not caused by a single pair
+                pairs = find_nonfinite_pairs(local.scored_pairs, dp_group, couples_pairs=objective.couples_pairs)
+                nonfinite = replace(nonfinite, pairs=pairs)
         parameters.zero_grad()
         tokens = TokenCounts(*map(int, sums[2 * num_metrics :]))
         return StepOutcome(metrics, grad_norm, tokens, nonfinite, stop_requested=stops > 0)
@@ -282,7 +264,6 @@ class TrainEngine(Engine):
             return self.score(batch)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """This process's part of the trained weights, by name."""
         return self.parameters.weights()
 
     def snapshot(self, extra: Mapping[str, Mapping[str, Tensor]], copies: HostBuffers | None = None) -> Write:

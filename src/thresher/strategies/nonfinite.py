@@ -20,7 +20,7 @@ from torch import Tensor
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.plan import PairIds
 from thresher.distributed.groups import DataParallelGroup, Metrics
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
+from thresher.losses.pairs import ChosenRejectedLogps
 
 NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
 Reason = Literal["loss", "gradient", "overflow"]
@@ -37,10 +37,6 @@ class ScoredPairs:
     policy: ChosenRejectedLogps
     reference: ChosenRejectedLogps | None
     per_pair: Tensor
-
-    @classmethod
-    def of(cls, pair_ids: PairIds, inputs: ObjectiveInputs, per_pair: Tensor) -> ScoredPairs:
-        return cls(pair_ids, inputs.policy.detach(), inputs.reference, per_pair.detach())
 
     def nonfinite(self) -> dict[int, NonFiniteSource]:
         """The non-finite pairs by id, each with the first non-finite value in the order of computation."""
@@ -62,12 +58,11 @@ class NonFiniteStep:
     """Why a step was skipped, and its non-finite pairs; empty if no single pair is responsible.
 
     An overflow is a gradient beyond the range of fp16, which a lower loss scale avoids: a normal event, with no pairs.
-    loss_scale: of the next step, in fp16.
     """
 
     reason: Reason
     pairs: Mapping[int, NonFiniteSource]
-    loss_scale: float | None = None
+    loss_scale: float | None = None  # of the next step, in fp16
 
     @property
     def is_failure(self) -> bool:

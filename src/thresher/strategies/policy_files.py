@@ -21,27 +21,33 @@ RESUME_HINT = "resume with the same pretrain, master_dtype and lora settings"
 
 
 def write_policy(
+    # those that this process writes, by stem and name; with copies, training may change them meanwhile, after
+    # `HostBuffers.hold_changes`
     shards: Mapping[str, Mapping[str, Shard]],
+    # the optimizer state that is not tensors, on the one process that writes it
     values: Mapping[str, Any] | None,
     world: Group,
     copies: HostBuffers | None,
 ) -> Write:
-    """Return a function that writes this process's files; collective.
-
-    Args:
-        shards: those that this process writes, by stem and name. With copies, training may change them meanwhile, after
-            `HostBuffers.hold_changes`.
-        values: the optimizer state that is not tensors, on the one process that writes it.
-    """
+    """Return a function that writes this process's files; collective."""
     if copies is not None:
-        shards = _copied(shards, copies)
-    number = _file_number(world, has_shards=any(shards.values()))
+        buffers = copies.copy(
+            {f"{stem}/{name}": each.values for stem, local in shards.items() for name, each in local.items()}
+        )
+        shards = {
+            stem: {name: replace(shard, values=buffers[f"{stem}/{name}"]) for name, shard in local.items()}
+            for stem, local in shards.items()
+        }
+    has_shards = any(shards.values())
+    # files are numbered among the processes that write shards; replicas write none
+    writers = [rank for rank, writes in enumerate(world.all_gather_object(has_shards)) if writes]
 
     def write(directory: Path) -> list[str]:
         names = []
         if copies is not None:
             copies.wait()
-        if number is not None:
+        if has_shards:
+            number = ShardFile(writers.index(world.rank), len(writers))
             names += [save_shards(directory, stem, local, number) for stem, local in shards.items()]
         if values is not None:
             save_json(directory / f"{OPTIMIZER}.json", values)
@@ -63,19 +69,3 @@ def adamw_values(shapes: Mapping[str, list[int]], updated: Mapping[str, Any]) ->
     """The optimizer state that is not tensors; updated: the parameters that have moments."""
     groups = [{"names": list(group), "shapes": list(group.values())} for group in adamw_groups(shapes)]
     return {"type": ADAMW, "groups": groups, "values": {name: {} for name in updated}}
-
-
-def _file_number(world: Group, *, has_shards: bool) -> ShardFile | None:
-    """Number the files among the processes that write shards; replicas write none."""
-    writers = [rank for rank, writes in enumerate(world.all_gather_object(has_shards)) if writes]
-    return ShardFile(writers.index(world.rank), len(writers)) if has_shards else None
-
-
-def _copied(shards: Mapping[str, Mapping[str, Shard]], copies: HostBuffers) -> dict[str, dict[str, Shard]]:
-    buffers = copies.copy(
-        {f"{stem}/{name}": each.values for stem, local in shards.items() for name, each in local.items()}
-    )
-    return {
-        stem: {name: replace(shard, values=buffers[f"{stem}/{name}"]) for name, shard in local.items()}
-        for stem, local in shards.items()
-    }

@@ -159,7 +159,8 @@ def _forward(chunks: Sequence[Any], inputs: ModelInputs, hidden: list[tuple[Tens
     for chunk in chunks:
         entering = None
         if not chunk.pre_process:
-            entering = torch.empty(chunk.hidden_shape(inputs))
+            sequences, rows = chunk._padded(inputs).model_inputs["input_ids"].shape
+            entering = torch.empty(rows // chunk._num_row_shards(inputs), sequences, chunk.config.hidden_size)
             dist.recv(entering, group=pp.group, group_src=(pp.rank - 1) % pp.size)
             entering.requires_grad_()
             chunk.set_input_tensor(entering)

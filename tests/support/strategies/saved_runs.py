@@ -168,9 +168,9 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def moments_of(policy: TrainEngine) -> dict[str, Tensor]:
     """Gather the full moments with torch's collectives, independent of checkpoint files."""
     found: dict[str, Tensor] = {}
-    for parameter, shard in policy.parameters.shards.items():
+    for name, parameter in policy.parameters.by_name.items():
+        shard = policy.parameters.shards[parameter]
         for key, value in policy.parameters.optimizer.state[shard].items():
-            name = f"{key}/{policy.parameters.names[parameter]}"
             if isinstance(parameter, DTensor) and value.ndim:
                 value = DTensor.from_local(
                     value,
@@ -180,7 +180,7 @@ def moments_of(policy: TrainEngine) -> dict[str, Tensor]:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
-            found[name] = parity.gather_full(value)
+            found[f"{key}/{name}"] = parity.gather_full(value)
     return found
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from thresher.strategies.native.build import build_replica
 from thresher.strategies.native.parameters import adamw_options, parameter_groups
 from thresher.strategies.native.sequential import RouterLoss, SequentialExecutor
 from thresher.strategies.nonfinite import LossScale
-from thresher.strategies.spec import ModelSource, ModelSpec, PolicySpec, seed_dropout
+from thresher.strategies.spec import ModelSpec, PolicySpec, seed_dropout
 
 # DeepSpeed's default, in elements
 _MAX_BUCKET = 500_000_000
@@ -50,27 +49,24 @@ def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and partition it with its optimizer."""
     deepspeed = _import_deepspeed(spec.device)
     stage, training = spec.settings.stage, spec.training
-    partition = _partitioner(deepspeed, engine_config(spec.settings)) if stage == 3 else None
-    loaded = _load_model(
-        spec.source, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed), spec.device, partition
+    module, shapes, counts = _load_model(
+        deepspeed, spec, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed)
     )
-    if stage == 3:
-        _gather_experts_together(deepspeed, loaded)
-    module, trained = loaded.causal_lm, loaded.trained
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     recompute_activations(base_model(module), training.gradient_checkpointing, offload=training.activation_offload)
     seed_dropout(spec.seed, spec.world.rank)
     # a partitioned parameter has lost its shape
-    num_dims = {parameter: len(loaded.shapes[name]) for name, parameter in trained.items()}
+    num_dims = {parameter: len(shapes[name]) for name, parameter in trained.items()}
     groups = parameter_groups(num_dims, training.weight_decay, num_dims.__getitem__)
     optimizer = PartitionedAdamW(groups, **adamw_options(training))
     engine, *_ = deepspeed.initialize(
         model=base_model(module),
         optimizer=optimizer,
-        config=engine_config(spec.settings, num_trained=loaded.counts.trained),
+        config=engine_config(spec.settings, num_trained=counts.trained),
         dist_init_required=False,
     )
     model, dp_group = _pair_model(spec, module, engine), _data_parallel_group(spec)
-    partitions = find_partitions(stage, engine.optimizer, trained, loaded.shapes)
+    partitions = find_partitions(stage, engine.optimizer, trained, shapes)
     parameters = PartitionedParameters(engine, optimizer, partitions, dp_group, stage)
 
     def run_backward(loss: Tensor, is_last: bool) -> None:
@@ -84,9 +80,9 @@ def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
         device=model.device,
         hidden_size=model.hidden_size,
         parameters=parameters,
-        checkpoint=PartitionedCheckpoint(parameters, trained, loaded.shapes),
+        checkpoint=PartitionedCheckpoint(parameters, trained, shapes),
         training=training,
-        parameter_counts=loaded.counts,
+        parameter_counts=counts,
         adapter_disabled=partial(adapter_disabled, module),
         scaler=LossScale.of(training, spec.compute_dtype),
     )
@@ -96,7 +92,7 @@ def build_infer(spec: ModelSpec[ZeroSettings]) -> Engine:
     """Load a frozen model: partitioned at stage 3, otherwise a full copy per process."""
     if spec.settings.stage < 3:
         return build_replica(spec)
-    deepspeed, config, adapter = _import_deepspeed(spec.device), engine_config(spec.settings), spec.adapter
+    deepspeed, adapter = _import_deepspeed(spec.device), spec.adapter
 
     def prepare(model: PreTrainedModel) -> nn.Module:
         return (model if adapter is None else attach_adapter(model, adapter)).requires_grad_(False)
@@ -105,10 +101,10 @@ def build_infer(spec: ModelSpec[ZeroSettings]) -> Engine:
         if adapter is not None:
             adapter.load(model)
 
-    loaded = _load_model(spec.source, prepare, init_adapters, spec.device, _partitioner(deepspeed, config))
-    _gather_experts_together(deepspeed, loaded)
-    module = loaded.causal_lm.eval()
-    engine, *_ = deepspeed.initialize(model=base_model(module), config=config, dist_init_required=False)
+    module = _load_model(deepspeed, spec, prepare, init_adapters)[0].eval()
+    engine, *_ = deepspeed.initialize(
+        model=base_model(module), config=engine_config(spec.settings), dist_init_required=False
+    )
     model = _pair_model(spec, module, engine)
     executor = SequentialExecutor(model, spec.layout)
     return Engine(module, executor, _data_parallel_group(spec), model.device, model.hidden_size)
@@ -155,75 +151,49 @@ def engine_config(settings: ZeroSettings, *, num_trained: int = 0) -> dict[str, 
     }
 
 
-@dataclass(frozen=True)
-class _LoadedModel:
-    """A model on its device, with what partitioning hides: shapes and counts of whole parameters, by name."""
-
-    causal_lm: nn.Module
-    shapes: dict[str, tuple[int, ...]]
-    counts: ParameterCounts
-
-    @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.causal_lm.named_parameters() if p.requires_grad}
-
-
 def _load_model(
-    source: ModelSource,
-    prepare: Callable[[PreTrainedModel], nn.Module],
-    init_adapters: Callable[[PreTrainedModel], None],
-    device: torch.device,
-    partition: Callable[[nn.Module], None] | None,
-) -> _LoadedModel:
+    deepspeed: Any,
+    spec: ModelSpec[ZeroSettings],
+    prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters and freezes parameters
+    init_adapters: Callable[[PreTrainedModel], None],  # sets the values of new adapters
+) -> tuple[nn.Module, dict[str, tuple[int, ...]], ParameterCounts]:
     """Load a model; for ZeRO-3, parameters are read and partitioned one module at a time.
 
-    Args:
-        prepare: adds adapters and freezes parameters.
-        init_adapters: sets the values of new adapters.
-        partition: called with each module whose parameters are there; None keeps them whole.
+    Returns the model on its device, and what partitioning hides: shapes by name and counts of whole parameters.
     """
-    by_module = partition is not None
-    model = source.empty() if by_module else source.load()
-    if by_module and not stores_every_parameter(model, source.named_path):
+    source, device, is_partitioned = spec.source, spec.device, spec.settings.stage == 3
+    model = source.empty() if is_partitioned else source.load()
+    by_module = is_partitioned and stores_every_parameter(model, source.named_path)
+    if is_partitioned and not by_module:
         # transformers converts the whole model; DeepSpeed partitions it from host memory when the engine starts
-        model, by_module = source.load(), False
+        model = source.load()
     causal_lm = prepare(model)
     shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
     counts = ParameterCounts.of(causal_lm)
-    if partition is None:
-        causal_lm.to(device)
-        init_adapters(model)
-    elif not by_module:
-        move_buffers(model, device)
-        init_adapters(model)
-    else:
+    if by_module:
         for name, module in model.named_modules():
             if ".lora_" in f".{name}":
                 module.to_empty(device=device, recurse=False)
-        init_adapters(model)
+    elif is_partitioned:
+        move_buffers(model, device)
+    else:
+        causal_lm.to(device)
+    init_adapters(model)
+    if by_module:
+        config = engine_config(spec.settings)
+
+        def partition(module: nn.Module) -> None:
+            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=torch.float32)
+
         load_modules(model, source.named_path, device, partition)
-    return _LoadedModel(causal_lm, shapes, counts)
-
-
-def _partitioner(deepspeed: Any, config: Mapping[str, Any]) -> Callable[[nn.Module], None]:
-    """Return a function that keeps this process's part of a module's parameters, for ZeRO-3."""
-
-    def partition(module: nn.Module) -> None:
-        deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=torch.float32)
-
-    return partition
-
-
-def _gather_experts_together(deepspeed: Any, model: _LoadedModel) -> None:
-    """Let ZeRO-3 take the experts of a layer for one module; before the engine is created.
-
-    ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in stacked
-    matrices. Without a grouped matrix product for them, as in LongCat-Flash, the activation is called once for each
-    expert that tokens of the micro-batch are routed to.
-    """
-    for name, shape in model.shapes.items():
-        if len(shape) == 3:
-            deepspeed.utils.set_z3_leaf_module(model.causal_lm.get_submodule(name.rpartition(".")[0]), True)
+    if is_partitioned:
+        # ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in
+        # stacked matrices. Without a grouped matrix product for them, as in LongCat-Flash, the activation is called
+        # once for each expert that tokens of the micro-batch are routed to.
+        for name, shape in shapes.items():
+            if len(shape) == 3:
+                deepspeed.utils.set_z3_leaf_module(causal_lm.get_submodule(name.rpartition(".")[0]), True)
+    return causal_lm, shapes, counts
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -240,20 +210,15 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"DeepSpeed uses the device {accelerator}, and the model is on {device.type}; set the environment variable "
             f"DS_ACCELERATOR={device.type}"
         )
-    _silence(deepspeed.utils.logger)
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addFilter(_can_be_acted_on)
+    # collectives that this version of torch renames
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device.type == "cpu":
         # collectives in shared memory, which DeepSpeed would compile at start-up for minutes; gloo serves as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _join_process_group(deepspeed, device)
     return deepspeed
-
-
-def _silence(logger: logging.Logger) -> None:
-    """Keep warnings that a user can act on."""
-    logger.setLevel(logging.WARNING)
-    logger.addFilter(_can_be_acted_on)
-    # collectives that this version of torch renames
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:

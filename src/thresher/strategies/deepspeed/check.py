@@ -19,22 +19,16 @@ _SAME_SETTINGS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
-_ADAMW = {"lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
-_ADAMW["weight_decay"] = ("weight_decay",)
+_ADAMW = {
+    "lr": ("learning_rate",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+    "weight_decay": ("weight_decay",),
+}
 
 
 def check(run: EngineCheck[ZeroSettings]) -> None:
     """Reject what the engine does not support, and keys of a DeepSpeed JSON that contradict thresher's."""
-    _check_model(run)
-    for key, value, thresher_key, expected in _shared_settings(run):
-        if not _agrees(value, expected):
-            raise UserError(
-                f"{run.section}.{_CONFIG}.{key} is {value}, but {thresher_key} is {expected}; set {thresher_key}, and "
-                f'set {key} to "auto"'
-            )
-
-
-def _check_model(run: EngineCheck[ZeroSettings]) -> None:
     stage = run.settings.stage
     if run.compiles:
         raise UserError(
@@ -61,6 +55,12 @@ def _check_model(run: EngineCheck[ZeroSettings]) -> None:
         )
     if stage == 3:
         find_files_to_shard(run.path)
+    for key, value, thresher_key, expected in _shared_settings(run):
+        if not _agrees(value, expected):
+            raise UserError(
+                f"{run.section}.{_CONFIG}.{key} is {value}, but {thresher_key} is {expected}; set {thresher_key}, and "
+                f'set {key} to "auto"'
+            )
 
 
 def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any, str, object]]:
@@ -84,10 +84,9 @@ def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any,
         if name not in _ADAMW:
             yield f"optimizer.params.{name}", value, "a setting of AdamW of this name", "not known"
             continue
-        keys = _ADAMW[name]
-        expected = [getattr(training, key) for key in keys]
-        thresher_key = " and ".join(f"training_args.{key}" for key in keys)
-        yield f"optimizer.params.{name}", value, thresher_key, expected if len(keys) > 1 else expected[0]
+        expected = [getattr(training, key) for key in _ADAMW[name]]
+        thresher_key = " and ".join(f"training_args.{key}" for key in _ADAMW[name])
+        yield f"optimizer.params.{name}", value, thresher_key, expected if len(expected) > 1 else expected[0]
     scheduler = _section(run, "scheduler")
     scheduled = {"type": scheduler.get("type", AUTO), **(scheduler.get("params") or {})}
     for name, value in scheduled.items():

@@ -17,7 +17,6 @@ from thresher.config.strategies import StrategyDeclaration, StrategySettings
 
 _PACKAGE = "thresher.strategies.deepspeed"
 AUTO = "auto"
-_DEVICES = ("cpu", "none")
 # of zero_optimization: buckets, prefetching and what stays gathered
 _PASSED_ON = {
     *("allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "ignore_unused_parameters"),
@@ -89,18 +88,20 @@ class ZeroSettings(StrategySettings):
         given = {key: value for key, value in self.zero_optimization.items() if value != AUTO}
         options: dict[str, Any] = {key: value for key, value in given.items() if key in _PASSED_ON}
         for name in ("offload_optimizer", "offload_param"):
-            if (section := self._offload(name)) is not None:
-                options[name] = section
+            if (value := self._offload(name)) is not None:
+                options[name] = value if isinstance(value, dict) else {"device": "cpu"}
         return options
 
     def is_replicated(self, num_workers: int) -> bool:  # noqa: ARG002
         return self.stage == 0
 
-    def _offload(self, name: str) -> dict[str, Any] | None:
-        """DeepSpeed's section of an offload; None without one."""
-        values = [getattr(self, name), self.zero_optimization.get(name, False)]
-        sections = [value if isinstance(value, dict) else {"device": "cpu"} for value in values if _is_set(value)]
-        return sections[0] if sections else None
+    def _offload(self, name: str) -> object:
+        """The setting of an offload, under either key; None without one."""
+        values = (getattr(self, name), self.zero_optimization.get(name, False))
+        given = [value for value in values if _is_set(value)]
+        if len(given) == 2 and given[0] != given[1]:
+            raise ValueError(f"{name} and zero_optimization.{name} are the same setting; keep one")
+        return given[0] if given else None
 
     @model_validator(mode="after")
     def _validate_zero(self) -> ZeroSettings:
@@ -119,10 +120,7 @@ class ZeroSettings(StrategySettings):
                 f"zero_stage is {self.zero_stage}, but zero_optimization.stage is {stage}; keep one of these"
             )
         for name in ("offload_optimizer", "offload_param"):
-            given = [value for value in (getattr(self, name), zero.get(name, False)) if _is_set(value)]
-            if len(given) == 2 and given[0] != given[1]:
-                raise ValueError(f"{name} and zero_optimization.{name} are the same setting; keep one")
-            _validate_offload(name, given[0] if given else None, self.stage)
+            _validate_offload(name, self._offload(name), self.stage)
         return self
 
 
@@ -136,7 +134,7 @@ def _validate_offload(name: str, value: object, stage: int) -> None:
     if value is None:
         return
     if isinstance(value, Mapping):
-        if value.get("device") not in _DEVICES:
+        if value.get("device") not in ("cpu", "none"):
             raise ValueError(f"{name}.device is {value.get('device')}; use cpu, because NVMe is not supported")
         if unknown := sorted(value.keys() - {"device", "pin_memory"}):
             raise ValueError(f"{name}.{unknown[0]} is not supported; use device and pin_memory")

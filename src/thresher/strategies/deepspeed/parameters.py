@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,14 @@ class PartitionedAdamW(torch.optim.AdamW):
     # of the next step; None skips it
     gradient_factor: float | None = None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         if self.gradient_factor is None:
             return None
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if gradients and self.gradient_factor != 1.0:
             torch._foreach_mul_(gradients, self.gradient_factor)
-        loss: float | None = super().step(closure)
-        return loss
+        return super().step(closure)
 
 
 @dataclass(frozen=True)
@@ -84,17 +77,14 @@ class Partition:
         """This partition of a tensor that is laid out like the flat one, 1-D."""
         return tensor.view(-1).narrow(0, self.offset, self.numel)
 
+    def shard(self, values: Tensor) -> FlatShard:
+        return FlatShard(values.detach(), self.shape, self.start)
+
 
 def find_partitions(
     stage: int, optimizer: Any, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Partition]:
-    """List what this process updates.
-
-    Args:
-        optimizer: the DeepSpeed engine's.
-        parameters: the trained ones, by name.
-        shapes: of whole parameters.
-    """
+    """List what this process updates, of the trained parameters by name and the shapes of whole ones."""
     find = _whole if stage == 0 else _of_flat_group if stage < 3 else _of_flat_parameter
     return [part for name, parameter in parameters.items() for part in find(optimizer, name, parameter, shapes[name])]
 
@@ -111,13 +101,8 @@ def _of_flat_group(zero: Any, name: str, parameter: Any, shape: tuple[int, ...])
     if fragment is not None:
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
         inside, position = fragment.lp_fragment_address, fragment.hp_fragment_address
-        index = parameter._index_in_param_group
-
-        def gradient() -> Tensor:
-            found: Tensor = fragment.get_lp_grad_fragment(index)
-            return found.view(-1)
-
-        yield Partition(name, shape, inside.start, inside.numel, flat, position.start, gradient)
+        index, read = parameter._index_in_param_group, fragment.get_lp_grad_fragment
+        yield Partition(name, shape, inside.start, inside.numel, flat, position.start, lambda: read(index).view(-1))
 
 
 def _of_flat_parameter(zero: Any, name: str, parameter: Any, shape: tuple[int, ...]) -> Iterator[Partition]:
@@ -125,12 +110,8 @@ def _of_flat_parameter(zero: Any, name: str, parameter: Any, shape: tuple[int, .
     start = parameter.ds_zero_partition_rank * size
     numel = min(size, parameter.ds_numel - start)  # the last ranks have padding
     if numel > 0:
-
-        def gradient() -> Tensor:
-            found: Tensor = zero.get_local_fp32_grad_for_param(parameter)
-            return found.view(-1)[:numel]
-
-        yield Partition(name, shape, start, numel, zero.fp32_partitioned_groups_flat[group], offset, gradient)
+        flat, read = zero.fp32_partitioned_groups_flat[group], zero.get_local_fp32_grad_for_param
+        yield Partition(name, shape, start, numel, flat, offset, lambda: read(parameter).view(-1)[:numel])
 
 
 class PartitionedParameters:
@@ -195,12 +176,12 @@ class PartitionedCheckpoint:
     def weight_shards(self, extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Shard]]:
         if extra:  # the check rejects a synced reference
             raise ValueError(f"DeepSpeed cannot save the tensors {', '.join(extra)}")
-        return {STEM: {each.name: _shard(each, each.weight) for each in self.parameters.owned}}
+        return {STEM: {each.name: each.shard(each.weight) for each in self.parameters.owned}}
 
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         state = self.parameters.optimizer.state
         moments: dict[str, Shard] = {
-            f"{key}/{each.name}": _shard(each, each.in_flat(value))
+            f"{key}/{each.name}": each.shard(each.in_flat(value))
             for each in self.parameters.owned
             for key, value in state.get(each.flat, {}).items()
             if key != _STEP
@@ -272,7 +253,3 @@ class PartitionedCheckpoint:
             for key in keys:
                 values = stored.read_flat(f"{key}/{each.name}", each.start, each.start + each.numel)
                 each.in_flat(state[each.flat][key]).copy_(values)
-
-
-def _shard(partition: Partition, values: Tensor) -> FlatShard:
-    return FlatShard(values.detach(), partition.shape, partition.start)

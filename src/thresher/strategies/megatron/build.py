@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -18,13 +17,13 @@ from thresher.models.loading.adapters import AdapterFiles, attach_adapter, initi
 from thresher.models.optimizations.recompute import Recompute
 from thresher.strategies.engine import Engine, ParameterCounts, TrainEngine
 from thresher.strategies.megatron.declaration import MegatronSettings
-from thresher.strategies.megatron.lora import ChunkAdapters, check_adapters, list_adapters
+from thresher.strategies.megatron.lora import Adapters, check_adapters, list_adapters
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.megatron.parallel import create_groups
-from thresher.strategies.megatron.parameters import MegatronCheckpoint, PiecesOf, PolicyOptimizer, wrap_chunks
+from thresher.strategies.megatron.parameters import MegatronCheckpoint, PolicyOptimizer, wrap_chunks
 from thresher.strategies.megatron.schedule import ScheduleExecutor
 from thresher.strategies.megatron.transformer_config import describe_model, transformer_config
-from thresher.strategies.megatron.weights import load_masters, load_weights
+from thresher.strategies.megatron.weights import PiecesOf, load_masters, load_weights
 from thresher.strategies.nonfinite import LossScale
 from thresher.strategies.spec import ModelSpec, PolicySpec
 
@@ -34,16 +33,16 @@ def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
     chunks = _load_chunks(spec, spec.training.gradient_checkpointing)
     model = spec.source.empty()
     module = spec.trained.apply(model)
-    adapters: list[ChunkAdapters] = []
+    adapters = None
     if spec.trained.has_adapter:
         adapters = _attach_adapters(chunks, model, module, spec.trained.adapter, spec.seed)
-    else:
-        _freeze(chunks, model)
+    pieces = _freeze(chunks, model) if adapters is None else adapters.pieces
     wrapped = wrap_chunks(chunks, spec.settings)
-    optimizer = PolicyOptimizer(wrapped, spec.training, spec.compute_dtype, _pieces(chunks, adapters))
-    if not adapters and spec.compute_dtype != torch.float32:
-        load_masters(chunks, spec.source.named_path, optimizer.states)
+    optimizer = PolicyOptimizer(wrapped, spec.training, spec.compute_dtype, pieces)
     first, dp_group = chunks[0], chunks[0].groups.dp
+    if adapters is None and spec.compute_dtype != torch.float32:
+        ties_embeddings = first.weight_map.ties_embeddings
+        load_masters(optimizer.states, spec.source.named_path, ties_embeddings=ties_embeddings)
     return TrainEngine(
         model=nn.ModuleList(chunks),
         executor=ScheduleExecutor(chunks, wrapped, spec.layout),
@@ -55,7 +54,7 @@ def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
         checkpoint=MegatronCheckpoint(optimizer.states, dp_group.world),
         training=spec.training,
         parameter_counts=ParameterCounts.of(module),
-        adapter_disabled=partial(_disabled, adapters),
+        adapter_disabled=nullcontext if adapters is None else adapters.disabled,
         scaler=LossScale.of(spec.training, spec.compute_dtype),
     )
 
@@ -73,7 +72,13 @@ def build_infer(spec: ModelSpec[MegatronSettings]) -> Engine:
 
 def _load_chunks(spec: ModelSpec[MegatronSettings], recompute: Recompute = "off") -> list[MegatronPairModel]:
     """Build this process's chunks and read their slices of the weights."""
-    _check_gpu(spec.device)
+    try:
+        torch.cuda.current_device()  # Megatron-Core allocates on it, wherever the model is
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, or a process without a GPU
+        raise UserError(
+            f"Megatron-Core needs a GPU per worker, and a worker is on {spec.device} ({error}); set "
+            "device_mapping, or strategy_name to fsdp2_train, which also runs on CPUs"
+        ) from error
     if not dist.is_initialized():  # a single worker has no process group, and Megatron-Core needs one
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -98,20 +103,13 @@ def build_chunks(
     device: torch.device,
 ) -> list[MegatronPairModel]:
     """Build this process's chunks, one per virtual pipeline stage, without weights."""
-    model, groups = describe_model(config, path), create_groups(settings.sizes)
-    configs = [transformer_config(model, settings, recompute, dtype, device) for _ in range(settings.sizes.virtual_pp)]
-    return [MegatronPairModel(config, model, groups, each, device, index) for index, each in enumerate(configs)]
-
-
-def _check_gpu(device: torch.device) -> None:
-    """Raise without a GPU: Megatron-Core allocates on the current CUDA device, wherever the model is."""
-    try:
-        torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, or a process without a GPU
-        raise UserError(
-            f"Megatron-Core needs a GPU per worker, and a worker is on {device} ({error}); set "
-            "device_mapping, or strategy_name to fsdp2_train, which also runs on CPUs"
-        ) from error
+    shape, groups = describe_model(config, path), create_groups(settings.sizes)
+    return [
+        MegatronPairModel(
+            config, shape, groups, transformer_config(config, shape, settings, recompute, dtype, device), device, index
+        )
+        for index in range(settings.sizes.virtual_pp)
+    ]
 
 
 @torch.no_grad()
@@ -121,27 +119,25 @@ def _attach_adapters(
     peft_model: nn.Module,
     files: AdapterFiles | None,
     seed: int,
-) -> list[ChunkAdapters]:
+) -> Adapters:
     """Attach the adapters that PEFT has attached to a model on the meta device, and set their values."""
     found = list_adapters(peft_model)
     check_adapters(found, chunks)
     names = [name for name, _ in model.named_parameters() if ".lora_" in name]
     stored = None if files is None else files.tensors(names)
-    attached = []
-    for chunk in chunks:
-        adapters = ChunkAdapters(chunk, found)
-        for name, parameter in chunk.named_parameters():
-            for piece in adapters.pieces(name, parameter.data) if adapters.has(name) else ():
-                hf_name = piece.hf_name.removeprefix("base_model.model.")
-                values = initial_values(hf_name, piece.hf_shape, seed) if stored is None else stored[hf_name]
-                piece.copy_(values[piece.slices])
-        attached.append(adapters)
-    return attached
+    adapters = Adapters(chunks, found)
+    for parameter, pieces_of in adapters.pieces.items():
+        for piece in pieces_of(parameter.data):
+            hf_name = piece.hf_name.removeprefix("base_model.model.")
+            values = initial_values(hf_name, piece.hf_shape, seed) if stored is None else stored[hf_name]
+            piece.copy_(values[piece.slices])
+    return adapters
 
 
-def _freeze(chunks: list[MegatronPairModel], model: PreTrainedModel) -> None:
-    """Freeze the parameters whose counterparts in a model on the meta device are frozen."""
-    is_trained: Mapping[str, bool] = {name: each.requires_grad for name, each in model.named_parameters()}
+def _freeze(chunks: list[MegatronPairModel], model: PreTrainedModel) -> dict[nn.Parameter, PiecesOf]:
+    """Freeze the parameters whose counterparts in a model on the meta device are frozen; map the others to these."""
+    is_trained = {name: each.requires_grad for name, each in model.named_parameters()}
+    pieces: dict[nn.Parameter, PiecesOf] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             names = [piece.hf_name for piece in chunk.weight_map.pieces(name, parameter.detach())]
@@ -152,21 +148,6 @@ def _freeze(chunks: list[MegatronPairModel], model: PreTrainedModel) -> None:
                     "Megatron-Core; freeze all of them or none"
                 )
             parameter.requires_grad_(trained != {False})
-
-
-def _pieces(chunks: list[MegatronPairModel], adapters: list[ChunkAdapters]) -> dict[nn.Parameter, PiecesOf]:
-    """What each trained parameter holds of the tensors of transformers or PEFT, in the order of the model."""
-    return {
-        parameter: partial(adapters[index].pieces if adapters else chunk.weight_map.pieces, name)
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-@contextmanager
-def _disabled(adapters: list[ChunkAdapters]) -> Iterator[None]:
-    with ExitStack() as disabled:
-        for each in adapters:
-            disabled.enter_context(each.disabled())
-        yield
+            if parameter.requires_grad:
+                pieces[parameter] = partial(chunk.weight_map.pieces, name)
+    return pieces

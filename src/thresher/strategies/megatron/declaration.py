@@ -43,10 +43,6 @@ class MegatronSizes:
     ep: int = 1
     sequence_parallel: bool = False
 
-    @property
-    def workers_per_data_rank(self) -> int:
-        return self.tp * self.pp * self.cp
-
 
 class MegatronSettings(StrategySettings):
     """`strategy_config` of the megatron strategies. The workers left over by these axes are data-parallel ranks."""
@@ -128,7 +124,8 @@ class MegatronSettings(StrategySettings):
 
     @property
     def workers_per_data_rank(self) -> int:
-        return self.sizes.workers_per_data_rank
+        sizes = self.sizes
+        return sizes.tp * sizes.pp * sizes.cp
 
     @property
     def splits_rows(self) -> bool:

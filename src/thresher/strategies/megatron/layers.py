@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from thresher.models.attention.interface import pair_attention
 from thresher.models.attention.segments import PackedAttention
@@ -91,7 +92,9 @@ class PairCoreAttention(nn.Module):
         """[rows, sequences, heads, dim] each -> [rows, sequences, heads * dim]."""
         context = attention_bias
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        query, key = _rotate(query, context).to(value.dtype), _rotate(key, context).to(value.dtype)
+        # in fp32, the dtype of the angles
+        query, key = apply_rotary_pos_emb(query, key, context.cos, context.sin)
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if context.visibility is not None:
             visible = {"pair_visibility": context.visibility, "scaling": self.scale}
             out = pair_attention(self, query, key, value, None, **visible)[0]
@@ -103,13 +106,6 @@ class PairCoreAttention(nn.Module):
             ).transpose(1, 2)
         rows: Tensor = out.transpose(0, 1).flatten(2).contiguous()
         return rows
-
-
-def _rotate(states: Tensor, context: AttentionContext) -> Tensor:
-    """Apply the rotary embedding in fp32: [sequences, heads, rows, dim]."""
-    cos, sin = context.cos.unsqueeze(1), context.sin.unsqueeze(1)
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class StackedExperts(nn.Module):

@@ -24,14 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.tensors import copy_to_device
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, TokenStatistics
 from thresher.models.attention.segments import PackedAttention
 from thresher.models.layouts import ModelInputs, pad_to_multiple
-from thresher.models.lm_head import LMHead, ScoredTokens, VocabParallel, logit_transform, score_rows, split_sides
+from thresher.models.lm_head import LMHead, VocabParallel, logit_transform, score_rows
 from thresher.strategies.megatron.layers import AttentionContext, decoder_spec
 from thresher.strategies.megatron.parallel import MegatronGroups
-from thresher.strategies.megatron.transformer_config import ModelDescription
-from thresher.strategies.megatron.weights import ShardPosition, WeightMap
+from thresher.strategies.megatron.weights import ModelShape, WeightMap
 
 
 class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is optional
@@ -40,26 +39,26 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
     def __init__(
         self,
         hf_config: PreTrainedConfig,
-        description: ModelDescription,
+        shape: ModelShape,
         groups: MegatronGroups,
         config: TransformerConfig,
         device: torch.device,
         virtual_stage: int = 0,
     ):
         sizes = groups.sizes
+        ties_embeddings = bool(hf_config.tie_word_embeddings)
         vp_stage = virtual_stage if sizes.virtual_pp > 1 else None
-        is_first = groups.is_first_stage and virtual_stage == 0
+        is_first = groups.pp.rank == 0 and virtual_stage == 0
         is_last = groups.is_last_stage and virtual_stage == sizes.virtual_pp - 1
-        vocab_size = description.shape.vocab_size
         with torch.device(device):
             super().__init__(
                 config,
                 decoder_spec(config, vp_stage, groups.pp.rank),
-                vocab_size=vocab_size + -vocab_size % sizes.tp,
+                vocab_size=shape.vocab_size + -shape.vocab_size % sizes.tp,
                 max_sequence_length=0,  # only learned positions need it
                 pre_process=is_first,
                 post_process=is_last,
-                share_embeddings_and_output_weights=description.ties_embeddings,
+                share_embeddings_and_output_weights=ties_embeddings,
                 position_embedding_type="none",  # our attention applies the rotary embedding
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
                 vp_stage=vp_stage,
@@ -67,18 +66,15 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
             self.hf_rotary = _rotary_embedding(hf_config)
         _mark_shards(self)
         self.groups = groups
-        self.description = description
         self.logit_transform = logit_transform(hf_config)
         self.weight_map = WeightMap(
-            description.shape,
-            ShardPosition(
-                groups.tp.rank,
-                groups.tp.size,
-                groups.ep.rank,
-                groups.ep.size,
-                get_transformer_layer_offset(config, vp_stage, groups.pp.rank),
-            ),
-            description.ties_embeddings,
+            shape,
+            groups.tp.rank,
+            groups.tp.size,
+            groups.ep.rank,
+            groups.ep.size,
+            get_transformer_layer_offset(config, vp_stage, groups.pp.rank),
+            ties_embeddings,
         )
 
     @property
@@ -117,15 +113,6 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
             statistics=statistics,
         )
 
-    def split_sides(self, batch: ModelInputs, tokens: ScoredTokens) -> ChosenRejectedLogps:
-        """Split per-token values into chosen and rejected; chosen responses come first."""
-        return split_sides(batch, tokens, self.device)
-
-    def hidden_shape(self, batch: ModelInputs) -> tuple[int, int, int]:
-        """Shape of the hidden states of a micro-batch between stages."""
-        sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
-        return rows // self._num_row_shards(batch), sequences, self.config.hidden_size
-
     def _context_parallel(self, batch: ModelInputs) -> ContextParallel | None:
         """Return the sequence shard of this process; None: every process computes the full rows.
 
@@ -157,7 +144,7 @@ class MegatronPairModel(GPTModel):  # type: ignore[misc]  # megatron-core is opt
     def _lm_head(self, dtype: torch.dtype) -> LMHead:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        tp, vocab_size = self.groups.tp, self.description.shape.vocab_size
+        tp, vocab_size = self.groups.tp, self.weight_map.shape.vocab_size
         offset = tp.rank * len(weight)
         if offset + len(weight) > vocab_size:  # the padding is not part of the softmax
             weight = weight[: vocab_size - offset]

@@ -25,10 +25,6 @@ class MegatronGroups:
     context_parallel: ContextParallel | None
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -36,11 +32,8 @@ class MegatronGroups:
 _created: dict[MegatronSizes, MegatronGroups] = {}
 
 
-def create_groups(sizes: MegatronSizes, seed: int = 0) -> MegatronGroups:
-    """Create Megatron-Core's groups; a collective call. Models with the same sizes share them.
-
-    seed: of the random numbers that differ between tensor-parallel ranks, which only dropout needs.
-    """
+def create_groups(sizes: MegatronSizes) -> MegatronGroups:
+    """Create Megatron-Core's groups; a collective call. Models with the same sizes share them."""
     if sizes in _created and parallel_state.model_parallel_is_initialized():
         return _created[sizes]
     if parallel_state.model_parallel_is_initialized():
@@ -56,18 +49,7 @@ def create_groups(sizes: MegatronSizes, seed: int = 0) -> MegatronGroups:
         # the default group has a backend for host memory besides the one for the GPU
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(seed)
-    _created[sizes] = _describe(sizes)
-    return _created[sizes]
-
-
-def destroy_groups() -> None:
-    """Destroy Megatron-Core's groups, so that others can be created."""
-    parallel_state.destroy_model_parallel()
-    _created.clear()
-
-
-def _describe(sizes: MegatronSizes) -> MegatronGroups:
+    model_parallel_cuda_manual_seed(0)  # for dropout, which no model here has
     tp = _group(parallel_state.get_tensor_model_parallel_group())
     pp = _group(parallel_state.get_pipeline_model_parallel_group())
     cp = _group(parallel_state.get_context_parallel_group())
@@ -76,7 +58,7 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
         data.rank,
         data.size,
         data.group,
-        metrics_ranks=_metrics_group(sizes, data.size),
+        metrics_ranks=_metrics_group(sizes.tp * sizes.cp),
         all_ranks=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
         needs_lockstep=sizes.ep > 1,
         reduces_gradients=False,
@@ -87,20 +69,24 @@ def _describe(sizes: MegatronSizes) -> MegatronGroups:
     if cp.size > 1:
         assert cp.group is not None  # noqa: S101
         context_parallel = ContextParallel(cp.rank, cp.size, cp.group)
-    return MegatronGroups(sizes, tp, pp, _group(parallel_state.get_expert_model_parallel_group()), dp, context_parallel)
+    _created[sizes] = MegatronGroups(
+        sizes, tp, pp, _group(parallel_state.get_expert_model_parallel_group()), dp, context_parallel
+    )
+    return _created[sizes]
 
 
-def _metrics_group(sizes: MegatronSizes, num_data_ranks: int) -> Group:
+def destroy_groups() -> None:
+    """Destroy Megatron-Core's groups, so that others can be created."""
+    parallel_state.destroy_model_parallel()
+    _created.clear()
+
+
+def _metrics_group(num_inner: int) -> Group:
     """All data-parallel ranks of all stages that have this process's tp and cp index."""
-    num_inner = sizes.tp * sizes.cp
-    num_processes = num_inner * num_data_ranks * sizes.pp
-    own = Group()
-    for inner in range(num_inner):  # every process has to create every group
-        ranks = list(range(inner, num_processes, num_inner))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks and len(ranks) > 1:
-            own = Group(ranks.index(dist.get_rank()), len(ranks), group)
-    return own
+    by_index = [list(range(inner, dist.get_world_size(), num_inner)) for inner in range(num_inner)]
+    own, _ = dist.new_subgroups_by_enumeration(by_index)
+    assert own is not None  # noqa: S101
+    return _group(own)
 
 
 def _group(group: dist.ProcessGroup) -> Group:

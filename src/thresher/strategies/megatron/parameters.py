@@ -15,7 +15,7 @@ by the same names. Any engine and any mesh can load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,11 @@ from thresher.checkpoint.tensor_files import Shard, ShardedReader, TensorShard
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import Group
 from thresher.strategies.megatron.declaration import MegatronSettings
-from thresher.strategies.megatron.weights import Piece
+from thresher.strategies.megatron.weights import PiecesOf
 from thresher.strategies.policy_files import ADAMW, OPTIMIZER, RESUME_HINT, adamw_groups, adamw_values
 
 _WEIGHT, _STEP = "weight", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-PiecesOf = Callable[[Tensor], list[Piece]]
 _NOT_DECAYED = ParamKey(predicate=ParamPredicate(name="ndim < 2", fn=lambda parameter: parameter.ndim < 2))
 
 
@@ -111,11 +110,9 @@ class PolicyOptimizer:
         self._optimizer.prepare_grads()
 
     def count_zeros(self) -> float:
-        """Count the elements of the reduced gradients that are 0; Megatron-Core counts over all processes."""
         return self._once(float(self._optimizer.count_zeros()))
 
     def squared_norm(self) -> float:
-        """The squared norm of the gradients; Megatron-Core sums it over all processes."""
         return self._once(float(self._optimizer.get_grad_norm()) ** 2)
 
     def scale(self, factor: float) -> None:
@@ -124,7 +121,7 @@ class PolicyOptimizer:
             torch._foreach_mul_(gradients, factor)
 
     def _once(self, total: float) -> float:
-        """A number of all processes as the share of one of them."""
+        """A number that Megatron-Core has summed over all processes, as the share of one of them."""
         return total if dist.get_rank() == 0 else 0.0
 
     def update(self, learning_rate: float) -> None:
@@ -189,10 +186,6 @@ class ParameterState:
         return sizes.index(max(sizes))
 
     @property
-    def _is_split(self) -> bool:
-        return len(self.ranges[self._writer]) < self.parameter.numel()
-
-    @property
     def num_steps(self) -> float | None:
         """Updates so far, for the bias correction of the moments; None before the first. On the writer only."""
         if self.main is None or not (state := self.optimizer.state.get(self.main)):
@@ -230,8 +223,10 @@ class ParameterState:
 
     def gather(self, key: str) -> Tensor | None:
         """Return the weight or a moment in the shape of the parameter, on the writer; collective in the group."""
-        local = self._local(key)
-        if not self._is_split:
+        local = self.main
+        if local is not None and key != _WEIGHT:
+            local = self.optimizer.state.get(local, {}).get(key)
+        if len(self.ranges[self._writer]) == self.parameter.numel():
             return None if local is None or not self.is_writer else local.detach().view(self.parameter.shape)
         whole = torch.empty(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         for rank, elements in enumerate(self.ranges):
@@ -273,12 +268,6 @@ class ParameterState:
         assert self.main is not None  # noqa: S101
         elements = self.ranges[self.group.rank()]
         return tensor.reshape(-1)[elements.start : elements.stop].view(self.main.shape)
-
-    def _local(self, key: str) -> Tensor | None:
-        if self.main is None or key == _WEIGHT:
-            return self.main
-        found: Tensor | None = self.optimizer.state.get(self.main, {}).get(key)
-        return found
 
 
 def _parameter_states(
@@ -362,5 +351,4 @@ class MegatronCheckpoint:
 
     @property
     def _shapes(self) -> dict[str, list[int]]:
-        """Full shapes by name."""
         return {name: shape for each in self.states for name, shape in each.shapes.items()}

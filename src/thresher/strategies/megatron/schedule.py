@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
@@ -20,11 +18,12 @@ from thresher.data.pair import PairBatch
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
-from thresher.models.lm_head import ScoredTokens
+from thresher.models.lm_head import ScoredTokens, split_sides
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, TokenCounts
 from thresher.strategies.megatron.model import MegatronPairModel
 from thresher.strategies.native.sequential import (
     DUMMY_BATCH,
+    broadcast_scored,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -48,13 +47,12 @@ class ScheduleExecutor:
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training; the last stage broadcasts the logps to all."""
         inputs = self._collate([batch])
-
-        def collect(_: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
-            return scored.logps.sum(), scored
-
-        collected = self._run_schedule(inputs, statistics, collect, forward_only=True)
-        scored = self._broadcast(inputs[0], collected[0] if collected else None, statistics)
-        sides = self.chunks[0].split_sides(inputs[0], scored)
+        collected = self._run_schedule(
+            inputs, statistics, lambda _, scored: (scored.logps.sum(), scored), forward_only=True
+        )
+        pp, device = self.chunks[0].groups.pp, self.chunks[0].device
+        scored = broadcast_scored(collected[0] if collected else None, inputs[0], statistics, pp, torch.float32, device)
+        sides = split_sides(inputs[0], scored, device)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -71,7 +69,7 @@ class ScheduleExecutor:
         inputs = self._collate(batches)
 
         def loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
-            sides = self.chunks[0].split_sides(inputs[index], scored)
+            sides = split_sides(inputs[index], scored, self.chunks[0].device)
             return loss_of_batch(index, sides, batches, loss_fn), None
 
         self._run_schedule(inputs, statistics, loss, forward_only=False)
@@ -108,41 +106,25 @@ class ScheduleExecutor:
         """Run all micro-batches; return what the loss collects, in the last stage."""
         groups = self.chunks[0].groups
 
-        def megatron_loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
-            value, collected = loss(index, scored)
-            # the loss is already divided by the pairs of the step; Megatron-Core would divide by this count
-            return value, torch.zeros((), dtype=torch.int), collected
-
-        def forward_step(
-            indices: Iterator[int], chunk: nn.Module
-        ) -> tuple[Any, Callable[[ScoredTokens], tuple[Tensor, Tensor, Any]]]:
+        def forward_step(indices: Iterator[int], chunk: nn.Module) -> tuple[Any, Callable[[ScoredTokens], Any]]:
             index = next(indices)
-            out = chunk(inputs[index], statistics=statistics)
-            return out, partial(megatron_loss, index)
 
-        num_batches = len(inputs)
-        iterators = [iter(range(num_batches)) for _ in self.wrapped]
+            def megatron_loss(scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
+                value, collected = loss(index, scored)
+                # the loss is already divided by the pairs of the step; Megatron-Core would divide by this count
+                return value, torch.zeros((), dtype=torch.int), collected
+
+            return chunk(inputs[index], statistics=statistics), megatron_loss
+
         schedule = get_forward_backward_func(groups.pp.size, len(self.chunks) if len(self.chunks) > 1 else None)
         collected: list[Any] = schedule(
             forward_step_func=forward_step,
-            data_iterator=iterators,
+            data_iterator=[iter(range(len(inputs))) for _ in self.wrapped],
             model=list(self.wrapped),
-            num_microbatches=num_batches,
+            num_microbatches=len(inputs),
             # stages send each other the shape of every micro-batch
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
         return collected
-
-    def _broadcast(self, inputs: ModelInputs, scored: ScoredTokens | None, statistics: TokenStatistics) -> ScoredTokens:
-        """Broadcast the logps of a micro-batch from the last stage."""
-        pp, device = self.chunks[0].groups.pp, self.chunks[0].device
-        if pp.size == 1:
-            assert scored is not None  # noqa: S101
-            return scored
-        rows = torch.empty(1 + sum(statistics), len(inputs.targets), device=device)
-        if scored is not None:
-            rows.copy_(scored.stack())
-        dist.broadcast(rows, group=pp.group, group_src=pp.size - 1)
-        return ScoredTokens.unstack(rows, statistics)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from thresher.errors import UserError
+from thresher.models.loading.trained import TrainedParts
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.recompute import Recompute
 from thresher.strategies.megatron.declaration import MegatronSettings, MegatronSizes
@@ -26,29 +26,11 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """What Megatron-Core has to know of a model."""
-
-    shape: ModelShape
-    num_layers: int
-    norm_epsilon: float
-    has_qkv_bias: bool
-    normalizes_queries_and_keys: bool
-    ties_embeddings: bool
-    experts_per_token: int = 0
-    normalizes_expert_weights: bool = False
-
-    @property
-    def num_experts(self) -> int:
-        return self.shape.num_experts
-
-
 def check(run: EngineCheck[MegatronSettings]) -> None:
     """Reject what Megatron-Core cannot compute as the other engines do."""
-    settings, model = run.settings, describe_model(run.model_config, run.path)
+    settings, shape = run.settings, describe_model(run.model_config, run.path)
     find_files_to_shard(run.path)
-    check_sizes(model, settings.sizes, run.path)
+    check_sizes(shape, settings.sizes, run.path)
     _check_precision(run)
     if run.balances_experts:
         raise UserError(
@@ -72,7 +54,7 @@ def check(run: EngineCheck[MegatronSettings]) -> None:
             "layout=shared or layout=packed"
         )
     if run.trained is not None and run.trained.has_adapter:
-        _check_adapters(run, model.shape.num_kv_heads)
+        _check_adapters(run.trained, shape, settings.tensor_model_parallel_size)
 
 
 def _check_precision(run: EngineCheck[MegatronSettings]) -> None:
@@ -96,9 +78,7 @@ def _check_precision(run: EngineCheck[MegatronSettings]) -> None:
         )
 
 
-def _check_adapters(run: EngineCheck[MegatronSettings], num_kv_heads: int) -> None:
-    trained, tp_size = run.trained, run.settings.tensor_model_parallel_size
-    assert trained is not None  # noqa: S101
+def _check_adapters(trained: TrainedParts, shape: ModelShape, tp_size: int) -> None:
     if trained.lora_dropout:
         raise UserError("actor_train.model_args.lora_dropout is not supported by megatron_train; set it to 0")
     if trained.lora is not None and trained.lora.starts_from_weights:
@@ -106,22 +86,27 @@ def _check_adapters(run: EngineCheck[MegatronSettings], num_kv_heads: int) -> No
             f"actor_train.model_args.lora_init {trained.lora.init} decomposes whole weight matrices, which "
             "megatron_train shards; use lora_init=default"
         )
-    if num_kv_heads % tp_size:
+    check_adapted_heads(shape, tp_size)
+
+
+def check_adapted_heads(shape: ModelShape, tp_size: int) -> None:
+    """Reject adapters on key/value heads that several ranks share."""
+    if shape.num_kv_heads % tp_size:
         raise UserError(
-            f"LoRA needs a tensor_model_parallel_size that divides the {num_kv_heads} key/value heads, and it is "
+            f"LoRA needs a tensor_model_parallel_size that divides the {shape.num_kv_heads} key/value heads, and it is "
             f"{tp_size}; use a smaller one"
         )
 
 
-def describe_model(config: PreTrainedConfig, path: str) -> ModelDescription:
+def describe_model(config: PreTrainedConfig, path: str) -> ModelShape:
     """Read the sizes of a supported model; raise a UserError for others."""
     _reject_unsupported(config, path)
     values: Any = config
     has_experts = config.model_type == "qwen3_moe"
-    is_qwen3 = config.model_type in ("qwen3", "qwen3_moe")
-    shape = ModelShape(
+    return ModelShape(
         vocab_size=values.vocab_size,
         hidden_size=values.hidden_size,
+        num_layers=values.num_hidden_layers,
         num_heads=values.num_attention_heads,
         num_kv_heads=values.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or values.hidden_size // values.num_attention_heads,
@@ -129,24 +114,12 @@ def describe_model(config: PreTrainedConfig, path: str) -> ModelDescription:
         num_experts=values.num_experts if has_experts else 0,
         expert_ffn_size=values.moe_intermediate_size if has_experts else 0,
     )
-    return ModelDescription(
-        shape,
-        num_layers=values.num_hidden_layers,
-        norm_epsilon=values.rms_norm_eps,
-        has_qkv_bias=config.model_type == "qwen2",
-        normalizes_queries_and_keys=is_qwen3,
-        ties_embeddings=bool(values.tie_word_embeddings),
-        experts_per_token=values.num_experts_per_tok if has_experts else 0,
-        normalizes_expert_weights=bool(values.norm_topk_prob) if has_experts else False,
-    )
 
 
-def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> None:
+def check_sizes(shape: ModelShape, sizes: MegatronSizes, path: str) -> None:
     """Raise a UserError if the model cannot be split along the parallel dimensions."""
-    shape, tp, pp = model.shape, sizes.tp, sizes.pp
-    is_split = [shape.num_heads % tp == 0, shape.ffn_size % tp == 0]
-    is_split += [shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
-    if not all(is_split):
+    tp, chunks = sizes.tp, sizes.pp * sizes.virtual_pp
+    if shape.num_heads % tp or shape.ffn_size % tp or (shape.num_kv_heads % tp and tp % shape.num_kv_heads):
         raise UserError(
             f"tensor_model_parallel_size {tp} does not split {path}, which has {shape.num_heads} attention heads, "
             f"{shape.num_kv_heads} key/value heads and an MLP of {shape.ffn_size}; use a common divisor"
@@ -157,19 +130,18 @@ def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> Non
             f"context_parallel_size {sizes.cp} does not split the {local_heads} attention heads and {local_kv_heads} "
             f"key/value heads of {path} per tensor-parallel rank; use a common divisor"
         )
-    chunks = pp * sizes.virtual_pp
-    if model.num_layers % chunks:
+    if shape.num_layers % chunks:
         raise UserError(
-            f"{path} has {model.num_layers} layers, which are not a multiple of {chunks} pipeline chunks; change "
+            f"{path} has {shape.num_layers} layers, which are not a multiple of {chunks} pipeline chunks; change "
             "pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
         )
-    if sizes.ep > 1 and not model.num_experts:
+    if sizes.ep > 1 and not shape.num_experts:
         raise UserError(f"expert_model_parallel_size has no effect: {path} has no experts; remove it")
-    if model.num_experts % sizes.ep:
+    if shape.num_experts % sizes.ep:
         raise UserError(
-            f"expert_model_parallel_size {sizes.ep} does not divide the {model.num_experts} experts of {path}"
+            f"expert_model_parallel_size {sizes.ep} does not divide the {shape.num_experts} experts of {path}"
         )
-    if model.num_experts and tp > 1 and not sizes.sequence_parallel:
+    if shape.num_experts and tp > 1 and not sizes.sequence_parallel:
         raise UserError(
             "Megatron-Core trains experts under tensor parallelism only with sequence parallelism; set "
             "sequence_parallel to true"
@@ -177,8 +149,6 @@ def check_sizes(model: ModelDescription, sizes: MegatronSizes, path: str) -> Non
 
 
 def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
-    if config.model_type not in FAMILIES:
-        raise _unsupported(path, f"model type {config.model_type}; supported are {', '.join(FAMILIES)}")
     rope = getattr(config, "rope_parameters", None) or {}
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if config.model_type == "mistral" or getattr(config, "use_sliding_window", False):
@@ -193,32 +163,34 @@ def _reject_unsupported(config: PreTrainedConfig, path: str) -> None:
         "partial_rotary_factor": float(rope.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantization_config": getattr(config, "quantization_config", None) is not None,
     }
-    if name := next((name for name, is_present in reasons.items() if is_present), None):
-        raise _unsupported(path, f"{name} {getattr(config, name, None) or rope.get(name)}")
-
-
-def _unsupported(path: str, what: str) -> UserError:
-    return UserError(
-        f"megatron_train and megatron_infer do not support {path}: {what}; use fsdp2_train and fsdp2_infer"
-    )
+    unsupported = [f"{name} {getattr(config, name, None) or rope.get(name)}" for name in reasons if reasons[name]]
+    if config.model_type not in FAMILIES:
+        unsupported = [f"model type {config.model_type}; supported are {', '.join(FAMILIES)}"]
+    if unsupported:
+        raise UserError(
+            f"megatron_train and megatron_infer do not support {path}: {unsupported[0]}; use fsdp2_train and "
+            "fsdp2_infer"
+        )
 
 
 def transformer_config(
-    model: ModelDescription, settings: MegatronSettings, recompute: Recompute, dtype: torch.dtype, device: torch.device
+    model: Any,  # the config of transformers
+    shape: ModelShape,
+    settings: MegatronSettings,
+    recompute: Recompute,  # training_args.gradient_checkpointing; the settings win over it
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> TransformerConfig:
-    """Build Megatron-Core's config; on a CPU, without its fused kernels.
-
-    recompute: training_args.gradient_checkpointing; the settings of Megatron-Core win over it.
-    """
+    """Build Megatron-Core's config; on a CPU, without its fused kernels."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shape, sizes, on_gpu = model.shape, settings.sizes, device.type == "cuda"
+    sizes, on_gpu = settings.sizes, device.type == "cuda"
     granularity = settings.recompute_granularity or (None if recompute == "off" else recompute)
     is_full, modules = granularity == "full", settings.recompute_modules
     if modules is None and settings.recompute_granularity is None and recompute == "selective":
         modules = ["layernorm"]  # the default of Megatron-Core computes attention again
     values: dict[str, Any] = {
-        "num_layers": model.num_layers,
+        "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_heads,
         "num_query_groups": shape.num_kv_heads,
@@ -227,10 +199,10 @@ def transformer_config(
         "activation_func": F.silu,
         "gated_linear_unit": True,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_epsilon": model.rms_norm_eps,
         "add_bias_linear": False,
-        "add_qkv_bias": model.has_qkv_bias,
-        "qk_layernorm": model.normalizes_queries_and_keys,
+        "add_qkv_bias": model.model_type == "qwen2",
+        "qk_layernorm": model.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -243,7 +215,7 @@ def transformer_config(
         "context_parallel_size": sizes.cp,
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": 1,
-        "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
+        "sequence_parallel": sizes.sequence_parallel,
         # micro-batches of packed pairs have different lengths
         "variable_seq_lengths": sizes.pp > 1,
         # Megatron-Core's default allows no variable lengths, even without experts
@@ -263,13 +235,13 @@ def transformer_config(
         "bias_activation_fusion": settings.bias_activation_fusion and on_gpu,
         "persist_layer_norm": False,
     }
-    if model.num_experts:
+    if shape.num_experts:
         values |= {
-            "num_moe_experts": model.num_experts,
+            "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.expert_ffn_size,
-            "moe_router_topk": model.experts_per_token,
+            "moe_router_topk": model.num_experts_per_tok,
             # a softmax over the selected experts equals one over all experts, divided by the sum of the selected
-            "moe_router_pre_softmax": not model.normalizes_expert_weights,
+            "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",

@@ -1,9 +1,7 @@
 """Map between Megatron-Core parameters of one process and the tensors of transformers.
 
 A parameter of Megatron-Core is a list of pieces, each a slice of one transformers tensor. The same map loads weights,
-writes them back, and names optimizer moments and gradients, which have the shapes of their parameters.
-
-Weights are read from the safetensors files of transformers, each rank only its slices.
+each rank only its slices, writes them back, and names optimizer moments and gradients.
 
 Megatron-Core's layout: query, key and value rows alternate by query group, gate and up are stacked, layers are numbered
 within a model chunk, and the vocabulary is padded to a multiple of the tensor-parallel size.
@@ -12,7 +10,7 @@ within a model chunk, and the vocabulary is padded to a multiple of the tensor-p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,16 +35,22 @@ _REPLICATED = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
+# matrices of which each tensor-parallel rank has some columns
+_BY_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
 
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a transformers model that the map depends on; num_experts is 0 for a dense model."""
+    """Sizes of a transformers model; num_experts is 0 for a dense model."""
 
     vocab_size: int
     hidden_size: int
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -57,18 +61,6 @@ class ModelShape:
     @property
     def heads_per_group(self) -> int:
         return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True)
-class ShardPosition:
-    """Index of a process along the mesh dimensions that shard parameters."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    ep_rank: int = 0
-    ep_size: int = 1
-    # of this process's model chunk
-    first_layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,12 +90,21 @@ class Piece:
         self.local.copy_(values.reshape(self.local.shape))
 
 
+# the pieces of a given parameter, in a tensor of its shape
+PiecesOf = Callable[[Tensor], list[Piece]]
+
+
 @dataclass(frozen=True)
 class WeightMap:
-    """The pieces of every parameter of one model chunk."""
+    """The pieces of every parameter of one model chunk, for this process's ranks."""
 
     shape: ModelShape
-    at: ShardPosition
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    # of the chunk
+    first_layer: int = 0
     ties_embeddings: bool = False
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
@@ -113,36 +114,42 @@ class WeightMap:
         if name == "output_layer.weight":  # the last stage of a pipeline has a copy of a tied embedding
             return self._vocab_rows(EMBEDDING if self.ties_embeddings else HEAD, tensor)
         if name == "decoder.final_layernorm.weight":
-            return [_whole("model.norm.weight", tensor)]
-        if (match := _LAYER.fullmatch(name)) is None:
+            return whole("model.norm.weight", tensor)
+        match = _LAYER.fullmatch(name)
+        pieces = None if match is None else self._layer_pieces(int(match[1]), match[2], tensor)
+        if pieces is None:
             raise KeyError(f"Megatron-Core parameter {name} has no counterpart in transformers")
-        return self._layer_pieces(f"model.layers.{self.at.first_layer + int(match[1])}.", match[2], tensor)
+        return pieces
 
-    def _layer_pieces(self, prefix: str, name: str, tensor: Tensor) -> list[Piece]:
+    def over_tp(self, hf_name: str, dim: int, tensor: Tensor) -> list[Piece]:
+        """A part of a transformers tensor that the tensor-parallel ranks split along a dimension."""
+        return [_part(hf_name, dim, tensor, self.tp_rank, self.tp_size, "tp")]
+
+    def _layer_pieces(self, index: int, name: str, tensor: Tensor) -> list[Piece] | None:
+        prefix = f"model.layers.{self.first_layer + index}."
         if name in _REPLICATED:
-            return [_whole(prefix + _REPLICATED[name], tensor)]
-        make = {
-            "self_attention.linear_qkv.weight": self._qkv,
-            "self_attention.linear_qkv.bias": self._qkv,
-            "self_attention.linear_proj.weight": self._columns("self_attn.o_proj.weight"),
-            "mlp.linear_fc1.weight": self._gate_up,
-            "mlp.linear_fc2.weight": self._columns("mlp.down_proj.weight"),
-            "mlp.experts.gate_up_proj": self._experts("mlp.experts.gate_up_proj"),
-            "mlp.experts.down_proj": self._experts("mlp.experts.down_proj"),
-        }
-        if name not in make:
-            raise KeyError(f"Megatron-Core parameter {name} of a layer has no counterpart in transformers")
-        return list(make[name](prefix, tensor))
+            return whole(prefix + _REPLICATED[name], tensor)
+        if name in _BY_COLUMNS:
+            return self.over_tp(prefix + _BY_COLUMNS[name], 1, tensor)
+        if name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+            return [_part(prefix + name, 0, tensor, self.ep_rank, self.ep_size, "ep")]
+        if name == "mlp.linear_fc1.weight":
+            gate, up = tensor.chunk(2)
+            gates = self.over_tp(f"{prefix}mlp.gate_proj.weight", 0, gate)
+            return gates + self.over_tp(f"{prefix}mlp.up_proj.weight", 0, up)
+        if name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+            return list(self._qkv(prefix, tensor))
+        return None
 
     def _vocab_rows(self, hf_name: str, tensor: Tensor) -> list[Piece]:
-        start = self.at.tp_rank * len(tensor)
+        start = self.tp_rank * len(tensor)
         rows = min(len(tensor), self.shape.vocab_size - start)
         hf_shape = (self.shape.vocab_size, self.shape.hidden_size)
         return [_rows(hf_name, hf_shape, start, tensor[:rows])] if rows > 0 else []
 
     def _qkv(self, prefix: str, tensor: Tensor) -> Iterator[Piece]:
         """Rows of a query group: its query heads, then its key head, then its value head."""
-        shape, at = self.shape, self.at
+        shape = self.shape
         suffix = "bias" if tensor.ndim == 1 else "weight"
         query_rows, head_rows = shape.heads_per_group * shape.head_dim, shape.head_dim
         group_rows = query_rows + 2 * head_rows
@@ -154,45 +161,28 @@ class WeightMap:
         for projection, (offset, rows) in in_group.items():
             hf_name = f"{prefix}self_attn.{projection}.{suffix}"
             hf_shape = (shape.num_kv_heads * rows, *tensor.shape[1:])
-            if shape.num_kv_heads % at.tp_size == 0:
-                groups = shape.num_kv_heads // at.tp_size
+            if shape.num_kv_heads % self.tp_size == 0:
+                groups = shape.num_kv_heads // self.tp_size
                 view = tensor.view(groups, group_rows, *tensor.shape[1:])[:, offset : offset + rows]
-                yield _rows(hf_name, hf_shape, at.tp_rank * groups * rows, view, rows=groups * rows)
+                yield _rows(hf_name, hf_shape, self.tp_rank * groups * rows, view, rows=groups * rows)
                 continue
             # several ranks share a group: each holds consecutive rows of it
-            group, first = divmod(at.tp_rank * len(tensor), group_rows)
+            group, first = divmod(self.tp_rank * len(tensor), group_rows)
             start, stop = max(first, offset), min(first + len(tensor), offset + rows)
             if start < stop:
                 yield _rows(hf_name, hf_shape, group * rows + start - offset, tensor[start - first : stop - first])
 
-    def _gate_up(self, prefix: str, tensor: Tensor) -> Iterator[Piece]:
-        rows = len(tensor) // 2
-        hf_shape = (self.shape.ffn_size, self.shape.hidden_size)
-        for index, projection in enumerate(("gate_proj", "up_proj")):
-            local = tensor[index * rows : (index + 1) * rows]
-            yield _rows(f"{prefix}mlp.{projection}.weight", hf_shape, self.at.tp_rank * rows, local)
 
-    def _columns(self, hf_name: str) -> Callable[[str, Tensor], Iterator[Piece]]:
-        def pieces(prefix: str, tensor: Tensor) -> Iterator[Piece]:
-            rows, columns = tensor.shape
-            start = self.at.tp_rank * columns
-            hf_shape = (rows, columns * self.at.tp_size)
-            yield Piece(prefix + hf_name, hf_shape, (slice(0, rows), slice(start, start + columns)), tensor, "tp")
-
-        return pieces
-
-    def _experts(self, hf_name: str) -> Callable[[str, Tensor], Iterator[Piece]]:
-        def pieces(prefix: str, tensor: Tensor) -> Iterator[Piece]:
-            count, rows, columns = tensor.shape
-            start = self.at.ep_rank * count
-            slices = (slice(start, start + count), slice(0, rows), slice(0, columns))
-            yield Piece(prefix + hf_name, (self.shape.num_experts, rows, columns), slices, tensor, "ep")
-
-        return pieces
+def whole(hf_name: str, tensor: Tensor) -> list[Piece]:
+    """A transformers tensor that this process has in full."""
+    return [Piece(hf_name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)]
 
 
-def _whole(hf_name: str, tensor: Tensor) -> Piece:
-    return Piece(hf_name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)
+def _part(hf_name: str, dim: int, tensor: Tensor, rank: int, size: int, axis: str) -> Piece:
+    shape, slices = list(tensor.shape), [slice(0, length) for length in tensor.shape]
+    slices[dim] = slice(rank * shape[dim], (rank + 1) * shape[dim])
+    shape[dim] *= size
+    return Piece(hf_name, tuple(shape), tuple(slices), tensor, axis)
 
 
 def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *, rows: int | None = None) -> Piece:
@@ -205,31 +195,28 @@ def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *,
 def load_weights(chunks: Iterable[MegatronPairModel], path: str) -> None:
     """Fill every parameter of the model chunks of this process."""
     for chunk in chunks:
-        reader = _open(chunk, path)
+        reader = _open(path, ties_embeddings=chunk.weight_map.ties_embeddings)
         for name, parameter in chunk.named_parameters():
-            _read(chunk, reader, name, parameter.data)
+            parameter.zero_()  # the padding of the vocabulary
+            _read(reader, chunk.weight_map.pieces(name, parameter.data))
 
 
 @torch.no_grad()
-def load_masters(chunks: Iterable[MegatronPairModel], path: str, states: Sequence[ParameterState]) -> None:
+def load_masters(states: Iterable[ParameterState], path: str, *, ties_embeddings: bool) -> None:
     """Fill the fp32 weights of an optimizer, which it has copied from 16-bit parameters."""
-    state_of = {state.parameter: state for state in states}
-    for chunk in chunks:
-        reader = _open(chunk, path)
-        for name, parameter in chunk.named_parameters():
-            if (state := state_of.get(parameter)) is not None:
-                whole = torch.empty(parameter.shape, dtype=torch.float32)
-                _read(chunk, reader, name, whole)
-                state.assign(whole, {}, None)
+    reader = _open(path, ties_embeddings=ties_embeddings)
+    for state in states:
+        weight = torch.zeros(state.parameter.shape)
+        _read(reader, state.pieces(weight))
+        state.assign(weight, {}, None)
 
 
-def _open(chunk: MegatronPairModel, path: str) -> SafetensorsReader:
-    return SafetensorsReader(path, {HEAD: EMBEDDING} if chunk.description.ties_embeddings else {})
+def _open(path: str, *, ties_embeddings: bool) -> SafetensorsReader:
+    return SafetensorsReader(path, {HEAD: EMBEDDING} if ties_embeddings else {})
 
 
-def _read(chunk: MegatronPairModel, reader: SafetensorsReader, name: str, into: Tensor) -> None:
-    into.zero_()  # the padding of the vocabulary
-    for piece in chunk.weight_map.pieces(name, into):
+def _read(reader: SafetensorsReader, pieces: Iterable[Piece]) -> None:
+    for piece in pieces:
         for stored in _as_stored(piece, reader):
             stored.copy_(reader.read_slices(stored.hf_name, stored.hf_shape, stored.slices))
 

@@ -40,8 +40,9 @@ def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
     )
     spec.trained.init(model, spec.seed)
     recompute_activations(base_model(module), training.gradient_checkpointing, offload=training.activation_offload)
+    cp = parallel.context_parallel
     # equally on all tp ranks
-    seed_dropout(spec.seed, parallel.dp_group.rank, parallel.cp_rank)
+    seed_dropout(spec.seed, parallel.dp_group.rank, 0 if cp is None else cp.rank)
     return train_engine(
         module,
         spec.layout,
@@ -130,14 +131,12 @@ def axis_sizes(settings: FSDP2Settings, num_processes: int) -> ParallelDims:
 
 
 def _load_and_parallelize(
-    spec: ModelSpec[FSDP2Settings], prepare: Callable[[PreTrainedModel], nn.Module], *, needs_weights: bool = False
+    spec: ModelSpec[FSDP2Settings],
+    prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters, which have no values yet
+    *,
+    needs_weights: bool = False,  # prepare reads the values of the model
 ) -> tuple[PreTrainedModel, nn.Module, ParallelContext, ParameterCounts]:
-    """Load a full copy of a model, or this process's shards of it; count the parameters of the whole model.
-
-    Args:
-        prepare: adds adapters, which have no values yet.
-        needs_weights: prepare reads the values of the model.
-    """
+    """Load a full copy of a model, or this process's shards of it; count the parameters of the whole model."""
     source, settings, world = spec.source, spec.settings, spec.world
     if not settings.is_replicated(world.size):
         model = source.empty()
@@ -166,9 +165,11 @@ def _pair_model(module: nn.Module, layout: Layout, compute_dtype: torch.dtype, p
         compute_dtype,
         layout,
         parallel.context_parallel,
-        calls_head=parallel.gathers_head,
+        # FSDP2 gathers the weight of the head around its forward, on the stage that has it
+        calls_head=parallel.gradient_sync is not None and (parallel.stage is None or parallel.stage.is_last),
         device=parallel.device,
-        num_row_shards=parallel.num_row_shards,
+        # processes of tp that split the rows outside of its matrices
+        num_row_shards=parallel.tp.size if parallel.settings.sequence_parallel else 1,
     )
 
 

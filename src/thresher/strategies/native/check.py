@@ -20,51 +20,41 @@ from thresher.strategies.spec import EngineCheck
 
 def check(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
-    is_replicated = run.settings.is_replicated(run.num_workers)
-    _check_router_loss(run)
+    settings, is_replicated = run.settings, run.settings.is_replicated(run.num_workers)
+    if run.balances_experts:  # along these axes the loss of transformers cannot be computed exactly
+        axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
+        if axes or run.compiles:
+            raise UserError(
+                f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(axes) or 'torch_compile'}; "
+                "remove one of them, or give each worker a full copy with dp_replicate"
+            )
+        check_router_family(run)
     lora = None if run.trained is None else run.trained.lora
     if lora is not None and lora.starts_from_weights and not is_replicated:
         raise UserError(
             f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which cannot be sharded; "
             "set strategy_args.strategy_config.dp_replicate to the number of workers, or use lora_init=default"
         )
-    if not is_replicated:
-        find_files_to_shard(run.path)
-        check_axes(run.settings, run.num_workers, run.section, run.model_config, run.layout)
-        _check_sequence_parallel(run)
-        _check_precisions(run)
-        _check_schedule(run)
-
-
-def _check_precisions(run: EngineCheck[FSDP2Settings]) -> None:
-    """Reject bf16 messages of a run that does not compute in bf16 with fp32 weights."""
-    for name in run.settings.non_default("reduce_dtype", "pp_dtype"):
+    if is_replicated:
+        return
+    find_files_to_shard(run.path)
+    check_axes(settings, run.num_workers, run.section, run.model_config, run.layout)
+    if settings.sequence_parallel:
+        reason = why_not_sequence_parallel(run.model_config, run.layout, has_lora=lora is not None)
+        if reason is not None:
+            raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
+    for name in settings.non_default("reduce_dtype", "pp_dtype"):
         if (run.dtype, run.master_dtype) != ("bf16", "fp32"):
             raise UserError(
                 f"{run.section}: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are {run.dtype} and "
                 f"{run.master_dtype}; remove {name}"
             )
-
-
-def _check_schedule(run: EngineCheck[FSDP2Settings]) -> None:
-    if run.settings.pp_schedule == "1f1b":
-        return
-    recomputes = run.training.gradient_checkpointing != "off"
-    if run.compiles or recomputes:
+    if settings.pp_schedule != "1f1b" and (run.compiles or run.training.gradient_checkpointing != "off"):
         name = "torch_compile" if run.compiles else "gradient_checkpointing"
         raise UserError(
-            f"{run.section}: pp_schedule {run.settings.pp_schedule} splits the backward, which {name} does not "
+            f"{run.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
             "support; remove one of them"
         )
-
-
-def _check_sequence_parallel(run: EngineCheck[FSDP2Settings]) -> None:
-    if not run.settings.sequence_parallel:
-        return
-    has_lora = run.trained is not None and run.trained.lora is not None
-    reason = why_not_sequence_parallel(run.model_config, run.layout, has_lora=has_lora)
-    if reason is not None:
-        raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
 
 
 def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:
@@ -75,19 +65,6 @@ def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *,
     if not layout.needs_pair_attention:
         return f"the layout is {layout.name}, and it needs packed rows"
     return "it does not support LoRA" if has_lora else None
-
-
-def _check_router_loss(run: EngineCheck[FSDP2Settings]) -> None:
-    """Reject moe_aux_loss_coef where the loss of transformers cannot be computed exactly."""
-    if not run.balances_experts:
-        return
-    axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(run.settings, name) > 1]
-    if axes or run.compiles:
-        raise UserError(
-            f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(axes) or 'torch_compile'}; "
-            "remove one of them, or give each worker a full copy with dp_replicate"
-        )
-    check_router_family(run)
 
 
 def check_router_family(run: EngineCheck[Any]) -> None:

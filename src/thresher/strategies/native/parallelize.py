@@ -48,9 +48,6 @@ class PipelineStageInfo:
     def is_last(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
 
-    def broadcast_from_last(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.pipeline.group, group_src=self.pipeline.size - 1)
-
     def reduce_tied_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the first and the last stage; both get bitwise the same result."""
         peer = 0 if self.is_last else self.pipeline.size - 1
@@ -84,33 +81,14 @@ class ParallelContext:
     gradient_sync: GradientSync | None = None
     settings: FSDP2Settings = field(default_factory=FSDP2Settings)
 
-    @property
-    def gathers_head(self) -> bool:
-        """Whether FSDP2 gathers the weight of the head around its forward, on the stage that has it."""
-        return self.gradient_sync is not None and (self.stage is None or self.stage.is_last)
-
-    @property
-    def num_row_shards(self) -> int:
-        """Processes of tp that split the rows outside of its matrices."""
-        return self.tp.size if self.settings.sequence_parallel else 1
-
-    @property
-    def cp_rank(self) -> int:
-        return 0 if self.context_parallel is None else self.context_parallel.rank
-
     def owns(self, parameter: Tensor) -> bool:
         """Whether this process is the first of all that hold the same shard of a parameter."""
-        sharded = sharded_axes(parameter)
+        sharded: set[str] = set()
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            sharded = {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
         coordinates = self.coordinates or {"dp_replicate": self.dp_group.rank}
         return all(index == 0 for axis, index in coordinates.items() if axis not in sharded)
-
-
-def sharded_axes(parameter: Tensor) -> set[str]:
-    """The mesh dimensions along which processes hold different shards of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return set()
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
 
 
 def parallelize(
@@ -129,8 +107,7 @@ def parallelize(
     stage = _keep_stage_layers(model, mesh.group("pp"), settings.virtual_pp_size) if dims.pp > 1 else None
     partial_grad_params: frozenset[str] = frozenset()
     if dims.tp > 1:
-        splits_rows = settings.sequence_parallel
-        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=splits_rows)
+        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=settings.sequence_parallel)
     gradient_sync = None
     if dims.fsdp_size > 1:
         axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
@@ -164,18 +141,18 @@ def _keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size:
         Chunk(index, layers[index], is_last=index == num_chunks - 1)
         for index in range(pipeline.rank, num_chunks, pipeline.size)
     )
-    tied = _tied_names(model)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    tied = frozenset(name for name, parameter in model.named_parameters() if parameter is embedding is head)
     stage = PipelineStageInfo(pipeline, chunks, tied)
     for number in range(len(decoder.layers)):
         if not any(number in chunk.layers for chunk in chunks):
             decoder.layers[number] = IdentityModule()
-    is_first = pipeline.rank == 0
     if not stage.is_last:
         decoder.norm = IdentityModule()
         model.set_output_embeddings(IdentityModule())
         # the head that the embedding is tied to is on the last stage
         model._tied_weights_keys = {}
-    if not (is_first or (stage.is_last and tied)):
+    if not (pipeline.rank == 0 or (stage.is_last and tied)):
         model.set_input_embeddings(IdentityModule())
     return stage
 
@@ -193,10 +170,3 @@ def partition_layers(num_layers: int, num_chunks: int) -> list[range]:
     for index in [*range(1, num_chunks - 1), 0][: num_layers % num_chunks]:
         sizes[index] += 1
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
-
-
-def _tied_names(model: PreTrainedModel) -> frozenset[str]:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:
-        return frozenset()
-    return frozenset(name for name, parameter in model.named_parameters() if parameter is embedding.weight)

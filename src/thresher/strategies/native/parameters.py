@@ -38,12 +38,10 @@ from thresher.strategies.policy_files import OPTIMIZER, RESUME_HINT
 def parameter_groups(
     parameters: Iterable[nn.Parameter],
     weight_decay: float,
+    # of the whole parameter, for shards that have lost its shape
     num_dims: Callable[[nn.Parameter], int] = lambda parameter: parameter.ndim,
 ) -> list[dict[str, Any]]:
-    """Two groups, even if one is empty: every process has the same groups, for any sharding.
-
-    num_dims: of the whole parameter, for shards that have lost its shape.
-    """
+    """Two groups, even if one is empty: every process has the same groups, for any sharding."""
     parameters = list(parameters)
     # norms and biases are not decayed, as is usual
     decayed = [p for p in parameters if num_dims(p) >= 2]
@@ -76,27 +74,22 @@ class LocalParameters:
 
     def __init__(self, model: nn.Module, base_model: nn.Module, parallel: ParallelContext, training: TrainingArgs):
         self.parallel = parallel
-        # parameter -> name
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # parameter -> shard, which shares its memory; the parameter itself if it is not a DTensor. AdamW is
         # elementwise, so the result of a step does not depend on the sharding
-        self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.names}
+        self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.by_name.values()}
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.shards.values(), training.weight_decay), **adamw_options(training)
         )
-        trained = [(name, p) for name, p in base_model.named_parameters() if p in self.names]
+        trained = [(name, p) for name, p in base_model.named_parameters() if p in self.shards]
         self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
         stage = parallel.stage
         self._tied = [] if stage is None else [p for name, p in trained if name in stage.tied_weights]
         self._owned_by_first_stage: set[Tensor] = set(self._tied) if stage is not None and stage.is_last else set()
 
     @property
-    def by_name(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for parameter, name in self.names.items()}
-
-    @property
     def shard_names(self) -> dict[nn.Parameter, str]:
-        return {shard: self.names[parameter] for parameter, shard in self.shards.items()}
+        return {self.shards[parameter]: name for name, parameter in self.by_name.items()}
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this process, of all that hold the same shard, adds it to the norm and writes it to checkpoints."""
@@ -104,11 +97,11 @@ class LocalParameters:
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of the step over ranks, once after its last backward, and set them on the shards."""
-        for parameter in self.names:
+        for parameter in self.shards:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 # the gradient of an embedding sharded over tp is a partial sum of the full matrix
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        self.parallel.dp_group.all_reduce_gradients(list(self.names))  # does nothing if FSDP2 has summed them
+        self.parallel.dp_group.all_reduce_gradients(list(self.shards))  # does nothing if FSDP2 has summed them
         if self.parallel.tp.size > 1:
             all_reduce_bucketed(_local_gradients(self._partial_over_tp), self.parallel.tp)
         if self.parallel.stage is not None:
@@ -140,7 +133,7 @@ class LocalParameters:
             parameter.grad = shard.grad = None
 
     def weights(self) -> Mapping[str, Tensor]:
-        return {name: p.detach() for p, name in self.names.items()}
+        return {name: p.detach() for name, p in self.by_name.items()}
 
 
 def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -45,6 +45,7 @@ from thresher.strategies.native.fsdp import GradientSync
 from thresher.strategies.native.parallelize import PipelineStageInfo
 from thresher.strategies.native.sequential import (
     DUMMY_BATCH,
+    broadcast_scored,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -66,10 +67,20 @@ class PipelineExecutor:
     @torch.no_grad()
     def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
         """Score a micro-batch with the forward of training, bitwise; the last stage broadcasts the logps to all."""
-        self._check_repeatable()
+        modules = self.model.causal_lm.modules() if self.model.causal_lm.training else ()
+        # only losses that couple pairs score in training mode, twice with the same masks
+        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
+            raise UserError(
+                "a loss that couples all pairs of a step scores them twice, and pipeline stages cannot repeat the "
+                "dropout masks; set lora_dropout to 0 or pp_size to 1"
+            )
         run = self._collate([batch], statistics)
         self._run_schedule(run)
-        sides = self.model.split_sides(run.inputs[0], self._broadcast(run, index=0))
+        wide = torch.promote_types(self.model.stored_dtype, torch.float32)
+        scored = broadcast_scored(
+            run.scored.get(0), run.inputs[0], statistics, self.stage.pipeline, wide, self.model.device
+        )
+        sides = self.model.split_sides(run.inputs[0], scored)
         return sides if len(batch) else empty_like(sides)
 
     def backward(
@@ -114,15 +125,6 @@ class PipelineExecutor:
         """Precision of hidden states between stages, and of their gradients."""
         return torch.bfloat16 if self.settings.pp_dtype == "bf16" else self.model.stored_dtype
 
-    def _check_repeatable(self) -> None:
-        """Reject dropout: only losses that couple pairs score in training mode, twice with the same masks."""
-        model = self.model.causal_lm
-        if model.training and any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-            raise UserError(
-                "a loss that couples all pairs of a step scores them twice, and pipeline stages cannot repeat the "
-                "dropout masks; set lora_dropout to 0 or pp_size to 1"
-            )
-
     def _collate(
         self, batches: Sequence[PairBatch], statistics: TokenStatistics, loss_fn: LossFn | None = None
     ) -> _StepRun:
@@ -149,16 +151,6 @@ class PipelineExecutor:
             self._schedules[key] = _KeptSchedule(self, run)
         self._schedules[key].run(run)
 
-    def _broadcast(self, run: _StepRun, index: int) -> ScoredTokens:
-        """Broadcast the logps of a micro-batch from the last stage."""
-        inputs = run.inputs[index]
-        wide = torch.promote_types(self.model.stored_dtype, torch.float32)
-        scored = torch.empty(1 + sum(run.statistics), len(inputs.targets), dtype=wide, device=self.model.device)
-        if self.stage.is_last:
-            scored.copy_(run.scored[index].stack())
-        self.stage.broadcast_from_last(scored)
-        return ScoredTokens.unstack(scored, run.statistics)
-
 
 class _OriginalForwardModel(PairModel):
     """Scores the last chunk with the original forward of the causal LM."""
@@ -184,23 +176,15 @@ class _OriginalForwardModel(PairModel):
 
 @dataclass(frozen=True)
 class _StepRun:
-    """The micro-batches of one run of the schedule, and the outputs of the last stage by index.
-
-    loss_fn: None to score without gradient.
-    """
+    """The micro-batches of one run of the schedule, and the outputs of the last stage by index."""
 
     model: PairModel
     inputs: list[ModelInputs]
     statistics: TokenStatistics
     batches: Sequence[PairBatch]
+    # None to score without gradient
     loss_fn: LossFn | None
     scored: dict[int, ScoredTokens] = field(default_factory=dict)
-
-    def loss(self, logps: Tensor, index: int) -> Tensor:
-        if self.loss_fn is None:
-            raise RuntimeError("a schedule without a loss has no backward")
-        sides = self.model.split_sides(self.inputs[index], self.scored[index]._replace(logps=logps))
-        return loss_of_batch(index, sides, self.batches, self.loss_fn)
 
 
 class _KeptSchedule:
@@ -229,7 +213,10 @@ class _KeptSchedule:
             stage.release()
 
     def _loss(self, logps: Tensor, target: Tensor) -> Tensor:
-        return self.step.loss(logps, int(target))
+        step, index = self.step, int(target)
+        assert step.loss_fn is not None  # noqa: S101
+        sides = step.model.split_sides(step.inputs[index], step.scored[index]._replace(logps=logps))
+        return loss_of_batch(index, sides, step.batches, step.loss_fn)
 
 
 class _ChunkModule(nn.Module):

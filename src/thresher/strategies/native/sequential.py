@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thresher.config.roles import ModelArgs
 from thresher.data.pair import Pair, PairBatch
-from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.distributed.groups import DataParallelGroup, Group, Metrics
 from thresher.losses.metrics import MetricSum
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics, map_tensors
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel
 from thresher.models.router import ExpertLoad
 from thresher.strategies.accumulate import ExecutedBatches, LossFn, MicroBatchExecutor, TokenCounts
@@ -29,21 +31,6 @@ from thresher.strategies.accumulate import ExecutedBatches, LossFn, MicroBatchEx
 _IDS = np.zeros(2, dtype=np.int32)
 # scored instead of a batch without pairs: FSDP ranks must run the same number of forwards
 DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
-
-
-@dataclass(frozen=True)
-class StepBalance:
-    """The loss of a step, times coef.
-
-    The tokens routed to an expert have no gradient, so the loss is linear in the probabilities of the router. `factors`
-    is its derivative: the shares of the micro-batches of all ranks add up to the loss.
-    """
-
-    factors: Sequence[float]
-    metrics: Metrics
-
-    def share(self, load: ExpertLoad) -> Tensor:
-        return (load.probabilities.new_tensor(self.factors) * load.probabilities).sum()
 
 
 @dataclass(frozen=True)
@@ -60,8 +47,12 @@ class RouterLoss:
         base: Any = model.base_model
         return cls(args.moe_aux_loss_coef, int(base.num_experts), dp_group) if args.moe_aux_loss_coef else None
 
-    def of_step(self, loads: Iterable[ExpertLoad]) -> StepBalance:
-        """Sum the loads of this rank's micro-batches over all ranks. A collective call."""
+    def of_step(self, loads: Iterable[ExpertLoad]) -> tuple[list[float], Metrics]:
+        """Return the derivative of the step's loss by the router's probabilities, and the metrics; collective.
+
+        The tokens routed to an expert have no gradient, so the loss is linear in the probabilities: the products of the
+        micro-batches of all ranks with this derivative add up to it.
+        """
         local = [0.0] * (2 * self.num_experts + 1)
         for load in loads:
             numbers = [*load.routed.tolist(), *load.probabilities.tolist(), float(load.num_tokens)]
@@ -71,7 +62,7 @@ class RouterLoss:
         factors = [self.num_experts * each / num_tokens**2 for each in routed]
         value = sum(factor * each for factor, each in zip(factors, probabilities, strict=True))
         metrics = self.dp_group.metrics_group.only_on_rank0({"moe_aux_loss": MetricSum(value, 1.0)})
-        return StepBalance([self.coef * factor for factor in factors], metrics)
+        return [self.coef * factor for factor in factors], metrics
 
 
 @dataclass(frozen=True)
@@ -95,17 +86,24 @@ class SequentialExecutor:
         statistics: TokenStatistics,
         loss_scale: float | None = None,
     ) -> ExecutedBatches:
-        balance = None if self.router_loss is None else self._balance_of_step(batches, self.router_loss)
         tokens = TokenCounts()
+        factors: list[float] = []
+        metrics: Metrics = {}
+        if self.router_loss is not None:
+            # without gradient: the share of a batch depends on the whole step; the backward draws the same masks again
+            with torch.no_grad(), torch.random.fork_rng():
+                loads = [self._score(batch, NO_STATISTICS)[1] for batch in batches]
+            factors, metrics = self.router_loss.of_step(load for load in loads if load is not None)
         with self.model.trained_weights_cast_once():
             for index, batch in enumerate(batches):
                 policy, load, batch_tokens = self._score(batch, statistics)
                 loss = loss_fn(index, policy)
-                if balance is not None and load is not None:
-                    loss = loss + balance.share(load) * (1.0 if loss_scale is None else loss_scale)
+                if load is not None:
+                    share = (load.probabilities.new_tensor(factors) * load.probabilities).sum()
+                    loss = loss + share * (1.0 if loss_scale is None else loss_scale)
                 self.run_backward(loss, index == len(batches) - 1)
                 tokens += batch_tokens
-        return ExecutedBatches(tokens, {} if balance is None else balance.metrics)
+        return ExecutedBatches(tokens, metrics)
 
     def check_logps(self, batch: PairBatch) -> None:
         check_logps(self.model, self.layout, batch)
@@ -121,13 +119,6 @@ class SequentialExecutor:
         if len(batch):
             return logps, load, count_tokens(inputs)
         return empty_like(logps), None if load is None else load.of_no_tokens(), TokenCounts()
-
-    def _balance_of_step(self, batches: Sequence[PairBatch], router_loss: RouterLoss) -> StepBalance:
-        """Score all batches without gradient: the share of a batch depends on the tokens of the whole step."""
-        # forked: the backward draws the same dropout masks again
-        with torch.no_grad(), torch.random.fork_rng():
-            loads = [self._score(batch, NO_STATISTICS)[1] for batch in batches]
-            return router_loss.of_step(load for load in loads if load is not None)
 
 
 def count_tokens(inputs: ModelInputs) -> TokenCounts:
@@ -148,12 +139,25 @@ def loss_of_batch(index: int, sides: ChosenRejectedLogps, batches: Sequence[Pair
 
 def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
     """Logps of no pairs that stay on the autograd graph: their backward runs through the model and adds zero."""
-    return ChosenRejectedLogps(_empty_side(sides.chosen), _empty_side(sides.rejected))
+    return map_tensors(sides, lambda tensor: tensor[:0])
 
 
-def _empty_side(side: ResponseLogps) -> ResponseLogps:
-    statistics = (None if each is None else each[:0] for each in (side.log_sum_squared_probs, side.entropy))
-    return ResponseLogps(side.values[:0], side.lengths[:0], *statistics)
+def broadcast_scored(
+    scored: ScoredTokens | None,  # in the last stage
+    inputs: ModelInputs,
+    statistics: TokenStatistics,
+    pipeline: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ScoredTokens:
+    """Broadcast the scored tokens of a micro-batch from the last stage of a pipeline."""
+    if scored is not None and pipeline.size == 1:
+        return scored
+    rows = torch.empty(1 + sum(statistics), len(inputs.targets), dtype=dtype, device=device)
+    if scored is not None:
+        rows.copy_(scored.stack())
+    dist.broadcast(rows, group=pipeline.group, group_src=pipeline.size - 1)
+    return ScoredTokens.unstack(rows, statistics)
 
 
 def distance_to_single_pairs(ours: ChosenRejectedLogps, one_by_one: MicroBatchExecutor, batch: PairBatch) -> float:

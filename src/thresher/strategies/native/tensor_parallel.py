@@ -53,9 +53,11 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, splits_ro
             f"tp_size is {mesh.size()}, but transformers has no tensor-parallel plan for the architecture "
             f"{model.config.model_type}; set tp_size to 1"
         )
-    partial = partial_gradient_modules(model)
+    # replicated modules whose gradients are partial sums
+    partial = {name for name, style in model.tp_plan.items() if style == _PARTIAL_GRADIENT}
     on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
-    styles = {name: style for name, style in module_styles(model).items() if name not in on_other_stages}
+    plan = {name: style for name, style in model.tp_plan.items() if name not in partial}
+    styles = {name: style for name, style in _with_adapters(model, plan).items() if name not in on_other_stages}
     norms: frozenset[str] = frozenset()
     if splits_rows:
         norms = _split_rows(model, mesh)
@@ -67,17 +69,6 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, splits_ro
         for name, module in modules.items()
         if module in norms or replace_layer_number_by_wildcard(module) in partial
     )
-
-
-def module_styles(model: PreTrainedModel) -> dict[str, str]:
-    """The style of every sharded module, by its name with `*` instead of the layer's number; LoRA included."""
-    partial = partial_gradient_modules(model)
-    return _with_adapters(model, {name: style for name, style in model.tp_plan.items() if name not in partial})
-
-
-def partial_gradient_modules(model: PreTrainedModel) -> set[str]:
-    """Replicated modules whose gradients are partial sums."""
-    return {name for name, style in model.tp_plan.items() if style == _PARTIAL_GRADIENT}
 
 
 def _with_adapters(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
