@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,10 +83,7 @@ def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:
             content = json.loads(stream.read())
     except (OSError, ValueError, RecursionError):
         return None
-    return _digests_in(content, {"version": _VERSION, "path": str(file), "identity": identity})
-
-
-def _digests_in(content: Any, expected: Mapping[str, object]) -> Digests | None:
+    expected = {"version": _VERSION, "path": str(file), "identity": identity}
     if not isinstance(content, dict) or any(content.get(name) != value for name, value in expected.items()):
         return None
     digests = content.get("digests")
