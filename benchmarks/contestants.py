@@ -108,7 +108,7 @@ def score_reference(column: Column, store: PairStore, plan: Plan) -> Precomputed
         device=torch.device("cpu"),
         num_visits=plan.num_visits,
     )
-    reference.score_missing(scorer.score)
+    list(reference.iter_score_missing(scorer.score))
     return reference
 
 

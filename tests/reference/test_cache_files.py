@@ -102,7 +102,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_path, caplog, damage):
     pairs = NoisePairs(PAIRS)
-    lookup(tmp_path, pairs).score_missing(synthetic_logps, limits=SMALL)
+    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps, limits=SMALL))
     expected = all_bytes(lookup(tmp_path, pairs), pairs)
     victim = shards_in(tmp_path)[1]
     damage(victim.path)
@@ -114,7 +114,7 @@ def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_pat
         in warning.getMessage()
     )
     assert again.num_missing == victim.num_pairs
-    again.score_missing(synthetic_logps)
+    list(again.iter_score_missing(synthetic_logps))
     assert again.num_missing == 0
     assert all_bytes(again, pairs) == expected
     lookup(tmp_path, pairs)
@@ -136,7 +136,7 @@ def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
 def test_a_shard_that_is_removed_during_a_run_is_reported_with_a_hint(tmp_path):
     pairs = NoisePairs(PAIRS)
     reference = lookup(tmp_path, pairs)
-    reference.score_missing(synthetic_logps)
+    list(reference.iter_score_missing(synthetic_logps))
     for shard in shards_in(tmp_path):
         shard.path.unlink()
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_a_cache_that_cannot_be_created_is_reported_with_a_hint(tmp_path):
     with pytest.raises(
         UserError, match=r"could not create the reference cache in .*; set reference.cache_dir to a writable"
     ):
-        lookup(tmp_path / "file", NoisePairs(4)).score_missing(synthetic_logps)
+        list(lookup(tmp_path / "file", NoisePairs(4)).iter_score_missing(synthetic_logps))
 
 
 def test_a_failed_write_names_the_cache_directory(tmp_path):
@@ -182,7 +182,7 @@ def test_scoring_is_reported_in_seconds_per_pair_that_the_run_visits(tmp_path):
     pairs = NoisePairs(4)
     reference = lookup(tmp_path, pairs)
     started = time.perf_counter()
-    reference.score_missing(synthetic_logps)
+    list(reference.iter_score_missing(synthetic_logps))
     elapsed = time.perf_counter() - started
     assert 0.5 * elapsed / 4 < reference.seconds_per_pair <= elapsed / 4
 
@@ -190,7 +190,7 @@ def test_scoring_is_reported_in_seconds_per_pair_that_the_run_visits(tmp_path):
 def test_both_sides_are_read_as_they_were_scored(tmp_path):
     pairs = NoisePairs(4)
     reference = lookup(tmp_path, pairs)
-    reference.score_missing(synthetic_logps)
+    list(reference.iter_score_missing(synthetic_logps))
     batch = pairs.read(np.arange(4))
     found, expected = reference.logps(batch), synthetic_logps(batch)
     for side, scored in ((found.chosen, expected.chosen), (found.rejected, expected.rejected)):
@@ -208,7 +208,7 @@ def test_an_interrupt_keeps_the_blocks_that_were_scored(tmp_path):
         return synthetic_logps(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        lookup(tmp_path, pairs).score_missing(score)
+        list(lookup(tmp_path, pairs).iter_score_missing(score))
     assert lookup(tmp_path, pairs).num_missing == PAIRS - 7 * 4
 
 
@@ -217,16 +217,16 @@ def test_the_oldest_of_two_copies_of_a_pair_is_used(tmp_path):
     pairs = NoisePairs(12)
     first = lookup(tmp_path, pairs, pairs_per_block=3)
     late = lookup(tmp_path, pairs, pairs_per_block=4)  # looks up in an empty cache, as a concurrent writer would
-    first.score_missing(synthetic_logps)
+    list(first.iter_score_missing(synthetic_logps))
     bits = all_bytes(first, pairs)
     time.sleep(0.002)
-    late.score_missing(synthetic_logps)
+    list(late.iter_score_missing(synthetic_logps))
     assert len(shards_in(tmp_path)) == 2
     assert all_bytes(lookup(tmp_path, pairs), pairs) == bits
     assert all_bytes(late, pairs) == bits
     (separate := tmp_path / "separate").mkdir()
     other = lookup(separate, pairs, pairs_per_block=4)
-    other.score_missing(synthetic_logps)
+    list(other.iter_score_missing(synthetic_logps))
     assert all_bytes(other, pairs) != bits
 
 
@@ -235,7 +235,7 @@ def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
     pairs.pairs[10] = pairs.pairs[1]
     pairs.pairs.pop()  # the last block has three pairs, so that its bits differ
     reference = lookup(tmp_path, pairs)
-    reference.score_missing(synthetic_logps)
+    list(reference.iter_score_missing(synthetic_logps))
     one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
     assert one == other
     expected = synthetic_logps(pairs.read(np.arange(4))).chosen
@@ -247,23 +247,23 @@ def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
     pairs = NoisePairs(PAIRS)
     some = lookup(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
     assert (some.num_pairs, some.num_missing) == (4, 4)
-    some.score_missing(synthetic_logps)
+    list(some.iter_score_missing(synthetic_logps))
     assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last has two pairs
     every = lookup(tmp_path / "every", pairs)
-    every.score_missing(synthetic_logps)
+    list(every.iter_score_missing(synthetic_logps))
     for pair_id in (3, 17, 18, 49):
         batch = pairs.read(np.array([pair_id]))
         assert some.logps(batch).chosen.values.tolist() == every.logps(batch).chosen.values.tolist()
     longer = lookup(tmp_path / "some", pairs)
     assert longer.num_missing == PAIRS - 10
-    longer.score_missing(synthetic_logps)
+    list(longer.iter_score_missing(synthetic_logps))
     assert all_bytes(longer, pairs) == all_bytes(every, pairs)
 
 
 def test_a_pair_that_was_not_looked_up_is_an_error(tmp_path):
     pairs = NoisePairs(PAIRS)
     reference = lookup(tmp_path, pairs, np.array([9, 20]))
-    reference.score_missing(synthetic_logps)
+    list(reference.iter_score_missing(synthetic_logps))
     for unknown in (0, 12, 49):
         with pytest.raises(IndexError, match=f"pair {unknown} was not looked up"):
             reference.logps(pairs.read(np.array([9, unknown])))
@@ -312,7 +312,7 @@ def test_concurrent_writers_produce_valid_shards_and_the_same_bits(tmp_path):
     reference = lookup(tmp_path, pairs)
     assert reference.num_missing == 0
     single = lookup(tmp_path / "single", pairs)
-    single.score_missing(synthetic_logps)
+    list(single.iter_score_missing(synthetic_logps))
     assert all_bytes(reference, pairs) == all_bytes(single, pairs)
 
 
@@ -348,7 +348,7 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
 
     pairs = NoisePairs(num_pairs)
     uninterrupted = lookup(tmp_path / "uninterrupted", pairs)
-    uninterrupted.score_missing(synthetic_logps)
+    list(uninterrupted.iter_score_missing(synthetic_logps))
     assert all_bytes(lookup(tmp_path / "killed", pairs), pairs) == all_bytes(uninterrupted, pairs)
 
 
@@ -381,7 +381,7 @@ def test_a_partial_file_is_stale_after_a_day(tmp_path):
 
 def test_a_cache_of_another_reference_is_not_read(tmp_path):
     pairs = NoisePairs(8)
-    lookup(tmp_path, pairs).score_missing(synthetic_logps)
+    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps))
     cache = open_cache(tmp_path)
     other = cache.directory.rename(tmp_path / ("0" * 32))
     assert lookup(tmp_path, pairs).num_missing == 8

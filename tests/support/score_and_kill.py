@@ -30,7 +30,7 @@ def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, ki
             os.kill(os.getpid(), signal.SIGKILL)
         return synthetic_logps(batch)
 
-    lookup(root, NoisePairs(num_pairs)).score_missing(score, limits=limits)
+    list(lookup(root, NoisePairs(num_pairs)).iter_score_missing(score, limits=limits))
 
 
 def main(root: str, log: str, num_pairs: str, shard_bytes: str, *kills: str) -> None:

@@ -30,10 +30,9 @@ class DamagedCheckpoints:
     def add(self, path: Path, reason: CheckpointError) -> None:
         self._reasons[_identity(path)] = reason
 
-    def check(self, path: Path) -> None:
-        """Raise the reason if the checkpoint is known to be damaged."""
-        if (path / MANIFEST_NAME).is_file() and (reason := self._reasons.get(_identity(path))) is not None:
-            raise reason
+    def find(self, path: Path) -> CheckpointError | None:
+        """Return why a checkpoint is damaged; None if it is not known to be."""
+        return self._reasons.get(_identity(path)) if (path / MANIFEST_NAME).is_file() else None
 
 
 def _identity(path: Path) -> tuple[Path, int, int]:
@@ -54,7 +53,7 @@ def latest(
 ) -> Path | None:
     """Find the newest valid checkpoint; warn about each newer one that is not, unless it is known to be damaged."""
     for path in reversed(list_checkpoints(root)):
-        if damaged is not None and _is_damaged(path, damaged):
+        if damaged is not None and damaged.find(path) is not None:
             continue
         reason = _invalid_reason(path, digests=digests)
         if reason is None:
@@ -83,8 +82,8 @@ def resolve_resume(
     if inner:
         raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
     verify(path, digests=digests)
-    if damaged is not None:
-        damaged.check(path)
+    if damaged is not None and (reason := damaged.find(path)) is not None:
+        raise reason
     return path
 
 
@@ -125,14 +124,6 @@ def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path
     for path in to_delete:
         delete(path)
     return to_delete
-
-
-def _is_damaged(path: Path, damaged: DamagedCheckpoints) -> bool:
-    try:
-        damaged.check(path)
-    except CheckpointError:
-        return True
-    return False
 
 
 def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> str | None:
@@ -188,16 +179,11 @@ class CheckpointManager:
     ) -> Path | None:
         """Find the checkpoint to resume from; `verify` explains digests."""
         found = resolve_resume(setting, self.root, digests=digests, damaged=damaged)
-        if setting != "auto":
-            self._reject_newer(found)
-        return found
-
-    def _reject_newer(self, start: Path | None) -> None:
-        """Keep two runs out of one directory: a later `auto` would take the newest checkpoint of either."""
-        newer = [path for path in list_checkpoints(self.root) if start is None or path.name > start.name]
-        if newer:
+        newer = [path for path in list_checkpoints(self.root) if found is None or path.name > found.name]
+        if setting != "auto" and newer:  # two runs in one directory: a later `auto` would take the newest of either
             raise CheckpointError(
                 f"{self.root} contains checkpoints of an earlier run, up to {newer[-1].name}; continue it with "
                 f"resume_from_checkpoint=auto, or start again: delete {self.root}, or set another output_dir, such as "
                 f"output_dir={self.root.parent}-2"
             )
+        return found

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,12 @@ def _record(path: Path) -> FileRecord:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest, including a digest of its content."""
-    files: dict[str, Json] = {
-        name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(manifest.files.items())
-    }
     body: dict[str, Json] = {
         "format": FORMAT,
         "step": manifest.step,
         "metrics": dict(manifest.metrics),
         "metadata": {},  # unused, but part of format 1
-        "files": files,
+        "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
     }
     save_json(directory / MANIFEST_NAME, {**body, "sha256": _digest_of(body)})
 
@@ -101,13 +98,11 @@ def read_manifest(directory: Path) -> Manifest:
         )
     digest = content.pop("sha256", None)
     try:
-        is_modified = digest != _digest_of(content)
-        manifest = None if is_modified else _parse(content)
+        if digest != _digest_of(content):
+            raise CheckpointError(f"{path} was modified after it was written; {_HINT}")
+        return _parse(content)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest ({error}); {_HINT}") from error
-    if manifest is None:
-        raise CheckpointError(f"{path} was modified after it was written; {_HINT}")
-    return manifest
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

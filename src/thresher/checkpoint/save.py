@@ -46,13 +46,11 @@ class Staging:
     """A directory that a save writes into; the lock marks it as in use until the save or its process ends."""
 
     path: Path
-    root: Path
     step: int
     lock: BinaryIO
 
 
 def step_name(step: int) -> str:
-    """Return a step's directory name."""
     return f"step-{step:08d}"
 
 
@@ -81,7 +79,7 @@ def create_staging(root: Path, step: int) -> Staging:
         except BaseException:
             _release(path, lock)
             raise
-        return Staging(path, root, step, lock)
+        return Staging(path, step, lock)
 
 
 def publish(
@@ -95,9 +93,10 @@ def publish(
     Each rank passes its `record_files`; files without a record are digested here.
     On failure the staging directory is removed and older checkpoints are unchanged.
     """
-    target = staging.root / step_name(staging.step)
+    root = staging.path.parent
+    target = root / step_name(staging.step)
     try:
-        with translate_save_errors(staging.root, staging.step):
+        with translate_save_errors(root, staging.step):
             names = list_files(staging.path)
             known = dict(records or {})
             if missing := sorted(known.keys() - set(names)):
@@ -111,7 +110,7 @@ def publish(
             durable.sync_directory(staging.path)
             if not _is_same_checkpoint(staging.path, target):
                 _replace(staging.path, target)
-            durable.sync_directory(staging.root)
+            durable.sync_directory(root)
     finally:
         discard(staging)
     return target
@@ -131,7 +130,7 @@ def recover(root: Path) -> list[str]:
     for path in sorted(root.glob(f"{_REPLACED}*")):
         # `.replaced-step-00000123-<unique>`: a crash between the two renames of `_replace`, or after them
         target = root / path.name.removeprefix(_REPLACED).rpartition("-")[0]
-        if _staging_in_use(root, target.name):
+        if any(_is_locked(each) for each in root.glob(f"{_STAGING}{target.name}-*{_LOCK}")):
             continue
         if target.exists():
             durable.remove(path, is_shared=True)
@@ -177,13 +176,11 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def _is_same_checkpoint(new: Path, old: Path) -> bool:
-    if not old.exists() or old.is_symlink():
-        return False
     try:
         verify(old)
     except CheckpointError:
         return False
-    return (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
+    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
 
 
 def _sync_tree(root: Path) -> None:
@@ -210,10 +207,6 @@ def _is_locked(path: Path) -> bool:
         return False
     with lock:
         return not durable.lock(lock.fileno())
-
-
-def _staging_in_use(root: Path, name: str) -> bool:
-    return any(_is_locked(path) for path in root.glob(f"{_STAGING}{name}-*{_LOCK}"))
 
 
 def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]:
@@ -249,8 +242,7 @@ def save_collectively(
 
     try:
         path = _on_all(communicator, create)[0]
-        if path is None:
-            raise TypeError("rank 0 returned no staging directory")
+        assert path is not None  # noqa: S101  of rank 0
         records = _on_all(communicator, lambda: _write_and_record(write, path, root, step))
     except BaseException:
         if staging is not None:

@@ -124,7 +124,7 @@ HEADER_KEY = "thresher"
 def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to `<stem>.safetensors`; return the file name."""
     first_names, tied = _find_tied(tensors)
-    name = ShardFile().name(stem)
+    name = f"{stem}.safetensors"
     _write(directory / name, first_names, {"tied": tied} if tied else {})
     return name
 
@@ -346,7 +346,6 @@ def _flat_blocks(shape: Shape, start: int, stop: int, file: str) -> Iterator[tup
 
 
 def _read_block(opened: Any, name: str, block: _StoredBlock, slices: Slices) -> Tensor:
-    """Read a slice of a block."""
     if block.start is None:
         values: Tensor = opened.get_tensor(name) if slices == _full(block.shape) else opened.get_slice(name)[slices]
         return values

@@ -136,7 +136,6 @@ class DataParallelGroup(Group):
 
     The group connects processes that hold the same model shard and different data, with gloo for host memory and, on
     GPUs, NCCL for device memory. One data-parallel rank may be several processes (pp, cp, tp).
-
     """
 
     # all data-parallel ranks of all pipeline stages; the last stage computes the metrics. None: self

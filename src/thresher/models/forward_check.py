@@ -64,13 +64,12 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
         ) from error
     if model.context_parallel is not None or model.num_row_shards > 1:
         outputs = []  # hidden states of a sequence shard
-    layers = [output[_scored_rows(inputs, len(output)).to(output.device)] for output in outputs]
+    layers = []
+    for output in outputs:
+        is_kept = inputs.kept is not None and len(output) == len(inputs.kept.rows)
+        rows = inputs.scored_in_kept if is_kept and inputs.scored_in_kept is not None else inputs.scored_rows
+        layers.append(output[rows.to(output.device)])
     return torch.cat([sides.chosen.values, sides.rejected.values]), layers
-
-
-def _scored_rows(inputs: ModelInputs, num_rows: int) -> Tensor:
-    is_kept = inputs.kept is not None and num_rows == len(inputs.kept.rows)
-    return inputs.scored_in_kept if is_kept and inputs.scored_in_kept is not None else inputs.scored_rows
 
 
 def _original_forward(model: PairModel, batch: PairBatch, *, scores_prompt: bool) -> tuple[Tensor, list[Tensor]]:
@@ -137,7 +136,6 @@ def _layer_outputs(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _first_divergent_layer(layers: list[Tensor], expected_layers: list[Tensor]) -> str:
-    """Name the first layer whose outputs differ between the two forwards."""
     for index, (states, expected) in enumerate(zip(layers, expected_layers, strict=False)):
         if (states - expected).norm() > 1e-2 * expected.norm():
             return f"at layer {index}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,28 +52,6 @@ class ModelInputs:
     scored_in_kept: Tensor | None = None
 
 
-class Layout(Protocol):
-    """Build model inputs from pairs, on the host; the engine moves them to a device."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shares_prompt(self) -> bool: ...
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether all tokens but the first are scored, and not only the responses."""
-        ...
-
-    @property
-    def needs_pair_attention(self) -> bool:
-        """Whether several sequences share a row, which plain causal attention would mix."""
-        ...
-
-    def collate(self, batch: PairBatch) -> ModelInputs: ...
-
-
 def check_token_ids(batch: PairBatch, vocab_size: int | None) -> None:
     """Reject ids that the models have no embedding for, before one indexes out of range; None: not known."""
     if vocab_size is None:
@@ -114,16 +92,14 @@ class PackedLayout:
 
     shares_prompt: bool
     vocab_size: int | None = None  # of the smallest vocabulary
-    scores_prompt: bool = False
+    scores_prompt: bool = False  # all tokens but the first are scored, and not only the responses
     uses_varlen: bool = False  # `attn_implementation: varlen`
+    # several sequences share a row, which plain causal attention would mix
+    needs_pair_attention: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
         return "shared" if self.shares_prompt else "packed"
-
-    @property
-    def needs_pair_attention(self) -> bool:
-        return True
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
@@ -229,9 +205,9 @@ class PaddedLayout:
     pad_id: int
     vocab_size: int | None = None  # of the smallest vocabulary
     scores_prompt: bool = False
-    name: str = "padded"
-    shares_prompt: bool = False
-    needs_pair_attention: bool = False
+    name: ClassVar[str] = "padded"
+    shares_prompt: ClassVar[bool] = False
+    needs_pair_attention: ClassVar[bool] = False
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Pad and stack both sides; list the positions that predict scored tokens."""
@@ -274,6 +250,10 @@ class PaddedLayout:
             num_padding_tokens=input_ids.size - num_useful,
             row_weights=torch.from_numpy(row_weights.reshape(-1)),
         )
+
+
+# builds model inputs on the host; the engine moves them to a device
+Layout: TypeAlias = PackedLayout | PaddedLayout
 
 
 def choose_layout(

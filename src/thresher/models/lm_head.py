@@ -127,23 +127,20 @@ def slice_width(vocab: int, num_rows: int, *, on_gpu: bool) -> int:
 
 def target_logps(head: LMHead, rows: Tensor, targets: Tensor) -> Tensor:
     """Log-probability of each target: rows [num_rows, hidden], targets [num_rows] -> [num_rows], fp32 or wider."""
-    return _apply(head, rows, targets, with_entropy=False)[0]
+    return target_logps_and_entropy(head, rows, targets, with_entropy=False)[0]
 
 
-def target_logps_and_entropy(head: LMHead, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def target_logps_and_entropy(
+    head: LMHead, rows: Tensor, targets: Tensor, *, with_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """`target_logps`, bitwise, and the entropy at each row in nats, without gradient: [num_rows] each.
 
     From the same slices: one more elementwise product and sum of each, and under a vocab-parallel head
     one more all-reduce of a number per row.
     """
-    return _apply(head, rows, targets, with_entropy=True)
-
-
-def _apply(head: LMHead, rows: Tensor, targets: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = _TargetLogps.apply(  # type: ignore[no-untyped-call]
-        rows, head.weight, head.bias, targets, head, with_entropy
-    )
-    return out
+    inputs = (rows, head.weight, head.bias, targets)
+    logps, entropy = _TargetLogps.apply(*inputs, head, with_entropy)  # type: ignore[no-untyped-call]
+    return logps, entropy if with_entropy else None
 
 
 @torch.no_grad()
@@ -313,10 +310,7 @@ def score_rows(
         targets, index = targets[index], copy_to_device(index, states.device)
     rows, targets = copy_to_device(rows, states.device), copy_to_device(targets, states.device)
     scored = states.index_select(0, rows)
-    if statistics.entropy:
-        logps, entropy = target_logps_and_entropy(head, scored, targets)
-    else:
-        logps, entropy = target_logps(head, scored, targets), None
+    logps, entropy = target_logps_and_entropy(head, scored, targets, with_entropy=statistics.entropy)
     squared_probs = log_sum_squared_probs(head, scored) if statistics.squared_probs else None
     if context_parallel is None:
         return ScoredTokens(logps, squared_probs, entropy)
@@ -327,19 +321,15 @@ def score_rows(
 
 def split_sides(batch: ModelInputs, tokens: ScoredTokens, device: torch.device) -> ChosenRejectedLogps:
     """Split per-token values into chosen and rejected; chosen responses come first."""
-    chosen_lengths, rejected_lengths = (
-        copy_to_device(each, device) for each in (batch.chosen_lengths, batch.rejected_lengths)
-    )
+
+    def side(part: slice, lengths: Tensor) -> ResponseLogps:
+        statistics = (None if each is None else each[part] for each in tokens[1:])
+        return ResponseLogps(tokens.logps[part], copy_to_device(lengths, device), *statistics)
+
     split = int(batch.chosen_lengths.sum())
     return ChosenRejectedLogps(
-        _side(tokens, slice(None, split), chosen_lengths),
-        _side(tokens, slice(split, None), rejected_lengths),
+        side(slice(None, split), batch.chosen_lengths), side(slice(split, None), batch.rejected_lengths)
     )
-
-
-def _side(tokens: ScoredTokens, part: slice, lengths: Tensor) -> ResponseLogps:
-    statistics = (None if each is None else each[part] for each in tokens[1:])
-    return ResponseLogps(tokens.logps[part], lengths, *statistics)
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

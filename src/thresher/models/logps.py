@@ -134,7 +134,7 @@ class PairModel:
 
     def _score(self, batch: ModelInputs, statistics: TokenStatistics) -> ScoredTokens:
         batch = self._padded(batch)
-        return self._logps(batch, self._hidden_states(batch), statistics)
+        return self._logps(batch, self._run_backbone(batch).last_hidden_state, statistics)
 
     def _score_with_load(self, batch: ModelInputs, statistics: TokenStatistics) -> tuple[ScoredTokens | Tensor, ...]:
         model: Any = self.base_model
@@ -147,7 +147,7 @@ class PairModel:
     ) -> Tensor | ScoredTokens:
         batch = self._padded(batch)
         with chunk.activate(self.backbone):
-            hidden = self._hidden_states(batch, entering)
+            hidden: Tensor = self._run_backbone(batch, entering).last_hidden_state
         if chunk.is_last:
             return self._logps(batch, hidden, statistics)
         return hidden.to(self.stored_dtype).contiguous()
@@ -177,10 +177,6 @@ class PairModel:
             context_parallel=self.context_parallel,
             statistics=statistics,
         )
-
-    def _hidden_states(self, batch: ModelInputs, entering: Tensor | None = None) -> Tensor:
-        hidden: Tensor = self._run_backbone(batch, entering).last_hidden_state
-        return hidden
 
     def _run_backbone(self, batch: ModelInputs, entering: Tensor | None = None, **outputs: bool) -> Any:
         """Run the decoder on a micro-batch, or on the hidden states that a previous pipeline stage made of it."""

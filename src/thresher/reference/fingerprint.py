@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,10 +83,7 @@ def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:
             content = json.loads(stream.read())
     except (OSError, ValueError, RecursionError):
         return None
-    return _digests_in(content, {"version": _VERSION, "path": str(file), "identity": identity})
-
-
-def _digests_in(content: Any, expected: Mapping[str, object]) -> Digests | None:
+    expected = {"version": _VERSION, "path": str(file), "identity": identity}
     if not isinstance(content, dict) or any(content.get(name) != value for name, value in expected.items()):
         return None
     digests = content.get("digests")
@@ -154,7 +150,7 @@ def weights_digest(path: str) -> str:
 def with_adapter(weights: str, adapter: AdapterFiles) -> str:
     """Digest weights together with the tensors and settings of a LoRA adapter."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        tensors = _digest_tensors(adapter.weights, pool)
+        tensors = _digest_file(adapter.weights, pool)
     content = {"weights": weights, "adapter": tensors, "settings": dict(adapter.settings)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -180,12 +176,8 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
 
 
 def _digest_file(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
-    if file.suffix == ".safetensors":
-        return _digest_tensors(file, pool)
-    return {file.suffix: sha256_of_file(file)}
-
-
-def _digest_tensors(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
+    if file.suffix != ".safetensors":
+        return {file.suffix: sha256_of_file(file)}
     with open_safetensors(file) as tensors:
         names = list(tensors.keys())
         return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))

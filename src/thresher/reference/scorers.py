@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.data.store.reader import HASH_DTYPE, Hashes
+from thresher.data.store.reader import HASH_DTYPE, PairStore
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
@@ -44,16 +42,6 @@ class LiveReference:
         return ChosenRejectedLogps(chosen, rejected)
 
 
-class PairSource(Protocol):
-    """The part of `PairStore` that scoring uses; hashes are over token ids and loss masks, in pair order."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, pair_ids: PairIds) -> PairBatch: ...
-
-    def hashes(self) -> Iterator[Hashes]: ...
-
-
 class PrecomputedReference:
     """Logps of a run's pairs, read from the cache; missing ones are scored in blocks of neighbouring pairs.
 
@@ -65,7 +53,7 @@ class PrecomputedReference:
     def __init__(
         self,
         cache: ReferenceCache,
-        source: PairSource,
+        source: PairStore,
         pair_ids: PairIds,
         *,
         blocks: Blocks,
@@ -100,17 +88,6 @@ class PrecomputedReference:
     def num_found(self) -> int:
         return self.num_pairs - self.num_missing
 
-    def score_missing(
-        self,
-        score: Callable[[PairBatch], ChosenRejectedLogps],
-        *,
-        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
-        advance: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Score every block with a missing pair, then look all pairs up again."""
-        for done, total in self.iter_score_missing(score, limits=limits):
-            advance(done, total)
-
     def iter_score_missing(
         self,
         score: Callable[[PairBatch], ChosenRejectedLogps],
@@ -118,7 +95,7 @@ class PrecomputedReference:
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
         limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Score this rank's missing blocks; yield (blocks done, blocks of this rank)."""
+        """Score this rank's missing blocks, then look all pairs up again; yield (blocks done, blocks of this rank)."""
         started = time.perf_counter()
         blocks = self._missing_blocks(dp_group)
         num_dummy_batches = dp_group.max_over_ranks(len(blocks)) - len(blocks)
@@ -155,14 +132,12 @@ class PrecomputedReference:
         return ChosenRejectedLogps(chosen, rejected)
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
+        is_missing = self._is_wanted & self._found.is_missing()
+        of_blocks = np.logical_or.reduceat(is_missing, self._starts) if len(self._starts) else is_missing
         # assigned before cached blocks are excluded: other ranks write meanwhile, and all must assign alike
-        is_missing = dp_group.world.broadcast_object(self._blocks_with(self._is_wanted & self._found.is_missing()))
+        of_blocks = dp_group.world.broadcast_object(of_blocks)
         is_local = np.arange(len(self._blocks)) % dp_group.size == dp_group.rank
-        return [int(block) for block in self._blocks[is_local & is_missing]]
-
-    def _blocks_with(self, is_marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Mark the blocks that contain a marked pair."""
-        return np.logical_or.reduceat(is_marked, self._starts) if len(self._starts) else is_marked
+        return [int(block) for block in self._blocks[is_local & of_blocks]]
 
     def _score_block(
         self, block: int, score: Callable[[PairBatch], ChosenRejectedLogps], writer: ShardWriter | None

@@ -118,10 +118,9 @@ class Supervisor:
             return latest
         try:
             verify(initial, digests=READ_BY_DRIVER)
-            self.damaged.check(initial)
         except CheckpointError:
             return latest
-        return initial
+        return initial if self.damaged.find(initial) is None else latest
 
     def _start_first(self, checkpoint: Path | None) -> None:
         self._start_from(checkpoint)

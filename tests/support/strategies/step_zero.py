@@ -103,7 +103,7 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Pair], batches: list[Pa
         model = build_reference(config, layout, device=CPU, world=world, role=config.actor_train)
         list(look_up().iter_score_missing(model.score, dp_group=model.dp_group))
     elif world.rank == 0:
-        look_up().score_missing(build_reference(config, layout, device=CPU).score)
+        list(look_up().iter_score_missing(build_reference(config, layout, device=CPU).score))
     if world.size > 1:
         dist.barrier()
     cached = look_up()

@@ -18,7 +18,6 @@ from torch import Tensor
 from thresher.distributed.tensors import copy_arrays_to_device
 from thresher.models.attention.segments import Segment, query_slices
 
-_Range = tuple[int, int]
 # gradient of the output, query, key, value, output, log-sum-exps
 _Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Grads = tuple[Tensor, Tensor, Tensor]  # of query, key, value
@@ -36,96 +35,67 @@ class Sequences:
     key_lengths: tuple[int, ...]
     is_causal: bool
 
-    @classmethod
-    def of_ranges(
-        cls,
-        queries: list[_Range],
-        keys: list[_Range],
-        num_queries: int,
-        num_keys: int,
-        device: torch.device,
-        *,
-        is_causal: bool,
-    ) -> Sequences:
-        ends = [np.cumsum([0, *(stop - start for start, stop in ranges)]) for ranges in (queries, keys)]
-        rows = [np.concatenate([np.arange(*each) for each in ranges]) for ranges in (queries, keys)]
-        query_ends, key_ends, query_rows, key_rows = copy_arrays_to_device([*ends, *rows], device)
-        return cls(
-            None if np.array_equal(rows[0], np.arange(num_queries)) else query_rows,
-            None if np.array_equal(rows[1], np.arange(num_keys)) else key_rows,
-            query_ends,
-            key_ends,
-            tuple(np.diff(ends[0]).tolist()),
-            tuple(np.diff(ends[1]).tolist()),
-            is_causal,
-        )
+
+# of a micro-batch: each segment's own rows, then the prefixes, if any segment has one
+Calls = tuple[Sequences, ...]
 
 
-@dataclass(frozen=True)
-class SegmentCalls:
-    """The kernel calls of a micro-batch."""
-
-    own: Sequences
-    prefix: Sequences | None  # None if no segment has one
-
-    def flat(self) -> tuple[list[Tensor | None], list[int]]:
-        """As arguments of an operation: four tensors per call, and its number of sequences with their lengths."""
-        calls = [self.own] if self.prefix is None else [self.own, self.prefix]
-        tensors = [each for call in calls for each in (call.queries, call.keys, call.query_ends, call.key_ends)]
-        lengths = [(len(call.query_lengths), *call.query_lengths, *call.key_lengths) for call in calls]
-        return tensors, [length for of_call in lengths for length in of_call]
-
-    @classmethod
-    def of_flat(cls, tensors: list[Tensor | None], lengths: list[int]) -> SegmentCalls:
-        calls: list[Sequences] = []
-        while tensors:
-            (queries, keys, query_ends, key_ends), tensors = tensors[:4], tensors[4:]
-            count = lengths[0]
-            of_queries, of_keys, lengths = (
-                lengths[1 : count + 1],
-                lengths[count + 1 :][:count],
-                lengths[2 * count + 1 :],
-            )
-            assert query_ends is not None  # noqa: S101
-            assert key_ends is not None  # noqa: S101
-            ends = query_ends, key_ends
-            calls.append(Sequences(queries, keys, *ends, tuple(of_queries), tuple(of_keys), is_causal=not calls))
-        return cls(calls[0], calls[1] if len(calls) > 1 else None)
+def _flat(calls: Calls) -> tuple[list[Tensor | None], list[int]]:
+    """Arguments of an operation: four tensors per call, and its number of sequences with their lengths."""
+    tensors = [each for call in calls for each in (call.queries, call.keys, call.query_ends, call.key_ends)]
+    lengths = [(len(call.query_lengths), *call.query_lengths, *call.key_lengths) for call in calls]
+    return tensors, [length for of_call in lengths for length in of_call]
 
 
-def segment_calls(segments: tuple[Segment, ...], num_keys: int, device: torch.device) -> SegmentCalls:
+def _from_flat(tensors: list[Any], lengths: list[int]) -> Calls:
+    calls: list[Sequences] = []
+    while tensors:
+        (queries, keys, query_ends, key_ends), tensors = tensors[:4], tensors[4:]
+        count, *lengths = lengths
+        of_queries, of_keys, lengths = lengths[:count], lengths[count : 2 * count], lengths[2 * count :]
+        ends = query_ends, key_ends
+        calls.append(Sequences(queries, keys, *ends, tuple(of_queries), tuple(of_keys), is_causal=not calls))
+    return tuple(calls)
+
+
+def segment_calls(segments: tuple[Segment, ...], num_keys: int, device: torch.device) -> Calls:
     """List the rows of the calls on the host; no sequence is empty, for which kernels differ in what they return."""
-    parts = [(segment, (queries.start, queries.stop)) for segment, queries in query_slices(segments) if segment.length]
     num_queries = sum(segment.length for segment in segments)
-    own = Sequences.of_ranges(
-        [queries for _, queries in parts],
-        [(segment.start, segment.stop) for segment, _ in parts],
-        num_queries,
-        num_keys,
-        device,
-        is_causal=True,
+    own, prefixes = [], []
+    for segment, rows in query_slices(segments):
+        if segment.length:
+            own.append((range(rows.start, rows.stop), range(segment.start, segment.stop)))
+            if segment.prefix_length:
+                prefixes.append((own[-1][0], range(segment.prefix_start, segment.prefix_stop)))
+    calls = [_sequences(own, num_queries, num_keys, device, is_causal=True)]
+    if prefixes:
+        calls.append(_sequences(prefixes, num_queries, num_keys, device, is_causal=False))
+    return tuple(calls)
+
+
+def _sequences(
+    parts: list[tuple[range, range]], num_queries: int, num_keys: int, device: torch.device, *, is_causal: bool
+) -> Sequences:
+    lengths = [tuple(map(len, ranges)) for ranges in zip(*parts, strict=True)]
+    ends = [np.cumsum([0, *each]) for each in lengths]
+    rows = [
+        np.concatenate([np.arange(each.start, each.stop) for each in ranges]) for ranges in zip(*parts, strict=True)
+    ]
+    query_ends, key_ends, *indices = copy_arrays_to_device([*ends, *rows], device)
+    queries, keys = (
+        None if np.array_equal(each, np.arange(count)) else index
+        for each, count, index in zip(rows, (num_queries, num_keys), indices, strict=True)
     )
-    with_prefix = [(segment, queries) for segment, queries in parts if segment.prefix_length]
-    if not with_prefix:
-        return SegmentCalls(own, None)
-    prefix = Sequences.of_ranges(
-        [queries for _, queries in with_prefix],
-        [(segment.prefix_start, segment.prefix_stop) for segment, _ in with_prefix],
-        num_queries,
-        num_keys,
-        device,
-        is_causal=False,
-    )
-    return SegmentCalls(own, prefix)
+    return Sequences(queries, keys, query_ends, key_ends, lengths[0], lengths[1], is_causal)
 
 
 class SegmentedFlash(torch.autograd.Function):
     """query [queries, heads, dim], key and value [rows, kv heads, dim] -> [queries, heads, dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: SegmentCalls, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float) -> Tensor:
         out: Tensor
-        out, log_sums = torch.ops.thresher.segmented_flash(query, key, value, *calls.flat(), scale)
+        out, log_sums = torch.ops.thresher.segmented_flash(query, key, value, *_flat(calls), scale)
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.calls, ctx.scale = calls, scale
         return out
@@ -134,11 +104,11 @@ class SegmentedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, log_sums = ctx.saved_tensors
         _, backward = _KERNELS[query.device.type]
-        own, prefix = ctx.calls.own, ctx.calls.prefix
+        own, *prefixes = ctx.calls
         seen = (_take(tensor, own.keys) for tensor in (key, value))
         grad_query, *grads = backward((grad_out, query, *seen, out, log_sums), own, ctx.scale)
         grad_key, grad_value = (_spread(grad, own.keys, len(key)) for grad in grads)
-        if prefix is not None:
+        for prefix in prefixes:
             rows = prefix.queries
             of_queries = (_take(tensor, rows) for tensor in (grad_out, query))
             seen = (_take(tensor, prefix.keys) for tensor in (key, value))
@@ -155,11 +125,10 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor | None], lengths: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps [heads, queries]."""
-    calls = SegmentCalls.of_flat(tensors, lengths)
+    own, *prefixes = _from_flat(tensors, lengths)
     forward, _ = _KERNELS[query.device.type]
-    own, prefix = calls.own, calls.prefix
     out, log_sums = forward(query, _take(key, own.keys), _take(value, own.keys), own, scale)
-    if prefix is not None:
+    for prefix in prefixes:
         rows = prefix.queries
         seen = (_take(tensor, prefix.keys) for tensor in (key, value))
         of_prefix = forward(_take(query, rows), *seen, prefix, scale)
@@ -183,7 +152,7 @@ def _without_values(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, calls: SegmentCalls, scale: float) -> Tensor:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float) -> Tensor:
     """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
     rows_first = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out: Tensor = SegmentedFlash.apply(*rows_first, calls, scale)  # type: ignore[no-untyped-call]

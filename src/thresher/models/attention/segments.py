@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from thresher.distributed.context_parallel import ContextParallel
+
 T = TypeVar("T")
-
-
-class UlyssesExchange(Protocol):
-    """Ulysses all-to-all: shard by heads instead of by sequence."""
-
-    def gather_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, row shard, dim] each -> [1, head shard, rows, dim] each."""
-        ...
-
-    def scatter_sequence(self, attended: Tensor) -> Tensor:
-        """[1, head shard, rows, dim] -> [1, heads, row shard, dim]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class PackedAttention:
     """
 
     segments: tuple[Segment, ...]
-    exchange: UlyssesExchange | None = None  # the all-to-all of context parallelism
+    exchange: ContextParallel | None = None  # the all-to-all of context parallelism
     uses_varlen: bool = False  # flash kernels, even on a GPU
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

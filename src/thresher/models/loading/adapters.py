@@ -76,7 +76,10 @@ class AdapterFiles:
         own = {
             "lora_rank": (rank, self.settings.get("r")),
             "lora_alpha": (alpha, self.settings.get("lora_alpha")),
-            "lora_target": (None if target is None else sorted(target), _as_sorted(targets)),
+            "lora_target": (
+                None if target is None else sorted(target),
+                sorted(targets) if isinstance(targets, list) else targets,
+            ),
         }
         for name, (given, stored) in own.items():
             if given is not None and given != stored:
@@ -113,10 +116,6 @@ class AdapterFiles:
 
 def _stored_name(name: str) -> str:
     return f"base_model.model.{name.replace('.default', '')}"
-
-
-def _as_sorted(targets: Any) -> Any:
-    return sorted(targets) if isinstance(targets, list) else targets
 
 
 @dataclass(frozen=True)

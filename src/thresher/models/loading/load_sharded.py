@@ -122,7 +122,8 @@ def load_local_shards(
 
     def read() -> list[tuple[Tensor, int]]:
         reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=replicas.rank == 0)
-        stored = _stored_tensors(model, reader)
+        named = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
+        stored = [*named, *_stored_buffers(model, reader)]
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
         for (name, tensor), rank in zip(stored, readers, strict=True):
             if rank == replicas.rank:
@@ -235,25 +236,15 @@ def _stored_name(name: str) -> str:
     return name.replace(".base_layer", "")  # twice around stacked experts
 
 
-def _stored_tensors(model: PreTrainedModel, reader: SafetensorsReader) -> list[tuple[str, Tensor]]:
-    """A model's tensors that its files have, by their names there."""
-    parameters = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
-    return [*parameters, *_stored_buffers(model, reader)]
-
-
 def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
+    """Yield the persistent buffers, which belong to a model's weights; the others are computed."""
     optional = model._keys_to_ignore_on_load_missing or ()
-    for name, buffer in _persistent_buffers(model):
-        if reader.has(name) or not any(re.search(pattern, name) for pattern in optional):
-            yield name, buffer
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to a model's weights; the others are computed."""
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for local_name, buffer in module.named_buffers(recurse=False):
+            name = f"{prefix}.{local_name}" if prefix else local_name
+            is_optional = not reader.has(name) and any(re.search(pattern, name) for pattern in optional)
+            if local_name not in module._non_persistent_buffers_set and not is_optional:
+                yield name, buffer
 
 
 class SafetensorsReader:

@@ -36,18 +36,15 @@ class TrainedParts:
         """
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
-        if not self.has_adapter:
+        if self.adapter is not None:
+            module = attach_adapter(model, self.adapter, dropout=self.lora_dropout)
+        elif self.lora is not None:
+            module = attach_lora(model, self.lora, dropout=self.lora_dropout)
+        else:
             return model
-        module = self._attach(model)
         if frozen_dtype is not None:
             narrow_frozen_matrices(decoder_of(model), frozen_dtype)
         return module
-
-    def _attach(self, model: PreTrainedModel) -> nn.Module:
-        if self.adapter is not None:
-            return attach_adapter(model, self.adapter, dropout=self.lora_dropout)
-        assert self.lora is not None  # noqa: S101
-        return attach_lora(model, self.lora, dropout=self.lora_dropout)
 
     def init(self, model: PreTrainedModel, seed: int) -> None:
         """Set the adapters' initial values; the model has its weights."""

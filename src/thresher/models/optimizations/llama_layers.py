@@ -107,7 +107,7 @@ def use_memory_efficient_layers(backbone: nn.Module) -> None:
 @contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
     """Restore the original forwards within a `with` block."""
-    replaced = [module for module in model.modules() if _is_replaced(module)]
+    replaced = [module for module in model.modules() if elementwise_function(module) is not None]
     forwards = [vars(module).pop("forward") for module in replaced]
     try:
         yield
@@ -116,18 +116,10 @@ def original_forwards(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    return _replacement(module) in (_norm_forward, _mlp_forward)
-
-
-def _replacement(module: nn.Module) -> Any:
-    return getattr(vars(module).get("forward"), "__func__", None)
-
-
 def elementwise_function(module: nn.Module) -> Callable[..., Tensor] | None:
     """The function that a replaced norm or MLP calls between matrices; None for other modules."""
     functions: dict[Any, Callable[..., Tensor]] = {_norm_forward: rms_norm, _mlp_forward: gated_silu}
-    return functions.get(_replacement(module))
+    return functions.get(getattr(vars(module).get("forward"), "__func__", None))
 
 
 def _norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offlo
 
 
 def _checkpoint_on_host(options: dict[str, Any], layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a layer whose inputs are saved in host memory."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(layer, *inputs, **options)
 
@@ -86,7 +85,6 @@ def _width_of_last_product(model: PreTrainedModel) -> int | None:
 
 
 def _contexts(width: int, width_of_last: int | None) -> Any:
-    """Contexts of one layer's forward and recomputation."""
     return create_selective_checkpoint_contexts(_LayerPolicy(width, width_of_last))
 
 
