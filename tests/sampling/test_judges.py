@@ -76,7 +76,7 @@ def test_a_comparing_function_sees_both_orders(tmp_path: Path) -> None:
     judge = load_judge(write_judge(tmp_path, text, "compare"))
     verdicts = judge.verdicts([sample("b", "a"), sample("a", "c"), sample("same", "same")])
     assert [each.outcome for each in verdicts] == [1.0, 0.0, 0.5]
-    seen = judge.compare.__globals__["seen"]  # type: ignore[attr-defined]
+    seen = judge.function.__globals__["seen"]
     assert seen == [("b", "a"), ("a", "b"), ("a", "c"), ("c", "a")]  # equal answers need no judge
 
 

@@ -27,7 +27,7 @@ from thresher.reference.scorers import SyncedReference
 from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
-from thresher.sampling.sampler import AnswerSampler, Prompt, PromptFile, SampledModels, store_prompts
+from thresher.sampling.sampler import AnswerSampler, Prompt, file_prompts, store_prompts
 from thresher.strategies.engine import TrainEngine
 
 
@@ -41,11 +41,9 @@ def build_sampler(inputs: RunInputs, policy: TrainEngine, synced: SyncedReferenc
     key = f"{digest} {config.reference_path} {initial_adapter(config)} {config.reference_dtype}"
     return AnswerSampler(
         policy,
-        SampledModels(
-            policy=partial(load_trained_model, named_model(config.policy_path), config.actor_train.model_args),
-            reference=partial(_load_reference, config, is_synced=synced is not None),
-            reference_key=None if synced is not None else key,
-        ),
+        partial(load_trained_model, named_model(config.policy_path), config.actor_train.model_args),
+        partial(_load_reference, config, is_synced=synced is not None),
+        None if synced is not None else key,
         inputs.layout,
         GenerationSettings(samples.max_new_tokens, samples.temperature, config.seed),
         Path(config.output_dir) / "samples",
@@ -60,16 +58,17 @@ def load_prompts(inputs: RunInputs) -> tuple[PreTrainedTokenizerBase, list[Promp
     trusts = config.actor_train.model_args.trust_remote_code
     tokenizer = load_tokenizer(named_model(config.tokenizer_path), trust_remote_code=trusts)
     if samples is not None and samples.prompts_file is not None:
-        return tokenizer, prompt_file(config, samples, tokenizer).read(tokenizer, samples.num_prompts)
+        return tokenizer, read_prompts_file(config, samples, tokenizer)
     if samples is None or inputs.validation is None:
         raise UserError("samples has no prompts; set validation or samples.prompts_file")
     return tokenizer, store_prompts(inputs.validation, tokenizer, samples.num_prompts)
 
 
-def prompt_file(config: DPOConfig, samples: SamplesConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFile:
+def read_prompts_file(config: DPOConfig, samples: SamplesConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Read the prompts of samples.prompts_file, with the template and system prompt of the training data."""
     args = config.actor_train.data_args
     template = load_template(tokenizer, args.template, args.template_arguments)
-    return PromptFile(Path(str(samples.prompts_file)), template, args.system_prompt)
+    return file_prompts(Path(str(samples.prompts_file)), tokenizer, template, args.system_prompt, samples.num_prompts)
 
 
 def build_judge(config: DPOConfig) -> Judge | None:

@@ -1,7 +1,5 @@
 """AOT: stochastic dominance of sorted margins (`aot`, paired) or of sorted rewards (`aot_unpaired`)."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from thresher.losses.base import Loss
@@ -12,7 +10,6 @@ from thresher.losses.scores import PairScores
 
 
 @register
-@dataclass(frozen=True)
 class AOT(Loss):
     """Make the policy's margins dominate the reference's, quantile by quantile.
 
@@ -33,7 +30,6 @@ class AOT(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class AOTUnpaired(Loss):
     """Make the chosen rewards dominate the rejected ones, quantile by quantile.
 

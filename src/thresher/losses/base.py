@@ -22,7 +22,7 @@ LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "w
 
 
 class Loss(ABC):
-    """One preference loss. Subclasses are frozen dataclasses whose fields are the parameters of the loss."""
+    """One preference loss. `register` makes subclasses frozen dataclasses, whose fields are their parameters."""
 
     name: ClassVar[str]
     paper: ClassVar[str]  #: arXiv number

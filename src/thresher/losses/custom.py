@@ -18,7 +18,7 @@ from torch import Tensor
 from thresher.errors import UserError
 from thresher.imported_function import import_function, read_source
 from thresher.losses.base import Loss, Modifier
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs
 from thresher.losses.parameters import FINITE, parameter
 from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs
 
@@ -80,7 +80,9 @@ def _load(location: str, source: bytes | None) -> type[CustomLoss]:
     parameters = [(name, float, parameter(default, FINITE)) for name, default in _parameters(location, function)]
     # typed as its fields: make_dataclass returns a plain type
     probed = make_dataclass("CustomLoss", parameters, bases=(CustomLoss,), namespace=own, frozen=True)
-    facts = _Probe.random(probed()).facts()
+    generator = torch.Generator().manual_seed(0)
+    halves = [_random_inputs(generator), _random_inputs(generator)]
+    facts = _Probe(probed(), halves[0], concat_pairs(halves)).facts()
     loss = make_dataclass("CustomLoss", parameters, bases=(CustomLoss,), namespace={**own, **facts}, frozen=True)
     return cast("type[CustomLoss]", loss)
 
@@ -97,34 +99,29 @@ def _parameters(location: str, function: Callable[..., Any]) -> list[tuple[str, 
     return [(each.name, float(each.default)) for each in others]
 
 
+def _random_inputs(generator: torch.Generator) -> ObjectiveInputs:
+    lengths = torch.randint(1, _MAX_PROBED_LENGTH, (2, _NUM_PROBED_PAIRS // 2), generator=generator)
+
+    def logps() -> ChosenRejectedLogps:
+        values = [-2.0 * torch.rand(int(each.sum()), generator=generator, dtype=torch.float64) for each in lengths]
+        return ChosenRejectedLogps(*map(ResponseLogps, values, lengths))
+
+    return ObjectiveInputs(logps(), logps())
+
+
 @dataclass(frozen=True)
 class _Probe:
     """Calls of a loss on random pairs with and without a change: what changes its values is what it reads."""
 
     loss: CustomLoss
+    first_half: ObjectiveInputs
     inputs: ObjectiveInputs
-
-    @classmethod
-    def random(cls, loss: CustomLoss) -> _Probe:
-        generator = torch.Generator().manual_seed(0)
-
-        def logps() -> ChosenRejectedLogps:
-            sides = []
-            for lengths in (chosen_lengths, rejected_lengths):
-                values = -2.0 * torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64)
-                sides.append(ResponseLogps(values, lengths))
-            return ChosenRejectedLogps(*sides)
-
-        chosen_lengths, rejected_lengths = (
-            torch.randint(1, _MAX_PROBED_LENGTH, (_NUM_PROBED_PAIRS,), generator=generator) for _ in range(2)
-        )
-        return cls(loss, ObjectiveInputs(logps(), logps()))
 
     def facts(self) -> dict[str, Any]:
         """Return the class attributes of a loss."""
         needs_reference = self._needs_reference()
         self._check_gradient()
-        couples_pairs = self._differs(_first_half(self.inputs))
+        couples_pairs = self._differs(self.first_half)
         supports: set[Modifier] = {"reference_free"} if needs_reference else set()
         if not couples_pairs:
             supports |= {"weight", "wpo"}
@@ -174,19 +171,6 @@ class _Probe:
             raise
         except Exception as error:  # the user's function may raise anything
             raise UserError(f"pref_loss: {self.loss.name} raised {type(error).__name__}: {error}") from error
-
-
-def _first_half(inputs: ObjectiveInputs) -> ObjectiveInputs:
-    count = _NUM_PROBED_PAIRS // 2
-
-    def half(side: ResponseLogps) -> ResponseLogps:
-        lengths = side.lengths[:count]
-        return ResponseLogps(side.values[: int(lengths.sum())], lengths)
-
-    def both(logps: ChosenRejectedLogps) -> ChosenRejectedLogps:
-        return ChosenRejectedLogps(half(logps.chosen), half(logps.rejected))
-
-    return ObjectiveInputs(both(inputs.policy), None if inputs.reference is None else both(inputs.reference))
 
 
 def _less_likely_rejected(inputs: ObjectiveInputs) -> ObjectiveInputs:

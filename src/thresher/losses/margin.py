@@ -1,7 +1,6 @@
 """Losses on the reward margin beta z, where z is the log ratio of the chosen side minus the rejected one's."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from thresher.losses.scores import ChosenRejected, PairScores
 
 
 @register
-@dataclass(frozen=True)
 class Sigmoid(Loss):
     """Fit the policy as an implicit Bradley-Terry reward model (DPO).
 
@@ -34,7 +32,6 @@ class Sigmoid(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class SigmoidNorm(Loss):
     """Fit a Bradley-Terry model on rewards per token (length-normalized DPO).
 
@@ -60,7 +57,6 @@ def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
 
 
 @register
-@dataclass(frozen=True)
 class Robust(Loss):
     """Remove the bias of randomly flipped labels from DPO.
 
@@ -83,7 +79,6 @@ class Robust(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class Hinge(Loss):
     """Push the reward margin up to one, and no further.
 
@@ -101,7 +96,6 @@ class Hinge(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class DiscoPOP(Loss):
     """Blend the logistic and the exponential loss with a gate that depends on the margin.
 
@@ -126,7 +120,6 @@ class DiscoPOP(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class EXOPair(Loss):
     """Match the label distribution in reverse KL, which is mode-seeking.
 
@@ -149,7 +142,6 @@ class EXOPair(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class IPO(Loss):
     """Regress the mean margin on a fixed target instead of increasing it without limit.
 
@@ -170,7 +162,6 @@ class IPO(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class IPOSum(Loss):
     """Regress the summed margin on a fixed target, as ROLL does.
 

@@ -1,7 +1,5 @@
 """Losses without a reference: CPO, SimPO, ORPO and the likelihood of the chosen side."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,6 @@ from thresher.losses.scores import ChosenRejected, PairScores
 
 
 @register
-@dataclass(frozen=True)
 class CPO(Loss):
     """Prefer the chosen side and train on its likelihood.
 
@@ -37,7 +34,6 @@ class CPO(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class SimPO(Loss):
     """Use the mean logp as the reward, with a target margin of gamma.
 
@@ -60,7 +56,6 @@ class SimPO(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class ORPO(Loss):
     """Train on the chosen side's likelihood and increase the odds ratio.
 
@@ -92,7 +87,6 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 
 @register
-@dataclass(frozen=True)
 class SFT(Loss):
     """Train on the likelihood of the chosen side (supervised fine-tuning).
 

@@ -1,8 +1,8 @@
 """The registry of losses: names, parameters, and errors that suggest the right spelling."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TypeVar, dataclass_transform
 
 from thresher.errors import UserError, nearest
 from thresher.losses.base import Loss
@@ -45,13 +45,12 @@ class LossRow:
     summary: str
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register(cls: LossClass) -> LossClass:
-    """Register a loss class under its `name`."""
+    """Make a loss class a frozen dataclass, and register it under its `name`."""
     if cls.name in _LOSSES:
         raise ValueError(f"two losses are named {cls.name}")
-    if not is_dataclass(cls):
-        raise TypeError(f"the loss {cls.__name__} is not a dataclass; decorate it with @dataclass(frozen=True)")
-    _LOSSES[cls.name] = cls
+    _LOSSES[cls.name] = dataclass(frozen=True)(cls)
     return cls
 
 
@@ -76,7 +75,7 @@ def loss_class(name: str) -> type[Loss]:
 def parameter_defaults(name: str) -> dict[str, float]:
     """Map each parameter of a loss to its default; fields that hold state are not parameters."""
     loss = loss_class(name)()
-    return {field.name: getattr(loss, field.name) for field in fields(loss) if not field.metadata.get("state")}
+    return {each.name: getattr(loss, each.name) for each in fields(loss) if not each.metadata.get("state")}
 
 
 def make_loss(name: str, parameters: Mapping[str, float]) -> Loss:

@@ -1,6 +1,6 @@
 """Losses that score each side by itself, by its log ratio r_w or r_l: APO, BCO, NCA and SPPO."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Self
 
 import torch
@@ -14,7 +14,6 @@ from thresher.losses.scores import PairScores
 
 
 @register
-@dataclass(frozen=True)
 class APOZero(Loss):
     """Make chosen responses more likely and rejected ones less likely.
 
@@ -35,7 +34,6 @@ class APOZero(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class APODown(Loss):
     """Make both sides less likely, the rejected one more so.
 
@@ -54,7 +52,6 @@ class APODown(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class BCOPair(Loss):
     """Classify each side as good or bad relative to the mean reward.
 
@@ -84,7 +81,6 @@ class BCOPair(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class NCAPair(Loss):
     """Increase the chosen reward itself, not only the margin.
 
@@ -103,7 +99,6 @@ class NCAPair(Loss):
 
 
 @register
-@dataclass(frozen=True)
 class SPPOHard(Loss):
     """Regress each side's log ratio on a fixed target, positive for chosen and negative for rejected.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from thresher.redact import MASK, redact_text
 from thresher.sampling.answers import SampledPrompt
-from thresher.sampling.judges import TIE, JudgeError, Verdict, from_both_orders
+from thresher.sampling.judges import JudgeError, Verdict, compare_answers
 
 INSTRUCTIONS = (
     "Compare two answers to the same prompt. Decide which one is more helpful, correct and pleasant to read. Do not "
@@ -56,22 +56,11 @@ class EndpointJudge:
     sleep: Callable[[float], None] = time.sleep
 
     def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]:
-        decided = [s for s in samples if s.policy.text != s.reference.text]
-        orders = [
-            order
-            for s in decided
-            for order in (
-                (s.prompt, s.policy.text, s.reference.text),
-                (s.prompt, s.reference.text, s.policy.text),
-            )
-        ]
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge")
         try:
-            replies = list(pool.map(lambda order: self.compare(*order), orders))
+            return compare_answers(samples, self.compare, pool.map)
         finally:
             pool.shutdown(cancel_futures=True)
-        joined = iter(zip(replies[::2], replies[1::2], strict=True))
-        return [TIE if s.policy.text == s.reference.text else from_both_orders(*next(joined)) for s in samples]
 
     def compare(self, prompt: str, first: str, second: str) -> float:
         """Return 1 if the model prefers the first answer, 0 for the second, 0.5 if its reply is unclear."""
@@ -133,7 +122,11 @@ class _Refused(Exception):  # noqa: N818  # the reply of a server
     """A reply with an error status; its text is the start of the body."""
 
     def __init__(self, error: urllib.error.HTTPError) -> None:
-        super().__init__(_excerpt(error))
+        try:
+            text = error.read(300).decode(errors="replace")
+        except (OSError, HTTPException):
+            text = ""
+        super().__init__(" ".join(text.split()) or str(error.reason))
         self.status = error.code
         try:
             self.retry_after = float(error.headers.get("Retry-After") or 0)
@@ -190,11 +183,3 @@ def _content(body: bytes) -> str:
     except (KeyError, IndexError, TypeError):
         raise ValueError(f"the reply has no choices[0].message.content: {str(reply)[:200]}") from None
     return content if isinstance(content, str) else ""  # null if the model wrote nothing but reasoning
-
-
-def _excerpt(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(300).decode(errors="replace")
-    except (OSError, HTTPException):
-        text = ""
-    return " ".join(text.split()) or str(error.reason)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,78 +90,71 @@ class Judge(Protocol):
     def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]: ...
 
 
+def compare_answers(
+    samples: Sequence[SampledPrompt],
+    compare: Callable[[str, str, str], float],
+    call: Callable[..., Iterable[float]] = map,
+) -> list[Verdict]:
+    """Compare answers in both orders; equal ones are a tie. `call` is map, or the same in parallel."""
+    orders = [
+        (s.prompt, first.text, second.text)
+        for s in samples
+        if s.policy.text != s.reference.text
+        for first, second in ((s.policy, s.reference), (s.reference, s.policy))
+    ]
+    replies = iter(call(lambda order: compare(*order), orders))
+    return [
+        TIE if s.policy.text == s.reference.text else from_both_orders(next(replies), next(replies)) for s in samples
+    ]
+
+
 @dataclass(frozen=True)
-class ScoringJudge:
-    """A reward of single answers, `score(prompt, answer)`."""
+class FunctionJudge:
+    """The user's function: `score(prompt, answer)`, or `compare(prompt, first, second)`."""
 
     name: str
-    score: Callable[[str, str], float]
+    function: Callable[..., Any]
+    compares: bool
 
     def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]:
-        return [
-            from_scores(self._call(s.prompt, s.policy.text), self._call(s.prompt, s.reference.text)) for s in samples
-        ]
+        if self.compares:
+            return compare_answers(samples, self._compare)
+        return [from_scores(*(self._score(s.prompt, each.text) for each in (s.policy, s.reference))) for s in samples]
 
-    def _call(self, prompt: str, answer: str) -> float:
-        value = _ask(self.name, self.score, prompt, answer)
+    def _score(self, prompt: str, answer: str) -> float:
+        value = self._call(prompt, answer)
         if not math.isfinite(value):
             raise JudgeError(f"{self.name} returned {value}, which no other score can be compared with")
         return value
 
-
-@dataclass(frozen=True)
-class ComparingJudge:
-    """A preference between two answers, `compare(prompt, first, second)`, asked in both orders."""
-
-    name: str
-    compare: Callable[[str, str, str], float]
-
-    def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]:
-        return [
-            TIE
-            if s.policy.text == s.reference.text
-            else from_both_orders(
-                self._call(s.prompt, s.policy.text, s.reference.text),
-                self._call(s.prompt, s.reference.text, s.policy.text),
-            )
-            for s in samples
-        ]
-
-    def _call(self, prompt: str, first: str, second: str) -> float:
-        value = _ask(self.name, self.compare, prompt, first, second)
+    def _compare(self, prompt: str, first: str, second: str) -> float:
+        value = self._call(prompt, first, second)
         if not 0.0 <= value <= 1.0:
             raise JudgeError(f"{self.name} returned {value}; a comparison is a probability from 0 to 1")
         return value
 
+    def _call(self, *texts: str) -> float:
+        try:
+            value = self.function(*texts)
+        except Exception as error:  # the user's function may raise anything
+            raise JudgeError(f"{self.name} raised {type(error).__name__}: {error}") from error
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise JudgeError(f"{self.name} returned {value!r} instead of a number") from error
 
-def load_judge(location: str) -> Judge:
+
+def load_judge(location: str) -> FunctionJudge:
     """Import the judge at `package.module:function` or `path/to/file.py:function`."""
-    return _judge_of(location, import_function(location, "samples.judge"))
-
-
-def _judge_of(location: str, function: Callable[..., Any]) -> Judge:
-    """Distinguish judges by the number of parameters without a default."""
+    function = import_function(location, "samples.judge")
     required = [
         each
         for each in inspect.signature(function).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
-    if len(required) == 2:
-        return ScoringJudge(location, function)
-    if len(required) == 3:
-        return ComparingJudge(location, function)
-    raise UserError(
-        f"samples.judge: {location} has {len(required)} parameters without a default; write score(prompt, answer) or "
-        "compare(prompt, first, second)"
-    )
-
-
-def _ask(name: str, function: Callable[..., Any], *texts: str) -> float:
-    try:
-        value = function(*texts)
-    except Exception as error:  # the user's function may raise anything
-        raise JudgeError(f"{name} raised {type(error).__name__}: {error}") from error
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise JudgeError(f"{name} returned {value!r} instead of a number") from error
+    if len(required) not in (2, 3):
+        raise UserError(
+            f"samples.judge: {location} has {len(required)} parameters without a default; write score(prompt, answer) "
+            "or compare(prompt, first, second)"
+        )
+    return FunctionJudge(location, function, compares=len(required) == 3)

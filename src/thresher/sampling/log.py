@@ -11,7 +11,7 @@ from typing import Any
 from thresher.observability.log_files import SAMPLES
 from thresher.observability.trackers.jsonl import StepLog, encode_number
 from thresher.observability.trackers.tracker import Table
-from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
+from thresher.sampling.answers import SampledAnswers, SampledPrompt
 from thresher.sampling.judges import Judge, JudgeError, Verdict, win_rate_metrics
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,12 @@ class JudgedAnswers:
 
 def judge_answers(judge: Judge | None, answers: SampledAnswers, step: int) -> JudgedAnswers:
     """Ask the judge; one that fails is reported, and the run continues without a win rate."""
-    if judge is None:
-        return JudgedAnswers(answers, ())
+    verdicts: Sequence[Verdict] = ()
     try:
-        return JudgedAnswers(answers, judge.verdicts(answers.prompts))
+        verdicts = judge.verdicts(answers.prompts) if judge is not None else ()
     except JudgeError as error:
         logger.warning("no win rate after step %d: %s", step, error)
-        return JudgedAnswers(answers, ())
+    return JudgedAnswers(answers, verdicts)
 
 
 class SampleLog:
@@ -71,10 +70,12 @@ def _row(sample: SampledPrompt, verdict: Verdict | None) -> dict[str, Any]:
         "prompt": sample.prompt,
         "policy": sample.policy.text,
         "reference": sample.reference.text,
-        **_numbers("policy", sample.policy),
-        **_numbers("reference", sample.reference),
-        "log_ratio": encode_number(sample.log_ratio),
     }
+    for side, answer in (("policy", sample.policy), ("reference", sample.reference)):
+        row[f"{side}_tokens"] = len(answer.token_ids)
+        row[f"{side}_ended"] = answer.ended
+        row[f"{side}_repetition"] = round(answer.repetition, 4)
+    row["log_ratio"] = encode_number(sample.log_ratio)
     if verdict is not None:
         row["win"] = verdict.outcome
         if verdict.rewards is not None:
@@ -82,11 +83,3 @@ def _row(sample: SampledPrompt, verdict: Verdict | None) -> dict[str, Any]:
         else:
             row["inconsistent"] = verdict.is_inconsistent
     return row
-
-
-def _numbers(side: str, answer: Answer) -> dict[str, Any]:
-    return {
-        f"{side}_tokens": len(answer.token_ids),
-        f"{side}_ended": answer.ended,
-        f"{side}_repetition": round(answer.repetition, 4),
-    }

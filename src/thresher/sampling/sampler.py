@@ -9,12 +9,11 @@ memory at a time, next to the policy in training. The random generators of train
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,51 +51,43 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PromptFile:
-    """Prompts of a text file, one per line, or of a file of JSON lines with a `prompt`: a text or messages.
+def file_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, system_prompt: str | None, num_prompts: int
+) -> list[Prompt]:
+    """The first distinct prompts of a text file, one per line, or of JSON lines with a `prompt`: a text or messages.
 
-    Template and system prompt are the training data's.
+    They are rendered and tokenized like the prompts of training pairs.
     """
-
-    path: Path
-    template: Template
-    system_prompt: str | None = None
-
-    def read(self, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
-        """Read the first distinct prompts, rendered and tokenized like the prompts of training pairs."""
-        to_tokens = PairTokenizer(tokenizer, self.template, ControlTokens(tokenizer, self.template).placeholders)
-        found: dict[tuple[int, ...], Prompt] = {}
-        for number, line in self._lines():
-            try:
-                value = self._prompt(line)
-                # the sides must differ at once: the prompt ends where they begin
-                row = to_preference_row({"prompt": value, "chosen": "A", "rejected": "B"}, FORMAT_BY_NAME["prompt"], {})
-                (tokenized,) = to_tokens([render(with_system(row, self.system_prompt), self.template, tokenizer)])
-            except BadRowError as error:
-                raise UserError(f"line {number} of {self.path} is not a prompt: {error}; fix or remove it") from error
-            token_ids = tuple(tokenized.pair.prompt_ids.tolist())
-            found.setdefault(token_ids, Prompt(_shown(value), token_ids))
-            if len(found) == num_prompts:
-                break
-        if not found:
-            raise UserError(f"{self.path} contains no prompts; write one per line")
-        return list(found.values())
-
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read samples.prompts_file {path}: {error}") from error
+    to_tokens = PairTokenizer(tokenizer, template, ControlTokens(tokenizer, template).placeholders)
+    found: dict[tuple[int, ...], Prompt] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read samples.prompts_file {self.path}: {error}") from error
-        return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            value = _parse_prompt(line) if path.suffix in (".jsonl", ".json") else line
+            # the sides must differ at once: the prompt ends where they begin
+            row = to_preference_row({"prompt": value, "chosen": "A", "rejected": "B"}, FORMAT_BY_NAME["prompt"], {})
+            (tokenized,) = to_tokens([render(with_system(row, system_prompt), template, tokenizer)])
+        except BadRowError as error:
+            raise UserError(f"line {number} of {path} is not a prompt: {error}; fix or remove it") from error
+        token_ids = tuple(tokenized.pair.prompt_ids.tolist())
+        found.setdefault(token_ids, Prompt(_shown(value), token_ids))
+        if len(found) == num_prompts:
+            break
+    if not found:
+        raise UserError(f"{path} contains no prompts; write one per line")
+    return list(found.values())
 
-    def _prompt(self, line: str) -> Any:
-        if self.path.suffix not in (".jsonl", ".json"):
-            return line
-        row = parse_row(line.encode())
-        if "prompt" not in row:
-            raise BadRowError("it has no column `prompt`")
-        return row["prompt"]
+
+def _parse_prompt(line: str) -> Any:
+    row = parse_row(line.encode())
+    if "prompt" not in row:
+        raise BadRowError("it has no column `prompt`")
+    return row["prompt"]
 
 
 def store_prompts(store: PairStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
@@ -123,18 +114,8 @@ def _shown(value: Any) -> str:
     return "\n\n".join(f"{each.get('role')}: {each.get('content')}" for each in messages)
 
 
-LoadModel = Callable[[Path], PreTrainedModel]
 _PAIRS_PER_BATCH = 8
 _WEIGHTS = ".weights"
-
-
-@dataclass(frozen=True)
-class SampledModels:
-    """Loads policy and reference on rank 0 from the directory with the weights of this step."""
-
-    policy: LoadModel
-    reference: LoadModel
-    reference_key: str | None  # identifies the reference's weights and precision; None if they change during the run
 
 
 @dataclass(frozen=True)
@@ -142,7 +123,10 @@ class AnswerSampler:
     """Answers the same prompts at each evaluation, with the same seed."""
 
     strategy: TrainEngine
-    models: SampledModels
+    # called on rank 0 with the directory of this step's weights
+    load_policy: Callable[[Path], PreTrainedModel]
+    load_reference: Callable[[Path], PreTrainedModel]
+    reference_key: str | None  # identifies the reference's weights and precision; None if they change during the run
     layout: Layout
     settings: GenerationSettings
     directory: Path  # where the weights of a step pass through, and the reference's answers are kept
@@ -163,21 +147,22 @@ class AnswerSampler:
         world.all_gather_object(None)  # the files are complete
         if world.rank != 0:
             return None
+        training_rng = capture_rng()
         try:
-            with _training_rng_preserved():
-                return self._sample(files)
+            return self._sample(files)
         finally:
+            restore_rng(training_rng)
             shutil.rmtree(files, ignore_errors=True)
 
     def _sample(self, files: Path) -> SampledAnswers:
         tokenizer, prompts = self.load_prompts()
         token_ids = [each.token_ids for each in prompts]
-        policy = self._on_device(self.models.policy(files))
+        policy = self._on_device(self.load_policy(files))
         end_ids = end_tokens(tokenizer, policy)
         answers = generate(policy, token_ids, self.settings, end_ids)
         policy_logps = self._score(policy, token_ids, answers)
         del policy  # one model at a time
-        reference = self._on_device(self.models.reference(files))
+        reference = self._on_device(self.load_reference(files))
         others = self._reference_answers(reference, token_ids, end_ids)
         reference_logps = self._score(reference, token_ids, answers)
         return SampledAnswers(
@@ -203,9 +188,9 @@ class AnswerSampler:
         self, model: PreTrainedModel, prompts: Sequence[TokenSequence], end_ids: Sequence[int]
     ) -> list[TokenSequence]:
         """Generate the reference's answers, or read them from an earlier evaluation of the same weights and prompts."""
-        if self.models.reference_key is None:
+        if self.reference_key is None:
             return generate(model, prompts, self.settings, end_ids)
-        identity = [self.models.reference_key, repr(self.settings), prompts, list(end_ids), str(model.device)]
+        identity = [self.reference_key, repr(self.settings), prompts, list(end_ids), str(model.device)]
         identity += [torch.__version__, transformers.__version__]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         path = self.directory / "reference.json"
@@ -220,16 +205,14 @@ class AnswerSampler:
     ) -> list[float]:
         """The logp of each answer, by the code that scores pairs in training."""
         scorer, logps = infer_engine(model, self.layout, model.dtype), []
-        for start in range(0, len(prompts), _PAIRS_PER_BATCH):
-            # a side may not be empty, and only the first is read
-            pairs = [
-                Pair(_to_ids(prompt), _to_ids(answer), _to_ids(answer[-1:]))
-                for prompt, answer in zip(
-                    prompts[start:][:_PAIRS_PER_BATCH], answers[start:][:_PAIRS_PER_BATCH], strict=True
-                )
-            ]
-            batch = PairBatch(np.arange(start, start + len(pairs), dtype=np.int64), tuple(pairs))
-            logps += scorer.score(batch).chosen.sums().tolist()
+        pairs = []
+        for texts in zip(prompts, answers, strict=True):
+            prompt, answer = (np.array(token_ids, dtype=np.int32) for token_ids in texts)
+            pairs.append(Pair(prompt, answer, answer[-1:]))  # a side may not be empty, and only the first is read
+        for start in range(0, len(pairs), _PAIRS_PER_BATCH):
+            batch = tuple(pairs[start : start + _PAIRS_PER_BATCH])
+            scored = scorer.score(PairBatch(np.arange(start, start + len(batch), dtype=np.int64), batch))
+            logps += scored.chosen.sums().tolist()
         return logps
 
 
@@ -251,16 +234,3 @@ def _read_answers(path: Path, key: str) -> list[TokenSequence] | None:
         return [tuple(map(int, each)) for each in stored["answers"]] if stored["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: generate them again
         return None
-
-
-def _to_ids(tokens: TokenSequence) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.array(tokens, dtype=np.int32)
-
-
-@contextlib.contextmanager
-def _training_rng_preserved() -> Iterator[None]:
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)

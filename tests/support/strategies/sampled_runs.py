@@ -12,7 +12,7 @@ from tests.support.strategies.saved_runs import Run, build_policy, build_trainer
 from thresher.checkpoint.state import load_weights
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.generation import GenerationSettings
-from thresher.sampling.sampler import AnswerSampler, Prompt, SampledModels
+from thresher.sampling.sampler import AnswerSampler, Prompt
 
 PROMPTS = [Prompt(str(number), tuple(range(5 + number, 9 + 2 * number))) for number in range(4)]
 
@@ -35,7 +35,9 @@ def sample_after_steps(run: Run) -> tuple[SampledAnswers | None, bool]:
 
     sampler = AnswerSampler(
         policy,
-        SampledModels(load_policy, load_reference, "made up"),
+        load_policy,
+        load_reference,
+        "made up",
         parity.LAYOUTS["shared"],
         GenerationSettings(max_new_tokens=12, temperature=0.0, seed=0),
         run.root,

@@ -23,7 +23,7 @@ from thresher.builders.reference_mode import (
     unused_settings,
 )
 from thresher.builders.run import build_tracking
-from thresher.builders.samples import build_judge, prompt_file
+from thresher.builders.samples import build_judge, read_prompts_file
 from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.blocks import find_template
@@ -157,8 +157,7 @@ def check_samples(inputs: RunInputs) -> Iterator[Finding]:
     config, samples = inputs.config, inputs.config.samples
     yield from problems_of(build_judge, config)
     if samples is not None and samples.prompts_file is not None:
-        prompts = prompt_file(config, samples, inputs.tokenizer)
-        yield from problems_of(prompts.read, inputs.tokenizer, samples.num_prompts)
+        yield from problems_of(read_prompts_file, config, samples, inputs.tokenizer)
 
 
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

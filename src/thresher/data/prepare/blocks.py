@@ -124,46 +124,34 @@ class BlockWorker:
 
     def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, list[str]]]:
         """Return the tokenized rows, each with the names of its findings."""
-        if FORMAT_BY_NAME[task.row_format].is_tokenized:
-            return [(TokenizedRow(pair, False, False), []) for pair in self._read_pairs(task, result)]
-        rows, rendered = self._render(task, result)
-        result.headers_shortened = sum(each.header_shortened for each in rendered)
-        return [
-            (
-                replace(tokens, pair=replace(tokens.pair, weight=row.weight, margin=row.margin)),
-                ["control_tokens_in_text"] * text.has_placeholders
-                + ["scores_contradict_labels"] * row.scores_contradict,
-            )
-            for row, text, tokens in zip(rows, rendered, self._to_tokens(rendered), strict=True)
-        ]
-
-    def _read_pairs(self, task: BlockTask, result: BlockResult) -> Iterator[Pair]:
         row_format = FORMAT_BY_NAME[task.row_format]
-        for index, content in enumerate(task.block.contents):
-            try:
-                row = parse_row(content)
-                check_columns(row, row_format, task.column_names)
-                yield read_tokenized(row, len(self._tokenizer), *read_numbers(row))
-            except BadRowError as error:
-                result.bad.append(BadRow.of(task.block, index, error))
-
-    def _render(self, task: BlockTask, result: BlockResult) -> tuple[list[PreferenceRow], list[RenderedRow]]:
-        row_format = FORMAT_BY_NAME[task.row_format]
+        pairs: list[Pair] = []  # of rows that have token ids
         rows: list[PreferenceRow] = []
         texts: list[RenderedRow] = []
         for index, content in enumerate(task.block.contents):
             try:
-                row = to_preference_row(parse_row(content), row_format, task.column_names)
+                values = parse_row(content)
+                if row_format.is_tokenized:
+                    check_columns(values, row_format, task.column_names)
+                    pairs.append(read_tokenized(values, len(self._tokenizer), *read_numbers(values)))
+                    continue
+                row = to_preference_row(values, row_format, task.column_names)
                 row = with_system(row, self._settings.system_prompt)
                 if (empty := _find_empty(row)) is not None:
                     result.dropped[empty] += 1
                     continue
                 texts.append(self._render_row(row))
+                rows.append(row)
             except BadRowError as error:
                 result.bad.append(BadRow.of(task.block, index, error))
-                continue
-            rows.append(row)
-        return rows, texts
+        result.headers_shortened = sum(each.header_shortened for each in texts)
+        tokenized = [(TokenizedRow(pair, False, False), list[str]()) for pair in pairs]
+        for row, text, tokens in zip(rows, texts, self._to_tokens(texts), strict=True):
+            findings = ["control_tokens_in_text"] * text.has_placeholders
+            findings += ["scores_contradict_labels"] * row.scores_contradict
+            pair = replace(tokens.pair, weight=row.weight, margin=row.margin)
+            tokenized.append((replace(tokens, pair=pair), findings))
+        return tokenized
 
     def _render_row(self, row: PreferenceRow) -> RenderedRow:
         spelled = self._control_tokens.find(row)
@@ -191,7 +179,8 @@ class BlockWorker:
             result.too_long.append(needed_length(full, settings.truncation, self._to_tokens.bos_id))
             return "too_long"
         if pair is not full:
-            if _is_identical(pair) or not _has_scored_tokens(pair):
+            has_scored_tokens = all(mask is None or mask.any() for mask in (pair.chosen_mask, pair.rejected_mask))
+            if _is_identical(pair) or not has_scored_tokens:
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
         result.splits_moved += tokenized.split_moved
@@ -219,10 +208,6 @@ def _json_content(content: Any) -> Any:
 
 def _is_identical(pair: Pair) -> bool:
     return np.array_equal(pair.chosen_ids, pair.rejected_ids)
-
-
-def _has_scored_tokens(pair: Pair) -> bool:
-    return all(mask is None or bool(mask.any()) for mask in (pair.chosen_mask, pair.rejected_mask))
 
 
 @dataclass(frozen=True)

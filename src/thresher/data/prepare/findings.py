@@ -6,6 +6,7 @@ pairs, a false match occurs once in thousands of runs.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -117,51 +118,37 @@ class SpilledKeys:
             stream.flush()
         num_partitions = min(MAX_PARTITIONS, -(-self._num_pairs // KEYS_PER_PARTITION))
         duplicates, contradictions = Finding("duplicates"), Finding("contradictions")
-        with ExitStack() as stack:
-            partitioned = [stack.enter_context(_PartitionedKeys(path, num_partitions)) for path in self._paths]
-            for pairs, swapped in zip(*partitioned, strict=True):
-                is_repeat = np.ones(len(pairs), dtype=np.bool_)
-                # a partition is in pair order, and np.unique returns the first of equal keys
-                is_repeat[np.unique(pairs["key"], return_index=True)[1]] = False
-                duplicates = duplicates.with_more(pairs["pair"][is_repeat])
-                contradictions = contradictions.with_more(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
+        for pairs, swapped in zip(*(_partitions(path, num_partitions) for path in self._paths), strict=True):
+            is_repeat = np.ones(len(pairs), dtype=np.bool_)
+            # a partition is in pair order, and np.unique returns the first of equal keys
+            is_repeat[np.unique(pairs["key"], return_index=True)[1]] = False
+            duplicates = duplicates.with_more(pairs["pair"][is_repeat])
+            contradictions = contradictions.with_more(swapped["pair"][np.isin(swapped["key"], pairs["key"])])
         return duplicates, contradictions
 
 
-class _PartitionedKeys:
-    """A file of keys partitioned by key into files next to it; iterating yields the (key, pair) entries of each."""
-
-    def __init__(self, path: Path, num_partitions: int) -> None:
-        self._path = path
-        self._partitions = [path.with_name(f"{path.name}.{number}") for number in range(num_partitions)]
-
-    def __enter__(self) -> _PartitionedKeys:
-        with ExitStack() as stack:
-            streams = [stack.enter_context(partition.open("wb")) for partition in self._partitions]
-            for entries in _read_entries(self._path):
-                number = entries["key"] % np.uint64(len(streams))
-                order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
-                ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=len(streams)))
-                for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
-                    stream.write(selected.tobytes())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for partition in self._partitions:
-            partition.unlink(missing_ok=True)
-
-    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
-        for partition in self._partitions:
+def _partitions(path: Path, num_partitions: int) -> Iterator[npt.NDArray[Any]]:
+    """Partition a file of keys by key into temporary files next to it; yield the (key, pair) entries of each."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        partitions = [Path(directory) / str(number) for number in range(num_partitions)]
+        _write_partitions(path, partitions)
+        for partition in partitions:
             yield np.fromfile(partition, dtype=_ENTRY_DTYPE)
 
 
-def _read_entries(path: Path) -> Iterator[npt.NDArray[Any]]:
-    # read, not mapped: mapped pages would count as memory of this process
+def _write_partitions(path: Path, partitions: Sequence[Path]) -> None:
     first = 0
-    with path.open("rb") as stream:
-        while len(keys := np.fromfile(stream, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
+    with ExitStack() as stack:
+        streams = [stack.enter_context(partition.open("wb")) for partition in partitions]
+        # read, not mapped: mapped pages would count as memory of this process
+        stored = stack.enter_context(path.open("rb"))
+        while len(keys := np.fromfile(stored, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
             entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
             entries["key"] = keys
             entries["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
             first += len(keys)
-            yield entries
+            number = keys % np.uint64(len(streams))
+            order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
+            ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=len(streams)))
+            for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
+                stream.write(selected.tobytes())

@@ -188,10 +188,10 @@ def prepare(
             StoreWriter(output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources))
         )
         check_output(output, overwrite=overwrite)
-        resumed = writer.resumed
-        stats = stack.enter_context(closing(PrepareStats(reader, writer.directory, resumed and resumed["account"])))
+        resumed, directory = writer.resumed, writer.staging.directory
+        stats = stack.enter_context(closing(PrepareStats(reader, directory, resumed and resumed["account"])))
         quarantine = stack.enter_context(
-            closing(_Quarantine(writer.directory, settings.on_bad_row, resumed["quarantined"] if resumed else 0))
+            closing(_Quarantine(directory, settings.on_bad_row, resumed["quarantined"] if resumed else 0))
         )
         bytes_before = [0, *itertools.accumulate(source.size for source in sources)]
         remaining = reader.remaining(stats.span, stats.blocks_of_span)
@@ -217,7 +217,7 @@ def prepare(
                 quarantine.publish(output)
                 raise NoPairsError(report, settings)
         except (BadRowsError, NoPairsError):
-            writer.discard()
+            writer.staging.discard()
             raise
         finally:
             results.close()

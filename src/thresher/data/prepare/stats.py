@@ -57,14 +57,16 @@ class LengthHistogram:
 
     def percentiles(self) -> dict[str, tuple[int, ...]]:
         """Return token counts at `PERCENTILES`, each the length of an actual pair (not interpolated)."""
-        return {name: _percentiles(counts) for name, counts in self._counts.items()}
+        return {
+            # rounded down as in numpy.percentile(method="lower")
+            name: tuple(_length_at(counts, int((counts.total() - 1) * (each / 100))) for each in PERCENTILES)
+            for name, counts in self._counts.items()
+        }
 
     def length_to_keep(self, share: float, dropped: Counter[int]) -> int:
         """Return the smallest length that this share of all pairs does not exceed, including dropped ones."""
         counts = self._counts["total"] + dropped
-        lengths = sorted(counts)
-        ends = np.cumsum([counts[length] for length in lengths])
-        return lengths[int(np.searchsorted(ends, math.ceil(share * int(ends[-1]))))]
+        return _length_at(counts, math.ceil(share * counts.total()) - 1)
 
     def bias(self) -> LengthBias:
         """Compare the lengths of chosen and rejected responses."""
@@ -76,12 +78,11 @@ class LengthHistogram:
         return LengthBias(self._num_chosen_longer / num_pairs, self._num_equal / num_pairs, chosen, rejected)
 
 
-def _percentiles(counts: Counter[int]) -> tuple[int, ...]:
+def _length_at(counts: Counter[int], index: int) -> int:
+    """Return the length of one pair, by its index among all pairs in order of length."""
     lengths = sorted(counts)
     ends = np.cumsum([counts[length] for length in lengths])
-    # index into the sorted lengths, rounded down as in numpy.percentile(method="lower")
-    indices = [int((int(ends[-1]) - 1) * (percentile / 100)) for percentile in PERCENTILES]
-    return tuple(lengths[int(np.searchsorted(ends, index, side="right"))] for index in indices)
+    return lengths[int(np.searchsorted(ends, index, side="right"))]
 
 
 # reasons may quote a row, so their number is otherwise unbounded

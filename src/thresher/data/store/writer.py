@@ -50,17 +50,17 @@ class StoreWriter:
     def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None) -> None:
         self._shard_rows = shard_rows
         self._rows_per_batch = min(ROWS_PER_RECORD_BATCH, shard_rows)
-        self._staging = Staging(output, fingerprint)
-        self._content = self._staging.content
+        self.staging = Staging(output, fingerprint)
+        self._content = self.staging.content
         try:
-            self._begin(self._staging.state["files"] if self._staging.state else {})
+            self._begin(self.staging.state["files"] if self.staging.state else {})
         except (pa.ArrowInvalid, OSError):
-            if self._staging.state is None:
+            if self.staging.state is None:
                 raise
             # the staged files are corrupt; everything in them can be recomputed
-            self._staging.clear()
+            self.staging.clear()
             self._begin({})
-        state = self._staging.state
+        state = self.staging.state
         # the last argument of `checkpoint` if an interrupted write is resumed
         self.resumed: Mapping[str, Any] | None = state["caller"] if state else None
         self._pairs_per_checkpoint = min(shard_rows, PAIRS_PER_CHECKPOINT)
@@ -108,12 +108,7 @@ class StoreWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_files()
-        self._staging.close(failed=kind is not None)
-
-    @property
-    def directory(self) -> Path:
-        """Directory for the caller's temporary files, deleted when the store is finished."""
-        return self._staging.directory
+        self.staging.close(failed=kind is not None)
 
     @property
     def num_pairs(self) -> int:
@@ -135,12 +130,8 @@ class StoreWriter:
 
     def checkpoint(self, caller: Mapping[str, Any]) -> None:
         """Save the progress; a later process can resume here with `caller` as its `resumed`."""
-        self._staging.save({"files": self._sync(), "caller": caller})
+        self.staging.save({"files": self._sync(), "caller": caller})
         self._pairs_saved = self.pairs_written
-
-    def discard(self) -> None:
-        """Disable resuming: a later process would fail in the same way."""
-        self._staging.discard()
 
     def finish(self, fields: Mapping[str, Any], *, overwrite: bool = False) -> Path:
         """Write the pending pairs and the manifest, with extra fields, and publish the store."""
@@ -164,8 +155,8 @@ class StoreWriter:
         }
         content = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         durable.write(self._content / "manifest.json", content.encode())
-        self._staging.publish(overwrite=overwrite)
-        return self._staging.output
+        self.staging.publish(overwrite=overwrite)
+        return self.staging.output
 
     def _sync(self) -> dict[str, Any]:
         """Flush all files to the disk; return the state that `_begin` needs to resume."""
@@ -266,11 +257,14 @@ class Staging:
 
     def __init__(self, output: Path, fingerprint: str | None = None) -> None:
         self.output = output
+        # callers may put temporary files into it; it is deleted when the output is published
         self.directory = output.parent / f".{output.name}.partial"
         self._replaced = self.directory / "replaced"
         self._fingerprint = fingerprint
         self._lock = self._acquire()
-        self._restore()
+        # a crash between the two renames of `publish`
+        if self._replaced.exists() and not output.exists():
+            self._replaced.rename(output)
         self.state: dict[str, Any] | None = self._read_state()
         if self.state is None:
             self.clear()
@@ -327,11 +321,6 @@ class Staging:
             if durable.is_open_file(self.directory, lock):
                 return lock
             os.close(lock)
-
-    def _restore(self) -> None:
-        """Restore the old store after a crash between the two renames of `publish`."""
-        if self._replaced.exists() and not self.output.exists():
-            self._replaced.rename(self.output)
 
     def _read_state(self) -> dict[str, Any] | None:
         try:

@@ -54,7 +54,9 @@ class PairTokenizer:
         return [self._split(row, *islice(escaped if row.has_placeholders else ordinary, 3)) for row in rows]
 
     def _encode(self, rows: Sequence[RenderedRow], *, has_placeholders: bool) -> list[TokenIds]:
-        texts = [text for row in rows for text in self._texts(row)]
+        texts = [
+            text for row in rows for text in (row.prompt, self._cut(row, row.chosen), self._cut(row, row.rejected))
+        ]
         if not texts:
             return []
         if has_placeholders:
@@ -64,9 +66,6 @@ class PairTokenizer:
                 "input_ids"
             ]
         return [np.asarray(self._with_prefix(ids), dtype=np.int32) for ids in encoded]
-
-    def _texts(self, row: RenderedRow) -> tuple[str, str, str]:
-        return row.prompt, self._cut(row, row.chosen), self._cut(row, row.rejected)
 
     def _cut(self, row: RenderedRow, side: SideText) -> str:
         eos = self._placeholders.by_token.get(self._eos, self._eos) if row.has_placeholders else self._eos
@@ -82,16 +81,15 @@ class PairTokenizer:
 
     def _split(self, row: RenderedRow, prompt: TokenIds, chosen: TokenIds, rejected: TokenIds) -> TokenizedRow:
         split = min(_common_prefix_length(prompt, chosen), _common_prefix_length(prompt, rejected))
-        masks = [self._mask(row, side, ids) for side, ids in ((row.chosen, chosen), (row.rejected, rejected))]
-        sides = [self._finish(ids, mask, split) for ids, mask in zip((chosen, rejected), masks, strict=True)]
+        sides = self._response(row, row.chosen, chosen, split), self._response(row, row.rejected, rejected, split)
         empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask in sides)
         pair = Pair(prompt[:split], sides[0][0], sides[1][0], sides[0][1], sides[1][1])
         return TokenizedRow(pair, split_moved=split < len(prompt), has_empty_response=empty)
 
-    def _finish(
-        self, ids: TokenIds, mask: npt.NDArray[np.bool_] | None, split: int
+    def _response(
+        self, row: RenderedRow, side: SideText, ids: TokenIds, split: int
     ) -> tuple[TokenIds, npt.NDArray[np.bool_] | None]:
-        end = len(ids)
+        mask, end = self._mask(row, side, ids), len(ids)
         while end > split and ids[end - 1] == self._eos_id:
             end -= 1
         response = np.append(ids[split:end], np.int32(self._eos_id)).astype(np.int32)
@@ -150,10 +148,18 @@ def truncate(pair: Pair, limit: int | None, how: Truncation, bos_id: int | None)
     """
     if limit is None or pair_length(pair) <= limit:
         return pair
-    if how == "prompt_start":
-        return _cut_prompt_start(pair, limit, bos_id)
-    if how == "response_end":
-        return _cut_response_end(pair, limit)
+    kept, excess = _num_kept_tokens(pair, bos_id), pair_length(pair) - limit
+    if how == "prompt_start" and kept + excess < len(pair.prompt_ids):
+        return replace(pair, prompt_ids=np.concatenate([pair.prompt_ids[:kept], pair.prompt_ids[kept + excess :]]))
+    room = limit - len(pair.prompt_ids)
+    if how == "response_end" and room >= 1:
+        return replace(
+            pair,
+            chosen_ids=pair.chosen_ids[:room],
+            rejected_ids=pair.rejected_ids[:room],
+            chosen_mask=None if pair.chosen_mask is None else pair.chosen_mask[:room],
+            rejected_mask=None if pair.rejected_mask is None else pair.rejected_mask[:room],
+        )
     return None
 
 
@@ -167,24 +173,3 @@ def needed_length(pair: Pair, how: Truncation, bos_id: int | None) -> int:
 def _num_kept_tokens(pair: Pair, bos_id: int | None) -> int:
     """Return the number of tokens at the start of a prompt that are never cut: its BOS."""
     return int(len(pair.prompt_ids) > 0 and bos_id is not None and pair.prompt_ids[0] == bos_id)
-
-
-def _cut_prompt_start(pair: Pair, limit: int, bos_id: int | None) -> Pair | None:
-    excess = pair_length(pair) - limit
-    kept = _num_kept_tokens(pair, bos_id)
-    if kept + excess >= len(pair.prompt_ids):
-        return None
-    return replace(pair, prompt_ids=np.concatenate([pair.prompt_ids[:kept], pair.prompt_ids[kept + excess :]]))
-
-
-def _cut_response_end(pair: Pair, limit: int) -> Pair | None:
-    room = limit - len(pair.prompt_ids)
-    if room < 1:
-        return None
-    return replace(
-        pair,
-        chosen_ids=pair.chosen_ids[:room],
-        rejected_ids=pair.rejected_ids[:room],
-        chosen_mask=None if pair.chosen_mask is None else pair.chosen_mask[:room],
-        rejected_mask=None if pair.rejected_mask is None else pair.rejected_mask[:room],
-    )
