@@ -28,9 +28,9 @@ from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatc
 from thresher.data.batching.plan import Plan
 from thresher.data.pair import Pair
 from thresher.distributed.run_on_all import Communicator
+from thresher.engines.native.build import train_engine
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
-from thresher.strategies.native.build import train_engine
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 

@@ -25,6 +25,7 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import PairStore
 from thresher.data.store.writer import StoreWriter
+from thresher.engines.native.build import infer_engine, train_engine
 from thresher.losses import Objective, make_loss
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
@@ -33,7 +34,6 @@ from thresher.models.optimizations.compile import Compilation
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
-from thresher.strategies.native.build import infer_engine, train_engine
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
 

@@ -17,9 +17,9 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 from transformers import AutoConfig
 
-from tests.support.strategies.parity import save_model
-from tests.support.strategies.rank_pool import RankPool
-from tests.support.strategies.step_zero import (
+from tests.support.engines.parity import save_model
+from tests.support.engines.rank_pool import RankPool
+from tests.support.engines.step_zero import (
     Distance,
     StepZero,
     long_pairs,

@@ -21,7 +21,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-PACKAGES = ("losses", "data", "models", "training", "strategies", "checkpoint", "reference")
+PACKAGES = ("losses", "data", "models", "training", "engines", "checkpoint", "reference")
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"}
 _BITWISE = {"RShift", "LShift", "BitOr", "BitAnd", "BitXor"}
 _IDENTITY = {"Is", "IsNot"}

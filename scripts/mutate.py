@@ -147,7 +147,7 @@ def record_all(directory: Path, tests: Sequence[str], names: str) -> None:
 def record_file(file: Path, names: str, target: Path) -> int:
     import coverage
 
-    from tests.support.strategies.rank_pool import RankPool
+    from tests.support.engines.rank_pool import RankPool
 
     options = {"data_file": str(target.with_suffix(".coverage")), "source": ["src/thresher"], "config_file": False}
     measured = coverage.Coverage(**options)

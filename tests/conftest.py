@@ -15,10 +15,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ci_cases import mark_other_cases
+from tests.support.engines.rank_pool import RankPool, RankPools
 from tests.support.paths import ROOT, note_test, shared_path
 from tests.support.ray_fixtures import forked_workers, ray_for_megatron, ray_here, shared_node
 from tests.support.scheduling import GroupsOfFiles, sort_long_files_first
-from tests.support.strategies.rank_pool import RankPool, RankPools
 from thresher.runtime.ray.environment import set_environment
 
 __all__ = ["forked_workers", "ray_for_megatron", "ray_here", "shared_node"]

@@ -9,8 +9,8 @@ from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.distributed.mesh import ParallelDims
+from thresher.engines.native import build
 from thresher.errors import UserError
-from thresher.strategies.native import build
 
 SHAPE = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 4}
 

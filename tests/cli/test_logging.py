@@ -399,7 +399,7 @@ HEAVY = (OPTIONAL - {"rich"}) | {"numpy", "pyarrow", "ray", "torch", "transforme
     [
         ("import thresher", HEAVY | {"pydantic", "rich"}),
         ("from thresher.cli import main; main()", HEAVY),
-        ("import thresher.runtime.ray.workers, thresher.strategies.native.build", OPTIONAL),
+        ("import thresher.runtime.ray.workers, thresher.engines.native.build", OPTIONAL),
     ],
     ids=["import", "help", "worker"],
 )

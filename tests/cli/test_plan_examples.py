@@ -17,9 +17,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.compared_runs import merge
+from tests.support.engines.adapters import save_adapter
 from tests.support.paths import ROOT
 from tests.support.small_runs import save_small_tokenizer
-from tests.support.strategies.adapters import save_adapter
 
 # of Ray and Kubernetes
 NO_CONFIGS = {"examples/kuberay/rayjob.yaml", "examples/ray_cluster/cluster.yaml"}

@@ -75,7 +75,7 @@ def test_every_key_of_trl_is_known() -> None:
 
 
 def test_every_target_is_a_key_of_ours() -> None:
-    from thresher.strategies.native.declaration import FSDP2Settings
+    from thresher.engines.native.declaration import FSDP2Settings
 
     axes = {f"{role}.strategy_args.strategy_config.{axis}" for role in ("actor_train", "reference")
             for axis in FSDP2Settings.model_fields}  # fmt: skip

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_models import MIXED, batch_of, tiny_model
 from thresher.config.roles import TrainingArgs
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.native.build import infer_engine, train_engine
 from thresher.errors import UserError
 from thresher.losses.margin import Sigmoid
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.adapters import LoraSettings, adapter_disabled, attach_lora, init_adapters, merge_adapter
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.native.build import infer_engine, train_engine
 
 LAYOUT = PaddedLayout(pad_id=0)
 FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox"]

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.support.tiny_models import MIXED, tiny_model
 from thresher.config.roles import TrainingArgs
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.engine import TrainEngine
+from thresher.engines.native.build import train_engine
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout
@@ -21,9 +24,6 @@ from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.recompute import _LayerPolicy, recompute_activations
 from thresher.plan.simulate.counters import LiveBytes
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.engine import TrainEngine
-from thresher.strategies.native.build import train_engine
 
 OBJECTIVE = Objective(terms=((make_losses(["sft"], {})[0], 1.0),))
 LORA = TrainedParts(lora=LoraSettings(2, None, ["all-linear"]))

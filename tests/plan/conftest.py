@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strategies.parity import save_model
+from tests.support.engines.parity import save_model
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,12 @@ from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.mesh import ParallelDims
+from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.plan.estimate import Estimate
 from thresher.plan.step import Cluster, step_flops, step_time, wire_bytes
 from thresher.plan.workload import Rows, rows_of
-from thresher.strategies.native.declaration import FSDP2Settings
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

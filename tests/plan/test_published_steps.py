@@ -14,10 +14,10 @@ from tests.support.published_models import config_of
 from thresher.builders.hardware import GPUS, Compiled
 from thresher.builders.memory import ModelSize, Process
 from thresher.config.roles import TrainingArgs
+from thresher.engines.native.build import axis_sizes
+from thresher.engines.native.declaration import FSDP2Settings
 from thresher.plan.step import Cluster, Flops, step_flops, step_time
 from thresher.plan.workload import Rows
-from thresher.strategies.native.build import axis_sizes
-from thresher.strategies.native.declaration import FSDP2Settings
 
 SEQUENCE = 8192
 # async TP computes while it sends: the time that it saved is 0.39 and 0.50 of the expected time of the messages of tp

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.config_runs import config_of
+from tests.support.engines.real_steps import count_real_step, pairs_of
 from tests.support.small_runs import save_small_tokenizer
-from tests.support.strategies.config_runs import config_of
-from tests.support.strategies.real_steps import count_real_step, pairs_of
 from thresher.builders.hardware import GPUS
 from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.run import simulate_stage

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tests.support.ci_cases import Case, choose, render_table
+from tests.support.engines import parity_cases
+from tests.support.engines.parity import axes_text
 from tests.support.paths import ROOT
-from tests.support.strategies import parity_cases
-from tests.support.strategies.parity import axes_text
 
 PAGE = ROOT / "docs" / "internals" / "testing.md"
 BEGIN, END = "<!-- covered cases: begin -->", "<!-- covered cases: end -->"
-PARITY = "tests/strategies/test_parity.py::test_three_steps_on_every_mesh_equal_the_oracle"
+PARITY = "tests/engines/test_parity.py::test_three_steps_on_every_mesh_equal_the_oracle"
 
 
 @pytest.fixture(scope="module")

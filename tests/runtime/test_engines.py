@@ -69,7 +69,7 @@ def on_engine(request, values, ray_for_megatron, tmp_path_factory) -> tuple[str,
     return request.param, output, text
 
 
-@pytest.mark.hand  # CI has the same without Ray in tests/strategies
+@pytest.mark.hand  # CI has the same without Ray in tests/engines
 def test_a_run_agrees_with_the_native_strategy(on_engine, native):
     _, output, text = on_engine
     assert "reference: 0 pairs from the cache, 24 scored" in text
@@ -108,7 +108,7 @@ def resume(checkpoint_of: Path, values: dict[str, Any], output: Path, cache: Pat
     assert "changed since the checkpoint: actor_train.strategy_args.strategy_name" in text
 
 
-@pytest.mark.hand  # CI has the same without Ray in tests/strategies
+@pytest.mark.hand  # CI has the same without Ray in tests/engines
 @pytest.mark.parametrize("direction", ["from native", "to native"])
 def test_a_checkpoint_moves_between_engines(on_engine, native, values, tmp_path, direction):
     engine, output, _ = on_engine

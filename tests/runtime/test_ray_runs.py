@@ -91,7 +91,7 @@ def test_reference_workers_are_released_after_precomputing(on_two):
     assert on_two[2].max_free == 6  # of 8; each of the two policy workers reserves one
 
 
-@pytest.mark.hand  # CI has these axes in tests/strategies, and a separate reference
+@pytest.mark.hand  # CI has these axes in tests/engines, and a separate reference
 @pytest.mark.parametrize("mode", ["precompute", "concurrent"])
 def test_by_default_the_reference_runs_in_the_policys_workers_on_their_axes(base, ray_here, tmp_path, mode):
     """With tp, another number of workers would round differently: margins would not start at 0."""

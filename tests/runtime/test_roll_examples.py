@@ -86,7 +86,7 @@ def losses(log: list[dict[str, float]]) -> list[float]:
     return [record["loss"] for record in log if "loss" in record]
 
 
-@pytest.mark.hand  # CI has its config in tests/config and Megatron-Core in tests/strategies
+@pytest.mark.hand  # CI has its config in tests/config and Megatron-Core in tests/engines
 def test_the_dense_example_trains_to_the_end(ray_for_megatron, tmp_path, monkeypatch):
     log = train(write_config("qwen2.5-3B_dpo_megatron.yaml", tmp_path, Qwen2Config(**SHAPE), 2), monkeypatch)
     values = losses(log)
@@ -95,7 +95,7 @@ def test_the_dense_example_trains_to_the_end(ray_for_megatron, tmp_path, monkeyp
     assert values[-1] < values[0]
 
 
-@pytest.mark.hand  # 32 processes; CI trains a model with experts in tests/strategies
+@pytest.mark.hand  # 32 processes; CI trains a model with experts in tests/engines
 def test_the_example_with_experts_trains_to_the_end(ray_for_megatron, tmp_path, monkeypatch):
     """Two stages, eight workers for the experts of each, for the policy and again for the reference."""
     model = Qwen3MoeConfig(**SHAPE, **EXPERTS)

@@ -5,8 +5,8 @@ Write it with: python -m tests.support.model_table
 
 from __future__ import annotations
 
+from tests.support.engines.parity_cases import ALL_CASES
 from tests.support.paths import ROOT
-from tests.support.strategies.parity_cases import ALL_CASES
 from tests.support.tiny_models import FAMILIES
 
 README = ROOT / "README.md"

@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from tests.support.paths import ROOT
 from thresher.config.roles import TrainingArgs
 from thresher.data.pair import Pair, PairBatch
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.engine import Engine, TrainEngine
+from thresher.engines.native.build import infer_engine, train_engine
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.engine import Engine, TrainEngine
-from thresher.strategies.native.build import infer_engine, train_engine
 
 TokenPair = tuple[list[int], list[int], list[int]]
 

@@ -34,19 +34,19 @@ _TOGETHER = {
             )
         ),
     ),
-    "Megatron-Core": ("tests/strategies/test_megatron",),
-    "DeepSpeed": ("tests/strategies/test_deepspeed",),
+    "Megatron-Core": ("tests/engines/test_megatron",),
+    "DeepSpeed": ("tests/engines/test_deepspeed",),
 }
 _LONGEST = (
     "Ray",
     "Megatron-Core",
-    "tests/strategies/test_parity.py",
+    "tests/engines/test_parity.py",
     "tests/plan/test_simulation.py",
     "tests/training/test_resume.py",
     "tests/runtime/",
     "tests/plan/",
     "DeepSpeed",
-    "tests/strategies/",
+    "tests/engines/",
     "tests/compatibility/",
     "tests/docs/",
     "tests/security/",

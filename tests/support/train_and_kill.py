@@ -30,7 +30,7 @@ LOGGED = {"logged": "loss", "evaluated": "eval/loss"}
 def kill_at(moment: str, step: int) -> None:
     """Make this process kill itself at a moment of a step."""
     if moment == "saving":
-        from thresher.strategies.engine import TrainEngine
+        from thresher.engines.engine import TrainEngine
 
         capture = TrainEngine.snapshot
 

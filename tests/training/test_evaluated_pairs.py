@@ -13,9 +13,9 @@ from tests.support.small_runs import make_base
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.config import parse_config
 from thresher.distributed.groups import DataParallelGroup
+from thresher.engines.accumulate import MicroBatch, objective_inputs
 from thresher.observability.trackers.jsonl import read_records
 from thresher.pipeline import DPOPipeline
-from thresher.strategies.accumulate import MicroBatch, objective_inputs
 from thresher.training.loop import evaluate
 from thresher.training.records import EvaluatedPairs, PairSampler
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.compared_runs import merge
+from tests.support.engines.adapters import save_adapter
 from tests.support.small_runs import make_base
-from tests.support.strategies.adapters import save_adapter
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, trained_parts
 from thresher.builders.export import export_checkpoint

@@ -20,11 +20,11 @@ from tests.support.compared_runs import merge
 from tests.support.tiny_run import LAYOUT, PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
+from thresher.engines.native.build import infer_engine
 from thresher.errors import UserError
 from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.loading.load import load_model
 from thresher.observability.timing import ThroughputMeter
-from thresher.strategies.native.build import infer_engine
 
 BETA = 0.1
 

@@ -144,7 +144,7 @@ MICRO_BATCHES = {
 
 @pytest.fixture
 def discards_slow_steps(monkeypatch):
-    monkeypatch.setattr("thresher.strategies.accumulate.SECONDS_BEFORE_DISCARD", 0.0)
+    monkeypatch.setattr("thresher.engines.accumulate.SECONDS_BEFORE_DISCARD", 0.0)
 
 
 @pytest.mark.usefixtures("discards_slow_steps")

@@ -17,15 +17,15 @@ from tests.support.compared_runs import merge
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.checkpoint.json_io import load_json
 from thresher.config.roles import TrainingArgs
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.engine import StepOutcome, TrainEngine
+from thresher.engines.native.build import infer_engine, train_engine
+from thresher.engines.nonfinite import LossScale
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.engine import StepOutcome, TrainEngine
-from thresher.strategies.native.build import infer_engine, train_engine
-from thresher.strategies.nonfinite import LossScale
 
 PAIRS = noise_pairs(12)
 TOO_LARGE = 2.0**40

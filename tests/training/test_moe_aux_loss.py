@@ -17,14 +17,14 @@ from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.pair import PairBatch
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.native.build import train_engine
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.load import without_dropout
 from thresher.models.router import FAMILIES as ROUTERS
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.native.build import train_engine
 
 COEF = 0.3
 LAYOUTS = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.strategies.config_runs import config_of, train_from_config
-from tests.support.strategies.parity import LAYOUTS, PAIRS, save_model
+from tests.support.engines.config_runs import config_of, train_from_config
+from tests.support.engines.parity import LAYOUTS, PAIRS, save_model
 from thresher.builders.engines import build_policy
 from thresher.data.pair import PairBatch
 from thresher.distributed.groups import Group

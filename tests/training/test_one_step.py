@@ -191,9 +191,9 @@ def test_a_step_with_a_non_finite_loss_leaves_weights_and_optimizer_unchanged(ti
 
 
 def test_bf16_compute_stays_near_fp32(tiny_dir, pairs):
+    from thresher.engines.native.build import infer_engine
     from thresher.models.layouts import PaddedLayout
     from thresher.models.loading.load import load_model
-    from thresher.strategies.native.build import infer_engine
 
     exact = reference_on(tiny_dir)
     mixed = infer_engine(load_model(str(tiny_dir)), PaddedLayout(pad_id=0), torch.bfloat16)

@@ -21,10 +21,10 @@ from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode, unused_settings
 from thresher.config import parse_config
+from thresher.engines.native.build import infer_engine
 from thresher.errors import CheckpointError, UserError
 from thresher.models.layouts import PaddedLayout
 from thresher.reference.step_zero_check import check_step_zero, tolerance
-from thresher.strategies.native.build import infer_engine
 
 
 @pytest.mark.parametrize("changes", [{}, {"pref_loss": "simpo", "actor_train": {"model_args": {"lora_rank": 2}}}])

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiny_models import MIXED, tiny_model
 from thresher.config.roles import TrainingArgs
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.engine import TrainEngine
+from thresher.engines.native.build import train_engine
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import PackedLayout
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.engine import TrainEngine
-from thresher.strategies.native.build import train_engine
 
 NUM_MICRO_BATCHES = 3
 

@@ -13,10 +13,10 @@ from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.inputs import RunInputs, find_layout
 from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Group
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.models.forward_check import LayoutError
 from thresher.models.layouts import Layout
 from thresher.models.loading.load import load_model_config
-from thresher.strategies.engine import Engine, TrainEngine
 
 logger = logging.getLogger(__name__)
 Built = TypeVar("Built", bound=Engine)

@@ -11,14 +11,14 @@ from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
 from thresher.config.strategies import import_function, strategy_names
 from thresher.distributed.groups import SINGLE_PROCESS, Group
+from thresher.engines.engine import Engine, TrainEngine
+from thresher.engines.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, choose_layout
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
-from thresher.strategies.engine import Engine, TrainEngine
-from thresher.strategies.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec
 
 
 def build_policy(

@@ -18,13 +18,13 @@ from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatc
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import PairStore
+from thresher.engines.engine import ParameterCounts
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model
-from thresher.strategies.engine import ParameterCounts
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class RunInputs:
             attn_implementation=transformers_attention(args.attn_implementation),
             trust_remote_code=args.trust_remote_code,
         )
-        # as strategies/native stores it
+        # as engines/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
 
     @property

@@ -14,6 +14,8 @@ from torch import nn
 
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.mesh import ParallelDims
+from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
 from thresher.models.lm_head import slice_width
 from thresher.models.loading.trained import widest_dtype
@@ -22,8 +24,6 @@ from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.optimizations.recompute import Recompute
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import num_experts
-from thresher.strategies.native.declaration import FSDP2Settings
-from thresher.strategies.native.parallelize import partition_layers
 
 # share of a GPU for its context, fragmentation and the workspaces of kernels
 RESERVED = 0.08

@@ -18,6 +18,7 @@ from thresher.builders.reference_mode import ReferenceMode, initial_adapter, ref
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config
 from thresher.observability.heartbeat import set_activity
@@ -26,7 +27,6 @@ from thresher.reference.cache_admin import cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
 from thresher.reference.scorers import LiveReference, PrecomputedReference, SyncedReference
 from thresher.reference.step_zero_check import Forwards
-from thresher.strategies.engine import Engine, TrainEngine
 from thresher.training.trainer import ReferenceScorer
 
 logger = logging.getLogger(__name__)

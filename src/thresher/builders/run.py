@@ -21,6 +21,7 @@ from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of
 from thresher.data.store.reader import PairStore
+from thresher.engines.engine import ParameterCounts
 from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
 from thresher.foreign_names import foreign
 from thresher.models.loading.load import DTYPES
@@ -35,7 +36,6 @@ from thresher.observability.trackers.jsonl import StepLog, find_holes
 from thresher.observability.trackers.tracker import START_OVER, RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
 from thresher.reference.step_zero_check import tolerance
-from thresher.strategies.engine import ParameterCounts
 from thresher.training import preemption
 from thresher.training.loop import LoopSettings, MetricLogger
 from thresher.training.supervisor import Supervisor

@@ -17,6 +17,7 @@ from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig
 from thresher.config.samples import SamplesConfig
 from thresher.data.tokenization.chat_template import load_template
+from thresher.engines.engine import TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, merge_adapter
 from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
@@ -28,7 +29,6 @@ from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import Judge, load_judge
 from thresher.sampling.sampler import AnswerSampler, Prompt, file_prompts, store_prompts
-from thresher.strategies.engine import TrainEngine
 
 
 def build_sampler(inputs: RunInputs, policy: TrainEngine, synced: SyncedReference | None) -> AnswerSampler | None:

@@ -18,11 +18,11 @@ from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel
 from thresher.data.store.reader import Lengths
+from thresher.engines.native.build import axis_sizes
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.loading.load import DTYPES
 from thresher.observability.details import DETAIL
-from thresher.strategies.native.build import axis_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from thresher.builders.reference import Reference, frozen_policy_digest, referen
 from thresher.builders.run import stop_file
 from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
+from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
-from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import (
     POLICY_SETTINGS,
     POLICY_WEIGHTS,

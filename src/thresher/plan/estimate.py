@@ -25,11 +25,11 @@ from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
+from thresher.engines.native.check import check_axes, why_not_sequence_parallel
+from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
 from thresher.plan.step import Axis, Cluster, Flops, StepTime, pipeline_model_flops, step_flops, step_time, wire_bytes
 from thresher.plan.workload import PairLengths, Workload, find_lengths, sample_workload
-from thresher.strategies.native.check import check_axes, why_not_sequence_parallel
-from thresher.strategies.native.declaration import FSDP2Settings
 
 
 class KnownRun:

@@ -20,9 +20,9 @@ from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, PairStore
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
-from thresher.strategies.engine import Engine, TrainEngine
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
+from thresher.engines.accumulate import MicroBatch, objective_inputs
+from thresher.engines.engine import Scorer
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.loading.load import DTYPES
-from thresher.strategies.accumulate import MicroBatch, objective_inputs
-from thresher.strategies.engine import Scorer
 
 # what the forwards of policy and reference have in common: all, the parallel axes, or only the weights
 Forwards = Literal["same", "other batches", "other axes"]

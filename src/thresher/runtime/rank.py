@@ -27,6 +27,7 @@ from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Metrics
+from thresher.engines.engine import ParameterCounts, TrainEngine
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
@@ -37,7 +38,6 @@ from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.runtime.devices import prepare_cuda
-from thresher.strategies.engine import ParameterCounts, TrainEngine
 from thresher.training.records import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
 

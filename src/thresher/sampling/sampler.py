@@ -33,12 +33,12 @@ from thresher.data.store.reader import PairStore
 from thresher.data.tokenization.chat_template import Template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.tokenizer import PairTokenizer
+from thresher.engines.engine import TrainEngine
+from thresher.engines.native.build import infer_engine
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
 from thresher.sampling.generation import GenerationSettings, TokenSequence, generate
-from thresher.strategies.engine import TrainEngine
-from thresher.strategies.native.build import infer_engine
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import DataParallelGroup
+from thresher.engines.engine import StepOutcome
+from thresher.engines.nonfinite import NonFiniteStep
 from thresher.losses.metrics import MetricSum, merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ObjectiveInputs
 from thresher.observability.trackers.jsonl import encode_number
-from thresher.strategies.engine import StepOutcome
-from thresher.strategies.nonfinite import NonFiniteStep
 
 
 @dataclass

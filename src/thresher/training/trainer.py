@@ -27,6 +27,8 @@ from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
 from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
+from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded
+from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
@@ -35,8 +37,6 @@ from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.sampler import AnswerSampler
-from thresher.strategies.accumulate import Evaluation, MicroBatch, StepDiscarded
-from thresher.strategies.engine import TrainEngine
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.records import (
     EvaluatedPairs,

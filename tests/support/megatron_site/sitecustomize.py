@@ -8,7 +8,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_BUILD = "thresher.strategies.megatron.build"
+_BUILD = "thresher.engines.megatron.build"
 
 
 class _BeforeMegatron(MetaPathFinder):

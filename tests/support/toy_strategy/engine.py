@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from toy_strategy.declaration import ToySettings
 
+from thresher.engines.engine import Engine, TrainEngine
+from thresher.engines.native.build import infer_engine, train_engine
+from thresher.engines.native.parallelize import ParallelContext
+from thresher.engines.native.parameters import LocalCheckpoint, LocalParameters
+from thresher.engines.spec import EngineCheck, ModelSpec, PolicySpec
 from thresher.errors import UserError
-from thresher.strategies.engine import Engine, TrainEngine
-from thresher.strategies.native.build import infer_engine, train_engine
-from thresher.strategies.native.parallelize import ParallelContext
-from thresher.strategies.native.parameters import LocalCheckpoint, LocalParameters
-from thresher.strategies.spec import EngineCheck, ModelSpec, PolicySpec
 
 
 class ToyParameters(LocalParameters):

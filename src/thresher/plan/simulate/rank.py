@@ -26,6 +26,9 @@ from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import AXES, ParallelDims
 from thresher.distributed.tensors import copy_to_device
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.native.build import axis_sizes, build_infer, build_train
+from thresher.engines.native.declaration import FSDP2Settings
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
 from thresher.observability.machine import peak_rss_bytes
@@ -39,9 +42,6 @@ from thresher.plan.simulate.counters import (
 from thresher.plan.simulate.host_side import HostSide
 from thresher.plan.simulate.request import CountedAxis, CountedCollective, Kind, RankRequest, RankResult
 from thresher.plan.simulate.source import SourceWithoutValues, TrainedPartsWithoutValues
-from thresher.strategies.accumulate import MicroBatch
-from thresher.strategies.native.build import axis_sizes, build_infer, build_train
-from thresher.strategies.native.declaration import FSDP2Settings
 
 # one token id for all tokens: no value is ever computed
 _TOKEN = 3

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
+from thresher.engines.spec import ModelSource
 from thresher.models.loading.load_sharded import allocate, build_without_weights
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
-from thresher.strategies.spec import ModelSource
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from thresher.builders.reference_mode import same_initial_weights
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
 from thresher.distributed.tensors import copy_to_device
+from thresher.engines.engine import TrainEngine
 from thresher.errors import WorkerLostError
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.runtime.ray.cluster import death_cause
-from thresher.strategies.engine import TrainEngine
 from thresher.training.trainer import evaluation_batches
 
 

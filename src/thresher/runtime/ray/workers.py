@@ -24,6 +24,7 @@ from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import Group
+from thresher.engines.engine import Engine
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import Layout
 from thresher.observability.heartbeat import (
@@ -40,7 +41,6 @@ from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.remote_reference import FlatLogps, pack_logps, prefetch_reference
-from thresher.strategies.engine import Engine
 from thresher.training.trainer import evaluation_batches
 
 logger = logging.getLogger(__name__)

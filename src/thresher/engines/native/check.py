@@ -1,0 +1,127 @@
+"""Checks that a model supports the native engine's mesh dimensions and settings, before any worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from thresher.engines.native.build import axis_sizes
+from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.spec import EngineCheck
+from thresher.errors import UserError
+from thresher.models.layouts import Layout
+from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
+from thresher.models.router import FAMILIES as ROUTER_FAMILIES
+from thresher.models.router import num_experts
+
+
+def check(run: EngineCheck[FSDP2Settings]) -> None:
+    """Reject settings that this model does not support."""
+    settings, is_replicated = run.settings, run.settings.is_replicated(run.num_workers)
+    if run.balances_experts:  # along these axes the loss of transformers cannot be computed exactly
+        axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
+        if axes or run.compiles:
+            raise UserError(
+                f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(axes) or 'torch_compile'}; "
+                "remove one of them, or give each worker a full copy with dp_replicate"
+            )
+        check_router_family(run)
+    lora = None if run.trained is None else run.trained.lora
+    if lora is not None and lora.starts_from_weights and not is_replicated:
+        raise UserError(
+            f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which cannot be sharded; "
+            "set strategy_args.strategy_config.dp_replicate to the number of workers, or use lora_init=default"
+        )
+    if is_replicated:
+        return
+    find_files_to_shard(run.path)
+    check_axes(settings, run.num_workers, run.section, run.model_config, run.layout)
+    if settings.sequence_parallel:
+        reason = why_not_sequence_parallel(run.model_config, run.layout, has_lora=lora is not None)
+        if reason is not None:
+            raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
+    for name in settings.non_default("reduce_dtype", "pp_dtype"):
+        if (run.dtype, run.master_dtype) != ("bf16", "fp32"):
+            raise UserError(
+                f"{run.section}: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are {run.dtype} and "
+                f"{run.master_dtype}; remove {name}"
+            )
+    if settings.pp_schedule != "1f1b" and (run.compiles or run.training.gradient_checkpointing != "off"):
+        name = "torch_compile" if run.compiles else "gradient_checkpointing"
+        raise UserError(
+            f"{run.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
+            "support; remove one of them"
+        )
+
+
+def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:
+    """Why a model does not support sequence parallelism; None if it does."""
+    family = model_config.get_text_config().model_type
+    if family not in LLAMA_LIKE_FAMILIES:
+        return f"the architecture is {family}, and it supports {', '.join(LLAMA_LIKE_FAMILIES)}"
+    if not layout.needs_pair_attention:
+        return f"the layout is {layout.name}, and it needs packed rows"
+    return "it does not support LoRA" if has_lora else None
+
+
+def check_router_family(run: EngineCheck[Any]) -> None:
+    """Reject moe_aux_loss_coef for a model whose experts' load is not known."""
+    family = run.model_config.get_text_config().model_type
+    if family not in ROUTER_FAMILIES:
+        raise UserError(
+            f"actor_train.model_args.moe_aux_loss_coef has no effect on {run.path}: the load of experts is known for "
+            f"the architectures {', '.join(ROUTER_FAMILIES)}, and this one is {family}; remove it"
+        )
+
+
+def check_axes(
+    settings: FSDP2Settings, num_workers: int, section: str, model_config: PreTrainedConfig, layout: Layout
+) -> None:
+    """Reject mesh dimensions that this model or layout does not support, listing the valid sizes."""
+    sizes = axis_sizes(settings, num_workers)
+    text = model_config.get_text_config()
+    heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if sizes.tp > 1 and not text.base_model_tp_plan:
+        raise UserError(
+            f"{section}: tp_size is {sizes.tp}, but transformers has no tensor-parallel plan for the architecture "
+            f"{model_config.model_type}; remove tp_size"
+        )
+    interleaved = [name for name, style in (text.base_model_tp_plan or {}).items() if style.startswith("packed")]
+    if sizes.tp > 1 and interleaved and num_experts(text):
+        raise UserError(
+            f"{section}: tp_size is {sizes.tp}, but the tensor-parallel plan of the architecture "
+            f"{model_config.model_type} interleaves {interleaved[0]}, which checkpoints cannot store; remove tp_size, "
+            "or use megatron_train if it supports the architecture"
+        )
+
+    def tp_fits(size: int) -> bool:
+        return heads % size == 0 and kv_heads % size == 0
+
+    def cp_fits(size: int) -> bool:
+        local_heads, local_kv_heads = heads // sizes.tp, kv_heads // sizes.tp
+        return local_heads % size == 0 and (local_kv_heads % size == 0 or size % local_kv_heads == 0)
+
+    _check(section, "tp_size", sizes.tp, tp_fits, f"{heads} attention heads and {kv_heads} key/value heads", heads)
+    if sizes.cp > 1 and not layout.needs_pair_attention:
+        raise UserError(
+            f"{section}: cp_size is {sizes.cp}, but the layout is {layout.name}, and context parallelism needs packed "
+            "rows; remove cp_size, or use layout=shared or layout=packed if the model supports it"
+        )
+    local = f"{heads // sizes.tp} attention heads and {kv_heads // sizes.tp} key/value heads"
+    _check(section, "cp_size", sizes.cp, cp_fits, local + (" per tp rank" if sizes.tp > 1 else ""), heads // sizes.tp)
+    stages = sizes.pp * settings.virtual_pp_size
+    if stages > layers:
+        raise UserError(
+            f"{section}: pp_size {sizes.pp} with virtual_pp_size {settings.virtual_pp_size} makes {stages} stages, but "
+            f"the model has {layers} layers; use at most {layers} stages"
+        )
+
+
+def _check(section: str, name: str, size: int, fits: Callable[[int], bool], what: str, limit: int) -> None:
+    if not fits(size):
+        valid = ", ".join(str(other) for other in range(1, limit + 1) if fits(other))
+        raise UserError(f"{section}: {name} is {size}, but the model has {what}; valid sizes are {valid}")

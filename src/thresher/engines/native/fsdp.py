@@ -1,0 +1,118 @@
+"""The dp_shard dimension: FSDP2 shards weights, gradients and optimizer state; with dp_replicate it is HSDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from thresher.engines.native.declaration import FSDP2Settings
+from thresher.models.loading.trained import widest_dtype
+from thresher.models.pipeline_chunk import decoder_of, local_layers
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """Tells FSDP2 before every backward whether to reduce the gradients in it.
+
+    Replicas are summed once per step, in the last backward, of shards that earlier ones have reduced.
+    """
+
+    model: FSDPModule
+    # shards too are reduced only then, of whole gradients that are added up, and the weights stay gathered up to it
+    once: bool = False
+
+    def before_backward(self, *, is_last: bool) -> None:
+        if self.once:
+            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_reshard_after_backward(is_last)
+        else:
+            self.model.set_requires_all_reduce(is_last)
+
+
+def apply_fsdp(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    settings: FSDP2Settings,
+) -> GradientSync:
+    """Shard every parameter over the last dimension of a mesh; the first of two replicates.
+
+    ZeRO-2 keeps the matrices of the layers gathered between forward and backward, ZeRO-1 all parameters.
+    """
+    zero_stage = settings.zero_stage
+    hint = "use one worker, or set dp_replicate to the number of workers"
+    layers = local_layers(decoder_of(model), "sharding", hint)
+    options: dict[str, Any] = {"mesh": mesh}
+    if settings.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    stored = widest_dtype(model)
+    # of the gradients of matrices
+    reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
+    groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
+    # the root gathers norms and biases in the stored dtype: FSDP2 casts a whole group of parameters, and autocast
+    # in one process rounds the matrices of a layer but not its norms. By default it stays unsharded after a forward
+    sharded = fully_shard(
+        model,
+        **options,
+        reshard_after_forward=zero_stage > 1,
+        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1},
+    )
+    for group in groups:
+        if compute_dtype != stored:
+            # half the bytes in bf16; the head rounds its factors itself, and the embedding starts the residual stream
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=compute_dtype if group.is_rounded else None,
+                reduce_dtype=reduce_dtype,
+                cast_forward_inputs=False,
+            )
+        fully_shard(
+            group.modules if len(group.modules) > 1 else group.modules[0],
+            **options,
+            reshard_after_forward=group.reshards_after_forward,
+            ignored_params={p for p in group.parameters if p.ndim < 2},
+        )
+        group.modules[0].set_unshard_in_backward(group.needs_weight_in_backward)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # the loss is already divided by the pairs of the whole step: sum gradients over ranks, do not average
+            module.set_gradient_divide_factor(1.0)
+            # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
+            module.set_force_sum_reduction_for_comms(True)
+    return GradientSync(sharded, once=zero_stage == 1)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules whose matrices FSDP2 gathers together; is_rounded: in the compute dtype."""
+
+    modules: list[Any]
+    reshards_after_forward: bool
+    needs_weight_in_backward: bool = True
+    is_rounded: bool = True
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+
+def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
+    """The embedding and the head; together if they share their matrix.
+
+    The backward of an embedding reads no weight. The head's backward follows its forward, so it stays gathered.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    has_embedding, has_head = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
+    if has_embedding and has_head and embedding.weight is head.weight:
+        return [_Group([embedding, head], reshards_after_forward=False, is_rounded=False)]
+    groups = []
+    if has_embedding:
+        groups.append(_Group([embedding], zero_stage > 1, needs_weight_in_backward=False, is_rounded=False))
+    if has_head:
+        groups.append(_Group([head], reshards_after_forward=False, is_rounded=False))
+    return groups

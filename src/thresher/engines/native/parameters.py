@@ -1,0 +1,181 @@
+"""Trained parameters of this process: local shards, their gradients, AdamW and checkpoint files.
+
+The loss is already divided by the pairs of the whole step (see accumulate.py), so every reduction is a sum:
+
+    dimension     gradients                                       summed by
+    dp_shard, cp  all                                             FSDP2, in every backward or the last one (fsdp.py)
+    dp_replicate  all                                             FSDP2 in the last backward if dp_shard or cp > 1,
+                                                                  otherwise here
+    tp            of replicated parameters, as each rank has a    here
+                  partial sum: norms within heads, and all norms
+                  with sequence parallelism
+    pp            of an embedding tied to the head                here, by the first and the last stage
+
+Files record the slice of each shard, not the mesh, so any number of processes along any mesh dimensions can load them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
+from thresher.checkpoint.tensor_files import LocalShards, Shape, Shard, ShardedReader, Slices, shards_to_write
+from thresher.config.roles import TrainingArgs
+from thresher.distributed.groups import all_reduce_bucketed
+from thresher.distributed.tensors import local_slices, to_local
+from thresher.engines.native.parallelize import ParallelContext
+from thresher.engines.policy_files import OPTIMIZER, RESUME_HINT
+from thresher.losses.pairs import to_fp64
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter],
+    weight_decay: float,
+    # of the whole parameter, for shards that have lost its shape
+    num_dims: Callable[[nn.Parameter], int] = lambda parameter: parameter.ndim,
+) -> list[dict[str, Any]]:
+    """Two groups, even if one is empty: every process has the same groups, for any sharding."""
+    parameters = list(parameters)
+    # norms and biases are not decayed, as is usual
+    decayed = [p for p in parameters if num_dims(p) >= 2]
+    others = [p for p in parameters if num_dims(p) < 2]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def adamw_options(training: TrainingArgs) -> dict[str, Any]:
+    """The arguments of torch's AdamW; every step sets its own learning rate."""
+    return {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+        "fused": True,
+    }
+
+
+def squared_norm(gradients: Sequence[Tensor], factor: float = 1.0) -> Tensor | float:
+    """The sum of the squares of gradients times a factor, in fp64."""
+    return (to_fp64(nn.utils.get_total_norm(gradients)) * factor).square() if gradients else 0.0
+
+
+def count_zeros(gradients: Sequence[Tensor]) -> Tensor | float:
+    """Count the elements that are 0."""
+    return torch.stack([each.numel() - each.count_nonzero() for each in gradients]).sum() if gradients else 0.0
+
+
+class LocalParameters:
+    """The trained parameters by name, and this process's shard of each as a plain tensor."""
+
+    def __init__(self, model: nn.Module, base_model: nn.Module, parallel: ParallelContext, training: TrainingArgs):
+        self.parallel = parallel
+        self.by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # parameter -> shard, which shares its memory; the parameter itself if it is not a DTensor. AdamW is
+        # elementwise, so the result of a step does not depend on the sharding
+        self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.by_name.values()}
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.shards.values(), training.weight_decay), **adamw_options(training)
+        )
+        trained = [(name, p) for name, p in base_model.named_parameters() if p in self.shards]
+        self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
+        stage = parallel.stage
+        self._tied = [] if stage is None else [p for name, p in trained if name in stage.tied_weights]
+        self._owned_by_first_stage: set[Tensor] = set(self._tied) if stage is not None and stage.is_last else set()
+
+    @property
+    def shard_names(self) -> dict[nn.Parameter, str]:
+        return {self.shards[parameter]: name for name, parameter in self.by_name.items()}
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this process, of all that hold the same shard, adds it to the norm and writes it to checkpoints."""
+        return parameter not in self._owned_by_first_stage and self.parallel.owns(parameter)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of the step over ranks, once after its last backward, and set them on the shards."""
+        for parameter in self.shards:
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                # the gradient of an embedding sharded over tp is a partial sum of the full matrix
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        self.parallel.dp_group.all_reduce_gradients(list(self.shards))  # does nothing if FSDP2 has summed them
+        if self.parallel.tp.size > 1:
+            all_reduce_bucketed(_local_gradients(self._partial_over_tp), self.parallel.tp)
+        if self.parallel.stage is not None:
+            self.parallel.stage.reduce_tied_gradients(_local_gradients(self._tied))
+        for parameter, shard in self.shards.items():
+            if shard is not parameter:
+                shard.grad = None if parameter.grad is None else to_local(parameter.grad)
+
+    def squared_norm(self) -> Tensor | float:
+        return squared_norm(self._owned_gradients())
+
+    def count_zeros(self) -> Tensor | float:
+        return count_zeros(self._owned_gradients())
+
+    def scale(self, factor: float) -> None:
+        if gradients := [p.grad for p in self.shards.values() if p.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
+
+    def _owned_gradients(self) -> list[Tensor]:
+        return [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
+
+    def update(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        for parameter, shard in self.shards.items():
+            parameter.grad = shard.grad = None
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.detach() for name, p in self.by_name.items()}
+
+
+def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """The shards that this process writes, of which it is the owner, and those that it reads."""
+
+    parameters: LocalParameters
+
+    def weight_shards(self, extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Shard]]:
+        by_stem = {STEM: self.parameters.by_name, **extra}
+        return {stem: dict(shards_to_write(each, each, self.parameters.owns)) for stem, each in by_stem.items()}
+
+    def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
+        parameters, owns = self.parameters.by_name, self.parameters.owns
+        state = optimizer_state(self.parameters.optimizer, self.parameters.shard_names, parameters)
+        # moments are sharded like their parameter; a step count is a full scalar on every process
+        sharded_like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
+        shards: dict[str, Shard] = dict(shards_to_write(state.tensors, sharded_like, owns))
+        # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
+        is_owner = owns(torch.zeros(()))
+        gathered = self.parameters.parallel.dp_group.world.gather_object(state.values if is_owner else None)
+        if gathered is None:
+            return shards, None
+        return shards, join_values([each for each in gathered if each is not None])
+
+    def load(self, directory: Path, values: dict[str, Any]) -> None:
+        parameters = self.parameters.by_name
+        other_rank_names = self.parameters.parallel.dp_group.world.names_on_other_ranks(parameters)
+        load_weights(directory, parameters, hint=RESUME_HINT, other_rank_names=other_rank_names)
+
+        def slices_of(name: str, shape: Shape) -> Slices:
+            return local_slices(parameters[_parameter_of(name)]) if shape else ()
+
+        optimizer, shard_names = self.parameters.optimizer, self.parameters.shard_names
+        with ShardedReader(directory, OPTIMIZER) as stored:
+            state = State(LocalShards(stored, slices_of), values)
+            load_optimizer_state(optimizer, shard_names, state, parameters, other_rank_names)
+
+
+def _parameter_of(name: str) -> str:
+    return name.partition("/")[2]
