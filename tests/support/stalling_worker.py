@@ -21,8 +21,8 @@ class StallingWorker(ActorWorker):
         super().drain(method, *arguments)
 
     def _stall_once(self) -> None:
-        mark, strategy = Path(os.environ[VARIABLE]), self.trainer.strategy
-        train_step = strategy.train_step
+        mark, engine = Path(os.environ[VARIABLE]), self.trainer.engine
+        train_step = engine.train_step
 
         def stall_before_a_step(*arguments: Any, **named: Any) -> Any:
             if self.trainer.state.step + 1 == STEP and not mark.exists():
@@ -30,7 +30,7 @@ class StallingWorker(ActorWorker):
                 never_enter_the_collectives()
             return train_step(*arguments, **named)
 
-        strategy.train_step = stall_before_a_step  # type: ignore[method-assign]
+        engine.train_step = stall_before_a_step  # type: ignore[method-assign]
 
 
 def never_enter_the_collectives() -> None:

@@ -159,7 +159,7 @@ def outcome(values: dict, pairs: PairsInMemory) -> tuple[TinyRun, list[float], d
     run = build_run(values, pairs)
     before = [run.reference.train.logps(pairs.read([i])) for i in range(len(pairs))]
     losses = [run.trainer.training_step()["loss"].mean for _ in range(6)]
-    weights = {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+    weights = {name: weight.clone() for name, weight in run.trainer.engine.weights().items()}
     return before, losses, weights
 
 

@@ -47,7 +47,7 @@ def test_a_large_set_is_sampled_at_regular_intervals(base):
     for ids in ([6, 7, 8, 9], [0, 1, 2], [4]):
         pairs = noise_pairs(10, seed=5).read(ids)
         micro = MicroBatch(pairs, run.reference.validation.logps(pairs))
-        sampler.add(pairs.pair_ids, objective_inputs(micro, run.trainer.strategy.score(pairs)))
+        sampler.add(pairs.pair_ids, objective_inputs(micro, run.trainer.engine.score(pairs)))
     gathered = sampler.gather(DataParallelGroup())
     assert gathered is not None
     assert gathered.numbers == [0, 6, 9]

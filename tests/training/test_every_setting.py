@@ -227,7 +227,7 @@ def outcome_of(base):
             known[key] = Outcome(
                 losses=[run.trainer.training_step()["loss"].mean for _ in steps],
                 rates=[run.trainer._settings.schedule(step) for step in steps],
-                weights={name: weight.float().clone() for name, weight in run.trainer.strategy.weights().items()},
+                weights={name: weight.float().clone() for name, weight in run.trainer.engine.weights().items()},
                 evaluation=run.trainer.evaluate(),
             )
         return known[key]
@@ -292,8 +292,8 @@ def test_the_optimizer_uses_the_rates_of_the_schedule(base):
     """At a rate of 0 nothing moves: a linear warm-up of one step leaves the first step without effect."""
     warm = {"actor_train": {"training_args": {"warmup_steps": 1}}}
     run = build_run(merge(base, warm), noise_pairs(27))
-    start = {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+    start = {name: weight.clone() for name, weight in run.trainer.engine.weights().items()}
     run.trainer.training_step()
-    assert distance(start, run.trainer.strategy.weights()) == 0.0
+    assert distance(start, run.trainer.engine.weights()) == 0.0
     run.trainer.training_step()
-    assert distance(start, run.trainer.strategy.weights()) > 1e-3
+    assert distance(start, run.trainer.engine.weights()) > 1e-3

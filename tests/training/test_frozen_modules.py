@@ -43,15 +43,15 @@ def test_frozen_parameters_keep_their_bits_and_have_no_optimizer_state(tmp_path)
         "actor_train": {"model_args": {"dtype": "fp32"}, "training_args": training},
     }
     run = build_run(merge(values, frozen(",".join(FROZEN))), noise_pairs(8))
-    model = run.trainer.strategy.model
+    model = run.trainer.engine.model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
         run.trainer.training_step()
     after = dict(model.named_parameters())
     assert {name for name in after if torch.equal(after[name], before[name])} == set(filter(is_frozen, before))
-    with_state = {id(p) for p in run.trainer.strategy.parameters.optimizer.state}
+    with_state = {id(p) for p in run.trainer.engine.parameters.optimizer.state}
     assert {name for name, p in after.items() if id(p) in with_state} == {name for name in after if not is_frozen(name)}
-    assert set(run.trainer.strategy.weights()) == {name for name in after if not is_frozen(name)}
+    assert set(run.trainer.engine.weights()) == {name for name in after if not is_frozen(name)}
     assert all(parameter.grad is None for name, parameter in after.items() if is_frozen(name))
 
 

@@ -126,8 +126,8 @@ def test_resuming_never_loads_policy_weights_into_the_reference(base, models):
     pairs = noise_pairs(12).read(range(4))
     fresh = infer_engine(load_model(str(models[0])), LAYOUT, torch.float32).score(pairs)
     assert torch.equal(resumed.reference.train.logps(pairs).chosen.values, fresh.chosen.values)
-    trained = resumed.trainer.strategy.score(pairs).chosen.values
-    assert torch.equal(trained, first.trainer.strategy.score(pairs).chosen.values)
+    trained = resumed.trainer.engine.score(pairs).chosen.values
+    assert torch.equal(trained, first.trainer.engine.score(pairs).chosen.values)
     assert (trained - fresh.chosen.values).abs().max() > 1e-2
 
 
@@ -255,7 +255,7 @@ def test_metrics_are_fp64_when_the_model_computes_in_bf16(different_reference):
     assert (sums != sums.float().double()).any()  # a sum that was rounded on its way is an fp32 number
     loss = metrics["loss"].mean
     assert torch.tensor(loss).bfloat16().item() != pytest.approx(loss, rel=1e-5)
-    assert all(weight.dtype == torch.float32 for weight in run.trainer.strategy.weights().values())
+    assert all(weight.dtype == torch.float32 for weight in run.trainer.engine.weights().values())
 
 
 def test_orpo_is_finite_where_the_policy_is_certain():

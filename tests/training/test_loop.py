@@ -65,8 +65,8 @@ def test_a_run_resumed_in_an_epoch_ends_as_if_it_had_never_stopped(base):
     resumed.fit()
     assert [step for step, metrics in resumed.log.records if "eval/loss" in metrics] == [6]
     assert saved_metrics(resumed).keys() == {"step-00000003", "step-00000004", "step-00000006"}
-    for name, weight in whole.trainer.strategy.weights().items():
-        assert torch.equal(weight, resumed.trainer.strategy.weights()[name]), name
+    for name, weight in whole.trainer.engine.weights().items():
+        assert torch.equal(weight, resumed.trainer.engine.weights()[name]), name
 
 
 def test_a_finished_run_that_is_resumed_returns_its_last_evaluation(base):
@@ -169,8 +169,8 @@ def test_a_slow_step_is_discarded_and_the_resumed_run_ends_as_if_it_had_never_st
     resumed.trainer.resume(Path(resumed.config.output_dir) / "checkpoints" / "step-00000003")
     resumed.fit()
     assert torch.equal(torch.get_rng_state(), expected)
-    for name, weight in whole.trainer.strategy.weights().items():
-        assert torch.equal(weight, resumed.trainer.strategy.weights()[name]), name
+    for name, weight in whole.trainer.engine.weights().items():
+        assert torch.equal(weight, resumed.trainer.engine.weights()[name]), name
 
 
 @pytest.mark.usefixtures("discards_slow_steps")

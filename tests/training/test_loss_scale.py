@@ -179,10 +179,10 @@ def test_a_small_scale_loses_gradients_that_the_default_keeps(models):
 
 def test_overflows_neither_end_a_run_nor_warn_and_are_recorded(fp16, caplog):
     run = build_run(merge(fp16, {"max_consecutive_skipped_steps": 1, **scaled(64)}), PAIRS)
-    before = {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+    before = {name: weight.clone() for name, weight in run.trainer.engine.weights().items()}
     with caplog.at_level(logging.INFO):
         run.fit()
-    assert_bitwise_equal(before, dict(run.trainer.strategy.weights()))
+    assert_bitwise_equal(before, dict(run.trainer.engine.weights()))
     assert records(run) == [
         {
             "step": at,
@@ -236,7 +236,7 @@ def test_a_stopped_run_resumes_bitwise_also_just_after_an_overflow(fp16, tmp_pat
     for _ in range(whole.trainer.plan.num_steps):
         whole.trainer.training_step()
         overflows.append(whole.trainer.skipped is not None)
-        scales.append(whole.trainer.strategy.loss_scale)
+        scales.append(whole.trainer.engine.loss_scale)
         checkpoints.append(whole.trainer.save())
     last_overflow = len(overflows) - 1 - overflows[::-1].index(True)
     # from just after the first, the last of the first series, and the last overflow, and from the middle of a window
@@ -249,8 +249,8 @@ def test_a_stopped_run_resumes_bitwise_also_just_after_an_overflow(fp16, tmp_pat
         # of every step: a later overflow can make different scales equal again, and all of them give the same weights
         for scale in scales[stop + 1 :]:
             resumed.trainer.training_step()
-            assert resumed.trainer.strategy.loss_scale == scale
-        assert_bitwise_equal(state_of(resumed.trainer.strategy), state_of(whole.trainer.strategy))
+            assert resumed.trainer.engine.loss_scale == scale
+        assert_bitwise_equal(state_of(resumed.trainer.engine), state_of(whole.trainer.engine))
         assert resumed.trainer.state == whole.trainer.state
 
 
@@ -259,6 +259,6 @@ def test_a_checkpoint_without_a_scale_resumes_with_the_initial_one(fp16, differe
     exact.trainer.training_step()
     checkpoint = exact.trainer.save()
     mixed = build_run(merge(fp16, {"output_dir": str(tmp_path / "mixed"), **scaled(12)}), PAIRS)
-    mixed.trainer.strategy.load(checkpoint)
-    assert mixed.trainer.strategy.loss_scale == 4096
-    assert_bitwise_equal(dict(mixed.trainer.strategy.weights()), dict(exact.trainer.strategy.weights()))
+    mixed.trainer.engine.load(checkpoint)
+    assert mixed.trainer.engine.loss_scale == 4096
+    assert_bitwise_equal(dict(mixed.trainer.engine.weights()), dict(exact.trainer.engine.weights()))

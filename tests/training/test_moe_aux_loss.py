@@ -181,7 +181,7 @@ def test_a_run_logs_the_loss_and_trains_the_router_with_it(base):
     for coef in (None, 0.0, 0.3):
         run = build_run(merge(base, {"actor_train": {"model_args": {"moe_aux_loss_coef": coef}}}), noise_pairs(8))
         metrics = run.trainer.training_step()
-        runs[coef] = metrics, run.trainer.strategy.weights()["model.layers.0.mlp.gate.weight"].clone()
+        runs[coef] = metrics, run.trainer.engine.weights()["model.layers.0.mlp.gate.weight"].clone()
     assert "moe_aux_loss" not in runs[None][0]
     assert torch.equal(runs[None][1], runs[0.0][1])
     assert runs[0.3][0]["moe_aux_loss"].mean > 1.0  # 2 experts per token; balanced routing gives 2

@@ -146,25 +146,25 @@ def test_a_run_starts_at_margin_zero_and_at_the_logarithm_of_two(base, lora):
 def test_a_reference_that_differs_from_the_initial_policy_is_an_error_at_step_zero(base):
     run = build_run(base, noise_pairs(12))
     first, objective = run.trainer.first_micro_batch(), run.trainer.objective
-    check_step_zero(run.trainer.strategy, first, objective, "fp32")
+    check_step_zero(run.trainer.engine, first, objective, "fp32")
     with torch.no_grad():
-        run.trainer.strategy.weights()["model.norm.weight"].mul_(1.01)
+        run.trainer.engine.weights()["model.norm.weight"].mul_(1.01)
     with pytest.raises(
         UserError, match=r"disagree by .* nats per token at step 0, more than the .* of rounding; check"
     ):
-        check_step_zero(run.trainer.strategy, first, objective, "fp32")
+        check_step_zero(run.trainer.engine, first, objective, "fp32")
 
 
 def test_the_same_forward_of_another_model_is_an_error_even_within_the_rounding_of_bf16(base):
     """A cache may come from other batches and axes, whose rounding is larger; a live reference may not differ."""
     run = build_run(merge(base, {"actor_train": {"model_args": {"dtype": "bf16"}}}), noise_pairs(12))
     first, objective = run.trainer.first_micro_batch(), run.trainer.objective
-    check_step_zero(run.trainer.strategy, first, objective, "bf16", "same")
+    check_step_zero(run.trainer.engine, first, objective, "bf16", "same")
     with torch.no_grad():
-        run.trainer.strategy.weights()["model.norm.weight"].mul_(1.002)
-    check_step_zero(run.trainer.strategy, first, objective, "bf16", "other axes")
+        run.trainer.engine.weights()["model.norm.weight"].mul_(1.002)
+    check_step_zero(run.trainer.engine, first, objective, "bf16", "other axes")
     with pytest.raises(UserError, match="nats per token at step 0, more than the 1e-06 of rounding"):
-        check_step_zero(run.trainer.strategy, first, objective, "bf16", "same")
+        check_step_zero(run.trainer.engine, first, objective, "bf16", "same")
 
 
 def test_the_tolerance_at_step_zero_follows_precision_forwards_and_tokens():
@@ -182,11 +182,11 @@ def test_the_tolerance_at_step_zero_follows_precision_forwards_and_tokens():
 def test_a_nan_is_an_error_at_step_zero(base, dtype):
     run = build_run(merge(base, {"actor_train": {"model_args": {"dtype": dtype}}}), noise_pairs(12))
     first, objective = run.trainer.first_micro_batch(), run.trainer.objective
-    check_step_zero(run.trainer.strategy, first, objective, dtype)
+    check_step_zero(run.trainer.engine, first, objective, dtype)
     with torch.no_grad():
-        run.trainer.strategy.weights()["model.norm.weight"][0] = math.nan
+        run.trainer.engine.weights()["model.norm.weight"][0] = math.nan
     with pytest.raises(UserError, match="disagree by nan nats per token at step 0"):
-        check_step_zero(run.trainer.strategy, first, objective, dtype)
+        check_step_zero(run.trainer.engine, first, objective, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -197,14 +197,14 @@ def test_a_loss_that_does_not_start_at_its_value_at_margin_zero_is_an_error_in_f
     monkeypatch.setattr(type(objective), "zero_margin_loss", property(lambda _: 0.75))
     message = r"the loss at step 0 is 0\.693147 instead of 0\.75, its value where policy and reference agree"
     with pytest.raises(UserError, match=message) if dtype == "fp32" else nullcontext():
-        check_step_zero(run.trainer.strategy, first, objective, dtype)
+        check_step_zero(run.trainer.engine, first, objective, dtype)
 
 
 def test_non_finite_steps_are_skipped_counted_and_end_the_run(base):
     """ROLL's overflowing steps raise, or accumulate forever."""
     run = build_run(merge(base, {"max_consecutive_skipped_steps": 3}), noise_pairs(12))
     run.trainer.training_step()
-    weights = run.trainer.strategy.weights()
+    weights = run.trainer.engine.weights()
     with torch.no_grad():
         weights["model.norm.weight"][0] = float("inf")
     before = {name: weight.clone() for name, weight in weights.items()}
@@ -212,7 +212,7 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(base):
         run.fit()
     assert run.trainer.state.skipped_steps == 3
     assert run.trainer.state.pairs_seen == 4
-    for name, weight in run.trainer.strategy.weights().items():
+    for name, weight in run.trainer.engine.weights().items():
         assert torch.equal(weight, before[name]), name
 
 

@@ -51,7 +51,7 @@ def records(run: TinyRun) -> list[dict[str, Any]]:
 
 
 def weights_of(run: TinyRun) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in run.trainer.strategy.weights().items()}
+    return {name: weight.clone() for name, weight in run.trainer.engine.weights().items()}
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["all weights", "lora"])
@@ -99,7 +99,7 @@ def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
             other.trainer.state.step += 1
         else:
             other.trainer.training_step()
-    moments, expected = (each.trainer.strategy.parameters.optimizer.state_dict()["state"] for each in (run, other))
+    moments, expected = (each.trainer.engine.parameters.optimizer.state_dict()["state"] for each in (run, other))
     assert moments.keys() == expected.keys()
     assert all(torch.equal(moments[at][name], value) for at in expected for name, value in expected[at].items())
     ours, theirs = weights_of(run), weights_of(other)

@@ -88,7 +88,7 @@ def not_a_multiple(num_workers: int, product: int, factors: list[str]) -> str:
 class StrategyDeclaration:
     """A strategy: its settings, its functions as `package.module:function`, and what it supports.
 
-    The types that the functions take and return are in `thresher.strategies`.
+    The types that the functions take and return are in `thresher.engines`.
     """
 
     settings: type[StrategySettings]

@@ -190,7 +190,7 @@ class PolicyRank(Rank):
         trainer, reference = self.trainer, self.reference
         if trainer.state.step == 0 and reference.equals_policy and (first := trainer.first_micro_batch()) is not None:
             dtype = self.config.actor_train.model_args.dtype
-            check_step_zero(trainer.strategy, first, trainer.objective, dtype, reference.forwards)
+            check_step_zero(trainer.engine, first, trainer.objective, dtype, reference.forwards)
         self.trainer.clock.restart()
 
     def run(self, until: int) -> Iterator[Record]:

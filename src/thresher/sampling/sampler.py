@@ -122,7 +122,7 @@ _WEIGHTS = ".weights"
 class AnswerSampler:
     """Answers the same prompts at each evaluation, with the same seed."""
 
-    strategy: TrainEngine
+    engine: TrainEngine
     # called on rank 0 with the directory of this step's weights
     load_policy: Callable[[Path], PreTrainedModel]
     load_reference: Callable[[Path], PreTrainedModel]
@@ -136,8 +136,8 @@ class AnswerSampler:
 
     def sample(self) -> SampledAnswers | None:
         """Return the answers at the current weights on rank 0, None on the other ranks; collective."""
-        world, files = self.strategy.dp_group.world, self.directory / _WEIGHTS
-        write = self.strategy.weight_files(self.extra())
+        world, files = self.engine.dp_group.world, self.directory / _WEIGHTS
+        write = self.engine.weight_files(self.extra())
         if world.rank == 0:
             durable.refuse_link(files)
             shutil.rmtree(files, ignore_errors=True)  # of a run that was killed
@@ -181,7 +181,7 @@ class AnswerSampler:
         )
 
     def _on_device(self, model: PreTrainedModel) -> PreTrainedModel:
-        torch.nn.Module.to(model, self.strategy.device)
+        torch.nn.Module.to(model, self.engine.device)
         return model
 
     def _reference_answers(

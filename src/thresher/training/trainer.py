@@ -135,7 +135,7 @@ class RankTrainer:
 
     def __init__(
         self,
-        strategy: TrainEngine,
+        engine: TrainEngine,
         objective: Objective,
         data: TrainingData,
         settings: TrainerSettings,
@@ -144,14 +144,14 @@ class RankTrainer:
         extra: AuxiliaryState | None = None,
         sampler: AnswerSampler | None = None,
     ):
-        self.strategy = strategy
+        self.engine = engine
         self.objective = objective
         self.plan = data.plan
         self.state = TrainerState()
         self._data = data
         self._settings = settings
         self._saved = saved
-        self._background = AsyncSaver(saved.checkpoints, strategy.dp_group.world.clone_for_thread)
+        self._background = AsyncSaver(saved.checkpoints, engine.dp_group.world.clone_for_thread)
         self._extra = extra
         self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}
@@ -212,14 +212,14 @@ class RankTrainer:
         pair_ids = self.plan.pair_ids(self.state.step)
         pace = pace_after(self._num_steps_made)
         # only one process alone discards a step
-        rng = capture_rng() if self.strategy.dp_group.world.size == 1 else None
+        rng = capture_rng() if self.engine.dp_group.world.size == 1 else None
         set_activity(f"step {self.state.step + 1}: waiting for the reference", pace)
         with self.clock.waiting():  # for the reference; reading tokens takes next to no time
             micro_batches = list(self._micro_batches(pair_ids))
         set_activity(f"step {self.state.step + 1}: training", pace)
         started = time.time()
         try:
-            outcome = self.strategy.train_step(
+            outcome = self.engine.train_step(
                 micro_batches,
                 self.objective,
                 num_pairs_in_step=len(pair_ids),
@@ -270,10 +270,10 @@ class RankTrainer:
         if self._data.validation is None:
             yield {}
             return
-        dp_group, lengths = self.strategy.dp_group, self._data.validation.store.lengths
+        dp_group, lengths = self.engine.dp_group, self._data.validation.store.lengths
         own = evaluation_batches(lengths, self._data.eval_batching, dp_group.rank, dp_group.size)
         batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
-        score = partial(self.strategy.score, statistics=self.objective.statistics)
+        score = partial(self.engine.score, statistics=self.objective.statistics)
         evaluation = Evaluation(score, self.objective, dp_group)
         sampler = PairSampler(self.objective, self._data.validation.store)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
@@ -303,7 +303,7 @@ class RankTrainer:
             if self._settings.async_save and step < self.plan.num_steps:
                 self._background.submit(step, self._capture(self._background.copies), evaluation)
             else:
-                self._saved.checkpoints.save(step, self._capture(None), evaluation, self.strategy.dp_group.world)
+                self._saved.checkpoints.save(step, self._capture(None), evaluation, self.engine.dp_group.world)
             return self._saved.checkpoints.path_for(step)
 
     def wait_for_saves(self) -> None:
@@ -322,13 +322,13 @@ class RankTrainer:
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
                     "the same data, batch size, seed, models and config.json of models, or set another output_dir"
                 )
-        self.strategy.load(checkpoint)
+        self.engine.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])
         self.objective = self.objective.with_state(values["objective"])
         self.last_evaluation = values["last_eval"]
         if self._extra is not None:
             self._extra.load(checkpoint)
-        world = self.strategy.dp_group.world
+        world = self.engine.dp_group.world
         notes = restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
         if unknown:
             notes.append(
@@ -341,8 +341,8 @@ class RankTrainer:
         return next(self._micro_batches(self.plan.pair_ids(self.state.step)), None)
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        rank, size = self.strategy.dp_group.rank, self.strategy.dp_group.size
-        if not self.strategy.dp_group.needs_lockstep:
+        rank, size = self.engine.dp_group.rank, self.engine.dp_group.size
+        if not self.engine.dp_group.needs_lockstep:
             return self._read(self._data.train, self._data.micro_batching.split(pair_ids, rank, size))
         by_rank = self._data.micro_batching.split_ranks(pair_ids, range(size), size)
         return self._read(self._data.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
@@ -355,7 +355,7 @@ class RankTrainer:
     def _sees_stop_file(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
         file = self._settings.stop_file
-        return file is not None and self.strategy.dp_group.world.rank == 0 and file.exists()
+        return file is not None and self.engine.dp_group.world.rank == 0 and file.exists()
 
     def _pop_metrics(self) -> dict[str, float]:
         return (
@@ -365,7 +365,7 @@ class RankTrainer:
                 "grad_norm": self.state.grad_norm,
                 "epoch": self.plan.epoch_of(self.state.step),
                 "skipped_steps": self.state.skipped_steps,
-                **({} if self.strategy.loss_scale is None else {"loss_scale": self.strategy.loss_scale}),
+                **({} if self.engine.loss_scale is None else {"loss_scale": self.engine.loss_scale}),
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
@@ -375,8 +375,8 @@ class RankTrainer:
 
     def _capture(self, copies: HostBuffers | None) -> Write:
         """Capture the contents of a checkpoint at this step; rank 0 writes what is not sharded."""
-        write_policy = self.strategy.snapshot({} if self._extra is None else self._extra.tensors(), copies)
-        rng_states = self.strategy.dp_group.world.gather_object(capture_rng())
+        write_policy = self.engine.snapshot({} if self._extra is None else self._extra.tensors(), copies)
+        rng_states = self.engine.dp_group.world.gather_object(capture_rng())
         progress = {
             "state": self.state.to_json(),
             "objective": self.objective.state(),
