@@ -49,9 +49,8 @@ def settings_of(sizes: MegatronSizes, **options: Any) -> MegatronSettings:
 def build(path: Path, sizes: MegatronSizes, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
     """The model chunks of this rank, with their weights."""
     use_cpu_as_cuda()
-    from thresher.engines.megatron.build import build_chunks
+    from thresher.engines.megatron.build import build_chunks, load_weights
     from thresher.engines.megatron.parallel import destroy_groups
-    from thresher.engines.megatron.weights import load_weights
 
     if sizes not in _built:  # groups of the same sizes are shared, since each has threads
         destroy_groups()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,10 +18,10 @@ from thresher.engines.megatron.declaration import MegatronSettings
 from thresher.engines.megatron.lora import Adapters, check_adapters, list_adapters
 from thresher.engines.megatron.model import MegatronPairModel
 from thresher.engines.megatron.parallel import create_groups
-from thresher.engines.megatron.parameters import MegatronCheckpoint, PolicyOptimizer, wrap_chunks
+from thresher.engines.megatron.parameters import MegatronCheckpoint, ParameterState, PolicyOptimizer, wrap_chunks
 from thresher.engines.megatron.schedule import ScheduleExecutor
 from thresher.engines.megatron.transformer_config import describe_model, transformer_config
-from thresher.engines.megatron.weights import PiecesOf, load_masters, load_weights
+from thresher.engines.megatron.weights import PiecesOf, open_weights, read_pieces
 from thresher.engines.nonfinite import LossScale
 from thresher.engines.spec import ModelSpec, PolicySpec
 from thresher.errors import UserError
@@ -151,3 +152,23 @@ def _freeze(chunks: list[MegatronPairModel], model: PreTrainedModel) -> dict[nn.
             if parameter.requires_grad:
                 pieces[parameter] = partial(chunk.weight_map.pieces, name)
     return pieces
+
+
+@torch.no_grad()
+def load_weights(chunks: Iterable[MegatronPairModel], path: str) -> None:
+    """Fill every parameter of the model chunks of this process."""
+    for chunk in chunks:
+        reader = open_weights(path, ties_embeddings=chunk.weight_map.ties_embeddings)
+        for name, parameter in chunk.named_parameters():
+            parameter.zero_()  # the padding of the vocabulary
+            read_pieces(reader, chunk.weight_map.pieces(name, parameter.data))
+
+
+@torch.no_grad()
+def load_masters(states: Iterable[ParameterState], path: str, *, ties_embeddings: bool) -> None:
+    """Fill the fp32 weights of an optimizer, which it has copied from 16-bit parameters."""
+    reader = open_weights(path, ties_embeddings=ties_embeddings)
+    for state in states:
+        weight = torch.zeros(state.parameter.shape)
+        read_pieces(reader, state.pieces(weight))
+        state.assign(weight, {}, None)

@@ -12,16 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thresher.models.loading.load_sharded import SafetensorsReader
-
-if TYPE_CHECKING:  # both import megatron.core
-    from thresher.engines.megatron.model import MegatronPairModel
-    from thresher.engines.megatron.parameters import ParameterState
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -191,31 +186,13 @@ def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *,
     return Piece(hf_name, hf_shape, (slice(start, start + rows), *(slice(0, n) for n in hf_shape[1:])), local, "tp")
 
 
-@torch.no_grad()
-def load_weights(chunks: Iterable[MegatronPairModel], path: str) -> None:
-    """Fill every parameter of the model chunks of this process."""
-    for chunk in chunks:
-        reader = _open(path, ties_embeddings=chunk.weight_map.ties_embeddings)
-        for name, parameter in chunk.named_parameters():
-            parameter.zero_()  # the padding of the vocabulary
-            _read(reader, chunk.weight_map.pieces(name, parameter.data))
-
-
-@torch.no_grad()
-def load_masters(states: Iterable[ParameterState], path: str, *, ties_embeddings: bool) -> None:
-    """Fill the fp32 weights of an optimizer, which it has copied from 16-bit parameters."""
-    reader = _open(path, ties_embeddings=ties_embeddings)
-    for state in states:
-        weight = torch.zeros(state.parameter.shape)
-        _read(reader, state.pieces(weight))
-        state.assign(weight, {}, None)
-
-
-def _open(path: str, *, ties_embeddings: bool) -> SafetensorsReader:
+def open_weights(path: str, *, ties_embeddings: bool) -> SafetensorsReader:
     return SafetensorsReader(path, {HEAD: EMBEDDING} if ties_embeddings else {})
 
 
-def _read(reader: SafetensorsReader, pieces: Iterable[Piece]) -> None:
+@torch.no_grad()
+def read_pieces(reader: SafetensorsReader, pieces: Iterable[Piece]) -> None:
+    """Fill local tensors with the slices of transformers' tensors that they are."""
     for piece in pieces:
         for stored in _as_stored(piece, reader):
             stored.copy_(reader.read_slices(stored.hf_name, stored.hf_shape, stored.slices))
