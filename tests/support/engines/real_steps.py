@@ -47,7 +47,7 @@ def count_real_step(
         side([len(pair.chosen_ids) for pair in pairs]), side([len(pair.rejected_ids) for pair in pairs])
     )
 
-    def step() -> None:
+    def step(num_batches: int) -> None:
         scores = policy.score_base if "lora_rank" in settings else lambda _: cached
         policy.train_step(
             [MicroBatch(batch, scores(batch)) for _ in range(num_batches)],
@@ -57,7 +57,7 @@ def count_real_step(
         )
 
     policy.score(batch)
-    step()
+    step(1)  # as the simulation: the stages of a pipeline exchange a message before the first step of a new length
     with CommunicationCounter() as counter:
-        step()
+        step(num_batches)
     return by_kind(counter.payloads)
