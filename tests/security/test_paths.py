@@ -174,7 +174,7 @@ def test_a_weight_index_with_outside_file_names_is_rejected(
     name = str(outside) if absolute else "../model.safetensors"
     (attacked.model / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
     shutil.rmtree(attacked.output)
-    for command in ("train", "score"):
+    for command in ("train", "precompute-reference"):
         result = thresher(command, attacked.config())
         assert result.code == 2
         assert "which is outside of the model directory" in result.text

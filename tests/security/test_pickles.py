@@ -69,7 +69,7 @@ def test_a_model_with_only_pickled_weights_is_rejected(
             result = thresher("train", config)
             assert result.code == 2
             assert "safetensors" in result.text
-        assert thresher("score", attacked.config()).code == 2
+        assert thresher("precompute-reference", attacked.config()).code == 2
 
 
 def test_a_run_whose_model_was_replaced_by_pickles_is_not_exported(

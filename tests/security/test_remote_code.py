@@ -62,7 +62,7 @@ def test_a_model_with_code_is_rejected_with_a_hint(
     shutil.rmtree(attacked.output)
     reference = {"model_args": {"model_name_or_path": str(attacked.directory / "reference")}}
     config = attacked.config(reference=reference)
-    for command in ("train", "score"):
+    for command in ("train", "precompute-reference"):
         result = thresher(command, config)
         assert result.code == 2
         assert "trust_remote_code" in result.text
