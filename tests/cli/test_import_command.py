@@ -31,7 +31,7 @@ def test_import_writes_a_config_and_reports_every_key_on_request(command_line, t
     for word in (
         "renamed",
         "translated",
-        "changes nothing here",
+        "changes nothing",
         "max_length",
         "sequence_length",
         "log_level",
