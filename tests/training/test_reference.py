@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.support.compared_runs import merge
 from tests.support.tiny_llama import VOCAB, save_tiny_llama
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
-from thresher.builders import inputs
+from thresher.builders import engines, inputs, reference
 from thresher.builders.checkpoints import config_changes
 from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
@@ -313,3 +314,37 @@ def test_choosing_the_layout_respects_trust_remote_code_of_the_reference(
     )
     find_layout(parse_config(values))
     assert trusted == {str(tiny_dir): False, str(models[1]): True}
+
+
+@pytest.mark.parametrize("of_policy", [False, True])
+def test_checking_an_engine_trusts_the_code_of_its_own_model_alone(
+    different_reference, models, monkeypatch, tiny_dir, of_policy
+):
+    trusted = {}
+    load = engines.load_model_config
+
+    def load_and_note(path, *, trust_remote_code):
+        trusted[path] = trust_remote_code
+        return load(path)
+
+    monkeypatch.setattr(engines, "load_model_config", load_and_note)
+    sharded = {"num_workers": 2, "model_args": {"trust_remote_code": of_policy}}
+    frozen = {"num_workers": 2, "model_args": {"trust_remote_code": not of_policy}}
+    frozen["strategy_args"] = {"strategy_name": "fsdp2_infer"}
+    values = {"pretrain": str(tiny_dir), "actor_train": sharded, "reference": frozen}
+    config = parse_config(merge(different_reference, values))
+    engines.check_engine(config, "actor_train")
+    engines.check_engine(config, "reference")
+    assert trusted == {str(tiny_dir): of_policy, str(models[1]): not of_policy}
+
+
+@pytest.mark.parametrize(("mapping", "device"), [(None, torch.device("cuda", 1)), ([0], None)])
+def test_the_reference_of_one_process_is_on_the_policys_gpu_unless_it_has_its_own(
+    different_reference, monkeypatch, mapping, device
+):
+    built = []
+    monkeypatch.setattr(reference, "build_checked_reference", lambda _, device: built.append(device))
+    values = {"actor_train": {"device_mapping": [1]}, "reference": {"device_mapping": mapping}, "runtime": "local"}
+    config = parse_config(merge(different_reference, values))
+    reference.build_beside(inputs.RunInputs(config), SimpleNamespace(device=torch.device("cuda", 1)))
+    assert built == [device]

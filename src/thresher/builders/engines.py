@@ -159,7 +159,7 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_train")
     if strategy.check is None:
         return
-    trusts = config.trusts_reference_code or args.trust_remote_code
+    trusts = args.trust_remote_code if is_policy else config.trusts_reference_code
     request = EngineCheck(
         section=section,
         settings=role.strategy_args.settings,

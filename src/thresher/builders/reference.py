@@ -88,9 +88,9 @@ def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
     """Build the reference in the policy's processes, sharded like it; alone in one process, by its own section."""
     config = inputs.config
     if not config.uses_ray and config.runtime != "torchrun":
-        return build_checked_reference(inputs)
-    world = policy.dp_group.world  # a synced reference copies its weights from the policy's shards
-    return build_checked_reference(inputs, device=policy.device, world=world, role=config.actor_train)
+        return build_checked_reference(inputs, device=None if config.reference.device_mapping else policy.device)
+    # with the policy's role: a synced reference copies its weights from the policy's shards
+    return build_checked_reference(inputs, device=policy.device, world=policy.dp_group.world, role=config.actor_train)
 
 
 def look_up(
