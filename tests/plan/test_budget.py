@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from tests.support.compared_runs import merge
 from tests.support.published_models import save_config
 from tests.support.small_runs import make_base, open_small_inputs
 from thresher.builders.hardware import GPUS, Hardware, reported_gpu
-from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
+from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.memory import peak_memory
 from thresher.builders.token_budget import TokenBudget, budget_for, choose_budget, with_token_budget
-from thresher.config import parse_config
+from thresher.config import DPOConfig, parse_config
 from thresher.plan.estimate import Estimate, KnownRun
 from thresher.plan.step import Cluster
 from thresher.plan.workload import PairLengths
@@ -37,6 +38,11 @@ def large(tmp_path_factory) -> Path:
 def config_of(model: Path, **changes: Any):
     role = {"model_args": {"dtype": "bf16", "lora_rank": 16}, "training_args": {"global_batch_size": 512}}
     return parse_config({"pretrain": str(model), "actor_train": merge(role, changes), "output_dir": "unused"})
+
+
+def inputs_of(config: DPOConfig, lengths: Any = PAIRS) -> RunInputs:
+    """Parts of a run whose pairs have these lengths."""
+    return RunInputs(config).replace(train=SimpleNamespace(lengths=lengths))
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +107,23 @@ def test_without_messages_to_hide_the_default_is_enough(estimate, axes):
 
 def test_the_budget_is_never_smaller_than_the_longest_pair(large):
     lengths = np.vstack([PAIRS, [[4000, 3000, 2000]]]).astype(np.uint32)
-    budget = choose_budget(config_of(large), lengths, reported_gpu("NVIDIA L40S", 40 * GIB))
+    budget = choose_budget(inputs_of(config_of(large), lengths), reported_gpu("NVIDIA L40S", 40 * GIB))
     assert budget.tokens == 4000 + 2999 + 1999
     assert budget.reason.startswith("the longest pair; ")
 
 
 def test_padded_rows_get_a_budget_only_if_their_pairs_do_not_fit(large):
     config = config_of(large).model_copy(update={"layout": "padded"})
-    assert choose_budget(config, PAIRS, reported_gpu("NVIDIA H200", 141 * GIB)).tokens is None
-    tokens = choose_budget(config, PAIRS, reported_gpu("NVIDIA L40S", 46 * GIB)).tokens
+    inputs = inputs_of(config)
+    assert choose_budget(inputs, reported_gpu("NVIDIA H200", 141 * GIB)).tokens is None
+    tokens = choose_budget(inputs, reported_gpu("NVIDIA L40S", 46 * GIB)).tokens
     assert tokens is not None
     assert tokens >= 2 * (PAIRS[:, 0] + PAIRS[:, 1:].max(axis=1)).max()
 
 
 def test_a_strategy_without_formulas_keeps_the_default(large):
     config = config_of(large, strategy_args={"strategy_name": "deepspeed_train"})
-    budget = choose_budget(config, PAIRS, reported_gpu("NVIDIA H100 80GB HBM3", 80 * GIB))
+    budget = choose_budget(inputs_of(config), reported_gpu("NVIDIA H100 80GB HBM3", 80 * GIB))
     assert (budget.tokens, budget.reason[:20]) == (None, "the default, because")
 
 
@@ -181,6 +188,6 @@ def test_a_cpu_keeps_the_default_and_a_checkpoint_without_a_record_too(small, tm
     assert run.actor_train._data.micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "trainer.json").write_text("{}")
-    config, inputs = open_small_inputs(merge(make_base(tmp_path), {"output_dir": str(tmp_path / "other")}))
+    _, inputs = open_small_inputs(merge(make_base(tmp_path), {"output_dir": str(tmp_path / "other")}))
     unused = lambda: pytest.fail("a resumed run does not look at the GPU")  # noqa: E731
-    assert with_token_budget(config, inputs, tmp_path / "old", unused).max_tokens is None
+    assert with_token_budget(inputs, tmp_path / "old", unused).max_tokens is None

@@ -13,8 +13,10 @@ import torch
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.data import StoreBuilder, check_pairs
 from thresher.builders.engines import compilation, device_of
+from thresher.builders.hardware import gpu_of
 from thresher.builders.inputs import RunInputs, scoring_batching
 from thresher.builders.reference_mode import ReferenceMode, initial_adapter, reference_has_workers, same_initial_weights
+from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import PairStore
@@ -133,7 +135,6 @@ def precompute_reference(
     all_pairs: bool,
     progress: ProgressCallback,
     build_store: StoreBuilder,
-    choose_budget: Callable[[RunInputs, torch.device], RunInputs] = lambda inputs, device: inputs,
 ) -> None:
     """Fill the reference cache: the training pairs that this run visits, or all of them, and all validation pairs."""
     inputs = RunInputs(config, build_store)
@@ -147,7 +148,7 @@ def precompute_reference(
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
     check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
     device = device_of(config.reference)
-    inputs = choose_budget(inputs, device)
+    inputs = with_token_budget(inputs, None, lambda: gpu_of(device))
     splits = [split for split in look_up(inputs, device, all_pairs=all_pairs) if split is not None]
     num_found = sum(split.num_found for split in splits)
     if any(split.num_missing for split in splits):

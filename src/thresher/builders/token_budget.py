@@ -57,9 +57,7 @@ class BudgetInputs:
         return cls(processes, int(tokens.max()), pairs_per_rank * float(tokens.mean()))
 
 
-def with_token_budget(
-    config: DPOConfig, inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Hardware | None]
-) -> RunInputs:
+def with_token_budget(inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Hardware | None]) -> RunInputs:
     """Choose the token budget of a run once, for all ranks; a resumed run keeps the one of its checkpoint."""
     if inputs.max_tokens is not None:
         return inputs
@@ -70,7 +68,7 @@ def with_token_budget(
     elif (gpu := find_gpu()) is None:
         budget = TokenBudget(None, "the default on CPUs")
     else:
-        budget = choose_budget(config, inputs.train.lengths, gpu)
+        budget = choose_budget(inputs, gpu)
     packed = DEFAULT_TOKENS_PER_MICRO_BATCH if inputs.layout.needs_pair_attention else None
     tokens, extra = budget.tokens or packed, DETAIL if budget.tokens in (None, packed) else {}
     shown = "no limit" if tokens is None else f"{tokens:,}"
@@ -78,15 +76,15 @@ def with_token_budget(
     return inputs.replace(max_tokens=budget.tokens)
 
 
-def choose_budget(config: DPOConfig, lengths: Lengths, gpu: Hardware) -> TokenBudget:
-    """Choose for the workers of a config, each with such a GPU."""
-    parts, num_gpus = RunInputs(config), config.actor_train.num_processes
+def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
+    """Choose for the workers of a run, each with such a GPU."""
+    config = inputs.config
     try:
-        first = policy_process(config, parts, model_size(parts), num_gpus)
+        first = policy_process(config, inputs, model_size(inputs), config.actor_train.num_processes)
         given = BudgetInputs.of(
             [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
-            lengths,
-            parts.layout,
+            inputs.train.lengths,
+            inputs.layout,
             config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
         )
         return budget_for(given, gpu, config.num_gpus_per_node or GPUS_PER_NODE)

@@ -37,17 +37,9 @@ def precompute_reference(
 
 def fill_cache(config: DPOConfig, *, all_pairs: bool) -> None:
     """Prepare the pairs and score the reference, with progress lines."""
-    from thresher.builders.hardware import gpu_of
     from thresher.builders.reference import precompute_reference
-    from thresher.builders.token_budget import with_token_budget
     from thresher.cli.prepare import build_and_report
     from thresher.cli.terminal import progress_lines, quiet_libraries
 
     quiet_libraries()
-    precompute_reference(
-        config,
-        all_pairs=all_pairs,
-        progress=progress_lines(),
-        build_store=build_and_report,
-        choose_budget=lambda inputs, device: with_token_budget(config, inputs, None, lambda: gpu_of(device)),
-    )
+    precompute_reference(config, all_pairs=all_pairs, progress=progress_lines(), build_store=build_and_report)

@@ -70,7 +70,7 @@ class LocalRanks:
 class Runtime:
     """Starts a run on the ranks of its policy, which score the reference too. `RayRuntime` adds workers for it."""
 
-    # the workers that fill the reference cache; None if the policy's ranks do
+    # the reference's own workers, which fill its cache or score during training; None if the policy's ranks score it
     scorers: RankGroup | None = None
 
     def __init__(self, config: DPOConfig, ranks: RankGroup):
@@ -89,7 +89,7 @@ class Runtime:
         """Load the models on all ranks, and restore a checkpoint if there is one."""
         # the ranks' config may name fewer workers than the run's, whose plan it must not change
         of_ranks = inputs.replace(config=self.config, plan=inputs.plan)
-        of_ranks = with_token_budget(self.config, of_ranks, checkpoint, self.smallest_gpu)
+        of_ranks = with_token_budget(of_ranks, checkpoint, self.smallest_gpu)
         report = self.load(of_ranks, checkpoint)
         inputs = inputs.replace(layout=report.layout, max_tokens=of_ranks.max_tokens)
         return StartedRun(self, inputs, checkpoint, report, show_progress)
@@ -115,7 +115,7 @@ class StartedRun:
     """A run whose ranks are ready to begin, as one `Trainable`: every call goes to all ranks."""
 
     runtime: Runtime
-    inputs: RunInputs  # as the ranks use them, with the layout that the policy supports and the token budget
+    inputs: RunInputs  # the driver's, with the ranks' layout and token budget
     checkpoint: Path | None  # what the run resumes from
     report: RankReport
     show_progress: ProgressCallback

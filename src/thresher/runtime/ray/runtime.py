@@ -68,7 +68,7 @@ class RayRuntime(Runtime):
     def load(self, inputs: RunInputs, checkpoint: Path | None) -> RankReport:
         """Load the models on all workers in parallel, connect the clusters, and build the trainers."""
         config, mode = self.config, inputs.mode
-        _ = inputs.frozen_weights  # read by this process alone
+        _ = inputs.frozen_weights  # hashed here once and sent to the workers; its time counts as that of the data
         self._clock.end("data")
         policy = self.ranks
         opening = self._open(policy)
