@@ -23,6 +23,7 @@ from contestants import LEARNING_RATE, Column, write_store
 
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.save import Write
+from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
@@ -31,8 +32,9 @@ from thresher.distributed.run_on_all import Communicator
 from thresher.engines.native.build import train_engine
 from thresher.losses import Objective, make_loss
 from thresher.models.layouts import PackedLayout
+from thresher.reference.scorers import Reference
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
+from thresher.training.trainer import RankTrainer
 
 MODEL = Column("h512 L8 V8k", 512, 8, 8000, torch.float32)
 PAIRS_PER_STEP, TOKENS_OF_A_SIDE = 4, 64
@@ -76,13 +78,19 @@ def make_trainer(num_steps: int, directory: Path, *, async_save: bool) -> tuple[
         MODEL.model(), PackedLayout(shares_prompt=True), MODEL.dtype, TrainingArgs(learning_rate=LEARNING_RATE)
     )
     micro_batching = MicroBatching(store.lengths, CostModel(1 / (6 * MODEL.hidden), shares_prompt=True), 4096)
-    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=8)
     trainer = RankTrainer(
+        DPOConfig(output_dir=str(directory), async_save=async_save),
         policy,
         Objective(terms=((make_loss("simpo", {}), 1.0),)),
-        TrainingData(plan, ScoredDataset(store, None), None, micro_batching, eval_batching),
-        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, num_steps), async_save=async_save),
-        SavedRun(keeper, {}, {}),
+        plan,
+        train=store,
+        validation=None,
+        reference=Reference(),
+        micro_batching=micro_batching,
+        eval_batching=ScoringBatching(max_tokens=4096, max_pairs=8),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, num_steps),
+        checkpoints=keeper,
+        identity={},
     )
     return trainer, keeper
 

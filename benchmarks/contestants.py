@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import Blocks, CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
@@ -33,9 +34,9 @@ from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import Compilation
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
-from thresher.reference.scorers import PrecomputedReference
+from thresher.reference.scorers import PrecomputedReference, Reference
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
+from thresher.training.trainer import RankTrainer
 
 LEARNING_RATE = 1e-6
 Step = Callable[[int], float]  # index of a batch in, loss out
@@ -135,13 +136,19 @@ def thresher_trainer(
     micro_batching = MicroBatching(
         store.lengths, costs, max_tokens if packed else None, None if packed else plan.pairs_per_step
     )
-    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=8)
     return RankTrainer(
+        DPOConfig(output_dir=str(directory)),
         policy,
         Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
-        TrainingData(plan, ScoredDataset(store, reference), None, micro_batching, eval_batching),
-        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps)),
-        SavedRun(CheckpointManager(directory / "checkpoints", 1, "eval/loss", False), {}, {}),
+        plan,
+        train=store,
+        validation=None,
+        reference=Reference(reference),
+        micro_batching=micro_batching,
+        eval_batching=ScoringBatching(max_tokens=4096, max_pairs=8),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, plan.num_steps),
+        checkpoints=CheckpointManager(directory / "checkpoints", 1, "eval/loss", False),
+        identity={},
     )
 
 

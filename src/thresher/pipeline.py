@@ -24,9 +24,7 @@ from thresher.builders.run import (
     describe_run,
     describe_unfinished_stop,
     logging_dir,
-    loop_settings,
     run_facts,
-    stop_file,
     summarize_run,
     track,
     watch_health,
@@ -49,7 +47,7 @@ from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.log import SampleLog, judge_answers
 from thresher.training.loop import RunLogs, evaluate, fit
-from thresher.training.preemption import stop_on_signals
+from thresher.training.preemption import stop_file, stop_on_signals
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
@@ -147,7 +145,7 @@ class DPOPipeline:
         with self._open() as run:
             return evaluate(
                 run,
-                run.progress.step,
+                run.step,
                 self._progress,
                 keep_answers=lambda step, answers: judge_answers(judge, answers, step).metrics,
             )
@@ -170,9 +168,9 @@ class DPOPipeline:
         # checks that need no model and no worker come first, so that mistakes are reported within seconds
         logger.info("checking the config, its files and its models", extra=PHASE)
         inputs = RunInputs(config, self._build_store)
-        checked = check_inputs(inputs, file_warnings)
+        warnings = [*file_warnings, *check_inputs(inputs)]
         with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
-            for text in checked.warnings:
+            for text in warnings:
                 logger.warning("%s", text)
             with durable.translate_os_errors("could not remove the stop file of an earlier run"):
                 stop_file(config).unlink(missing_ok=True)  # left by an earlier run
@@ -248,7 +246,7 @@ class DPOPipeline:
                     lambda step, pairs: pairs_log.write(pairs.to_json(step)),
                     SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
                 )
-                return fit(run, loop_settings(config, run.inputs.plan), logs)
+                return fit(run, config, run.inputs.plan, logs)
 
     def _report_unfinished_stop(self) -> None:
         if self._console is not None:

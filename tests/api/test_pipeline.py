@@ -30,7 +30,7 @@ def test_the_roles_of_an_open_pipeline_make_the_steps_of_a_run(base, tmp_path):
         _ = by_hand.actor_train
     with by_hand.open():
         losses = [by_hand.actor_train.training_step()["loss"].mean for _ in range(2)]
-        assert by_hand.reference.mode == "precompute"
+        assert by_hand.reference.cached
     DPOPipeline(parse_config({**base, "output_dir": str(tmp_path / "run")})).run()
     assert losses == [record["loss"] for record in metric_log(tmp_path / "run") if "loss" in record][:2]
 

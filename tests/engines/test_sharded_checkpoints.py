@@ -235,7 +235,7 @@ def test_a_failed_save_on_one_rank_fails_on_all_and_keeps_older_checkpoints(
     saved, pool_of, model, tmp_path, async_save
 ):
     shutil.copytree(saved[0].root / STEP, tmp_path / STEP)
-    run = Run(model, tmp_path, SPLIT, settings={"async_save": async_save})
+    run = Run(model, tmp_path, SPLIT, config={"async_save": async_save})
     errors = pool_of(4).run(save_with_a_rank_that_cannot_write, run)
     assert len(set(errors)) == 1
     assert errors[0].startswith("DiskError: could not save the checkpoint of step 0")
@@ -247,19 +247,21 @@ def test_a_failed_save_on_one_rank_fails_on_all_and_keeps_older_checkpoints(
 @pytest.mark.parametrize("sizes", [SPLIT, None], ids=["4 ranks", "1 process"])
 def test_an_async_save_has_the_bytes_of_its_step(pool_of, model, tmp_path, sizes):
     sync = Run(model, tmp_path / "sync", sizes, saves_at=(2, 3, NUM_STEPS))
-    background = replace(sync, root=tmp_path / "async", settings={"async_save": True})
+    background = replace(sync, root=tmp_path / "async", config={"async_save": True})
     ours, theirs = run_all(pool_of, background), run_all(pool_of, sync)
     assert ours[0].losses == theirs[0].losses
     for step in sync.saves_at:
-        name = f"step-{step:08d}"
-        assert verify(background.root / name) == verify(sync.root / name)
+        manifests = [verify(run.root / f"step-{step:08d}") for run in (background, sync)]
+        configs = {manifest.files.pop("config.json") for manifest in manifests}
+        assert len(configs) == 2  # async_save itself
+        assert manifests[0] == manifests[1]
 
 
 @pytest.mark.parametrize("sizes", [ParallelDims(dp_shard=2), None], ids=["2 ranks", "1 process"])
 def test_training_continues_during_an_async_save_that_is_published_when_all_ranks_wrote(
     pool_of, model, tmp_path, sizes
 ):
-    slow = Run(model, tmp_path / "slow", sizes, settings={"async_save": True})
+    slow = Run(model, tmp_path / "slow", sizes, config={"async_save": True})
     plain = Run(model, tmp_path / "plain", sizes, until=SAVED_STEP + 2, saves_at=(SAVED_STEP,))
     answers = [train_during_a_slow_save(slow)] if sizes is None else pool_of(2).run(train_during_a_slow_save, slow)
     straight = run_all(pool_of, plain)[0]

@@ -17,7 +17,7 @@ from tests.support.small_runs import make_base, open_small_inputs
 from thresher.builders.hardware import GPUS, Hardware, reported_gpu
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.memory import peak_memory
-from thresher.builders.token_budget import TokenBudget, budget_for, choose_budget, with_token_budget
+from thresher.builders.token_budget import TokenBudget, choose_budget, with_token_budget
 from thresher.config import DPOConfig, parse_config
 from thresher.plan.estimate import Estimate, KnownRun
 from thresher.plan.step import Cluster
@@ -59,7 +59,7 @@ def estimate(large):
 
 
 def budget_of(estimate: Estimate) -> TokenBudget:
-    return budget_for(estimate.budget_inputs, estimate.cluster.gpu, estimate.cluster.gpus_per_node)
+    return estimate.budget_choice.choose(estimate.cluster.gpu, estimate.cluster.gpus_per_node)
 
 
 def with_budget(tokens: int, **training: Any) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def with_budget(tokens: int, **training: Any) -> dict[str, Any]:
 
 
 def test_one_gpu_with_room_keeps_the_default_because_larger_batches_are_not_faster(estimate):
-    budget = budget_of(estimate(reported_gpu("NVIDIA H200", 141 * GIB)))
-    assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
-    assert "fit into NVIDIA H200" in budget.reason
+    tokens, reason = budget_of(estimate(reported_gpu("NVIDIA H200", 141 * GIB)))
+    assert tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert "fit into NVIDIA H200" in reason
 
 
 @pytest.mark.parametrize("gigabytes", [36, 40, 44])
@@ -77,7 +77,7 @@ def test_a_smaller_gpu_gets_the_largest_budget_that_fits(estimate, gigabytes):
     """With a tenth of the memory to spare, for the error of the formulas, and every row scored."""
     gpu = reported_gpu("NVIDIA L40S", gigabytes * GIB)
     found = estimate(gpu)
-    tokens = budget_of(found).tokens
+    tokens, _ = budget_of(found)
     assert tokens is not None
     assert tokens < DEFAULT_TOKENS_PER_MICRO_BATCH
     usable = 0.9 * found.usable_memory
@@ -92,7 +92,7 @@ def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
     def seconds(tokens: int) -> float:
         return estimate(gpu, 32, **full, **with_budget(tokens, global_batch_size=1984)).step_seconds
 
-    tokens = budget_of(estimate(gpu, 32, **full, training_args={"global_batch_size": 1984})).tokens
+    tokens, _ = budget_of(estimate(gpu, 32, **full, training_args={"global_batch_size": 1984}))
     assert tokens is not None
     assert tokens > DEFAULT_TOKENS_PER_MICRO_BATCH
     assert seconds(tokens) < 0.5 * seconds(DEFAULT_TOKENS_PER_MICRO_BATCH)
@@ -101,30 +101,30 @@ def test_gathers_across_nodes_are_hidden_by_larger_micro_batches(estimate):
 @pytest.mark.parametrize("axes", [{"zero_stage": 1}, {"pp_size": 4}, {"dp_replicate": 8}])
 def test_without_messages_to_hide_the_default_is_enough(estimate, axes):
     role = {"num_workers": 8, "strategy_args": {"strategy_config": axes}}
-    budget = budget_of(estimate(reported_gpu("NVIDIA B200", 180 * GIB), 8, **role))
-    assert budget.tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    tokens, _ = budget_of(estimate(reported_gpu("NVIDIA B200", 180 * GIB), 8, **role))
+    assert tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 def test_the_budget_is_never_smaller_than_the_longest_pair(large):
     lengths = np.vstack([PAIRS, [[4000, 3000, 2000]]]).astype(np.uint32)
-    budget = choose_budget(inputs_of(config_of(large), lengths), reported_gpu("NVIDIA L40S", 40 * GIB))
-    assert budget.tokens == 4000 + 2999 + 1999
-    assert budget.reason.startswith("the longest pair; ")
+    tokens, reason = choose_budget(inputs_of(config_of(large), lengths), reported_gpu("NVIDIA L40S", 40 * GIB))
+    assert tokens == 4000 + 2999 + 1999
+    assert reason.startswith("the longest pair; ")
 
 
 def test_padded_rows_get_a_budget_only_if_their_pairs_do_not_fit(large):
     config = config_of(large).model_copy(update={"layout": "padded"})
     inputs = inputs_of(config)
-    assert choose_budget(inputs, reported_gpu("NVIDIA H200", 141 * GIB)).tokens is None
-    tokens = choose_budget(inputs, reported_gpu("NVIDIA L40S", 46 * GIB)).tokens
+    assert choose_budget(inputs, reported_gpu("NVIDIA H200", 141 * GIB))[0] is None
+    tokens, _ = choose_budget(inputs, reported_gpu("NVIDIA L40S", 46 * GIB))
     assert tokens is not None
     assert tokens >= 2 * (PAIRS[:, 0] + PAIRS[:, 1:].max(axis=1)).max()
 
 
 def test_a_strategy_without_formulas_keeps_the_default(large):
     config = config_of(large, strategy_args={"strategy_name": "deepspeed_train"})
-    budget = choose_budget(inputs_of(config), reported_gpu("NVIDIA H100 80GB HBM3", 80 * GIB))
-    assert (budget.tokens, budget.reason[:20]) == (None, "the default, because")
+    tokens, reason = choose_budget(inputs_of(config), reported_gpu("NVIDIA H100 80GB HBM3", 80 * GIB))
+    assert (tokens, reason[:20]) == (None, "the default, because")
 
 
 def test_rates_are_those_of_the_gpu_with_this_name_and_memory_that_of_the_driver():
@@ -177,7 +177,7 @@ def test_a_resumed_run_keeps_the_recorded_budget_on_another_gpu(small, tmp_path,
     for memory in (10**10, None):
         resumed = small(memory, checkpoint)
         assert resumed.inputs.max_tokens == chosen
-        assert resumed.actor_train._data.micro_batching.max_tokens == chosen
+        assert resumed.actor_train._micro_batching.max_tokens == chosen
     assert small(10**10).inputs.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
     assert small(10**6, checkpoint, budget=64).inputs.max_tokens == 64
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_the_recorded_budget_on_another_gpu(small, tmp_path,
 def test_a_cpu_keeps_the_default_and_a_checkpoint_without_a_record_too(small, tmp_path):
     run = small(None)
     assert run.inputs.max_tokens is None
-    assert run.actor_train._data.micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
+    assert run.actor_train._micro_batching.max_tokens == DEFAULT_TOKENS_PER_MICRO_BATCH
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "trainer.json").write_text("{}")
     _, inputs = open_small_inputs(merge(make_base(tmp_path), {"output_dir": str(tmp_path / "other")}))

@@ -163,7 +163,6 @@ def prefetching(base, ray_here, tmp_path):
 
 @pytest.mark.hand  # CI has the values of a concurrent reference
 def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahead(prefetching, tmp_path):
-    from thresher.builders.run import loop_settings
     from thresher.observability.trackers.jsonl import StepLog
 
     config, inputs, runtime, started = prefetching
@@ -175,7 +174,7 @@ def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahea
             log.append((step, metrics))
 
     logs = RunLogs(Log(), StepLog(tmp_path / "skipped_steps.jsonl", resume_step=None))
-    fit(started, loop_settings(config, inputs.plan), logs)
+    fit(started, config, inputs.plan, logs)
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
     scored = [span for worker in runtime.scorers.call("trace") for span in worker]
     trained = runtime.ranks.call("trace")

@@ -14,8 +14,7 @@ import numpy as np
 from tests.support.tiny_llama import VOCAB
 from thresher.builders.engines import build_policy
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import Reference, build_beside, open_reference, score_missing
-from thresher.builders.run import loop_settings
+from thresher.builders.reference import build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
 from thresher.data.pair import Pair, PairBatch
@@ -24,6 +23,7 @@ from thresher.models.layouts import PackedLayout, choose_layout
 from thresher.models.loading.load import load_model_config
 from thresher.observability.log_files import SKIPPED_STEPS
 from thresher.observability.trackers.jsonl import StepLog
+from thresher.reference.scorers import Reference
 from thresher.training.loop import RunLogs, fit
 from thresher.training.trainer import RankTrainer
 
@@ -85,13 +85,14 @@ class TinyRun:
     config: DPOConfig
     trainer: RankTrainer
     reference: Reference
+    mode: str  # of the reference
     log: MetricsInMemory
 
     def fit(self) -> dict[str, float]:
         """Train to the end of the plan."""
-        resume_step = self.trainer.progress.step or None
+        resume_step = self.trainer.step or None
         skipped = StepLog(Path(self.config.output_dir) / "logs" / SKIPPED_STEPS, resume_step=resume_step)
-        return fit(self.trainer, loop_settings(self.config, self.trainer.plan), RunLogs(self.log, skipped))
+        return fit(self.trainer, self.config, self.trainer.plan, RunLogs(self.log, skipped))
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: PairsInMemory | None = None) -> TinyRun:
@@ -106,4 +107,4 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: Pairs
     reference = open_reference(inputs, policy)
     if any(split.num_missing for split in reference.cached):
         deque(score_missing(reference.cached, build_beside(inputs, policy)), maxlen=0)
-    return TinyRun(config, build_trainer(inputs, policy, reference), reference, MetricsInMemory())
+    return TinyRun(config, build_trainer(inputs, policy, reference), reference, inputs.mode, MetricsInMemory())

@@ -226,7 +226,7 @@ def outcome_of(base):
             steps = range(run.trainer.plan.num_steps)
             known[key] = Outcome(
                 losses=[run.trainer.training_step()["loss"].mean for _ in steps],
-                rates=[run.trainer._settings.schedule(step) for step in steps],
+                rates=[run.trainer._schedule(step) for step in steps],
                 weights={name: weight.float().clone() for name, weight in run.trainer.engine.weights().items()},
                 evaluation=run.trainer.evaluate(),
             )

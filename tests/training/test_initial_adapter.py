@@ -76,7 +76,7 @@ def test_the_policy_starts_as_the_adapted_model(root, values, tmp_path, settings
 def test_margins_start_at_zero(values, mode):
     changes = {"reference": {"mode": mode}, "actor_train": {"training_args": {"global_batch_size": 8}}}
     run = build_run(merge(values, changes), noise_pairs(8))
-    assert run.reference.mode == ("precompute" if mode == "auto" else mode)
+    assert run.mode == ("precompute" if mode == "auto" else mode)
     assert run.reference.equals_policy
     metrics = run.trainer.training_step()
     assert metrics["rewards/margins"].mean == pytest.approx(0.0, abs=1e-6)

@@ -135,9 +135,9 @@ def test_auto_resume_without_a_directory_starts_from_scratch(base, tmp_path):
     """ROLL looks in a directory that does not exist yet."""
     run = build_run(base, noise_pairs(12))
     assert not (tmp_path / "out").exists()
-    assert run.trainer._saved.checkpoints.find_to_resume("auto") is None
+    assert run.trainer._checkpoints.find_to_resume("auto") is None
     run.fit()
-    found = run.trainer._saved.checkpoints.find_to_resume("auto")
+    found = run.trainer._checkpoints.find_to_resume("auto")
     assert found == tmp_path / "out" / "checkpoints" / "step-00000006"
 
 
@@ -228,7 +228,7 @@ def test_a_loss_without_a_reference_trains_and_loads_no_reference(base, loss):
     """ColossalChat's reference-free mode crashes."""
     nowhere = {"reference": {"model_args": {"model_name_or_path": "./nowhere"}}}
     run = build_run(merge(base, {"pref_loss": loss, "num_train_epochs": 8, **nowhere}), noise_pairs(12), noise_pairs(5))
-    assert (run.reference.mode, run.reference.train) == ("none", None)
+    assert (run.mode, run.reference.train) == ("none", None)
     run.fit()
     losses = [metrics["loss"] for _, metrics in run.log.records if "loss" in metrics]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
@@ -239,7 +239,7 @@ def test_lora_with_evaluation_runs_through_several_epochs(base):
     """ColossalChat crashes."""
     lora = {"actor_train": {"model_args": {"lora_rank": 4}, "training_args": {"learning_rate": 0.05}}}
     run = build_run(merge(base, {**lora, "num_train_epochs": 6, "eval_steps": 3}), noise_pairs(12), noise_pairs(12))
-    assert run.reference.mode == "adapter"
+    assert run.mode == "adapter"
     run.fit()
     evaluations = run.log.evaluations()
     assert len(evaluations) == 6
@@ -304,7 +304,7 @@ def test_throughput_counts_the_reference(base, monkeypatch):
     monkeypatch.undo()
 
     run = build_run(base, noise_pairs(12))
-    assert run.reference.mode == "precompute"
+    assert run.mode == "precompute"
     assert run.reference.train.seconds_per_pair > 0
     run.reference.train.seconds_per_pair = 50.0
     run.fit()

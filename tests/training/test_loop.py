@@ -12,11 +12,11 @@ import torch
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pairs
-from thresher.builders.run import stop_file
 from thresher.checkpoint.manifest import read_manifest
 from thresher.errors import RunStopped
 from thresher.observability.trackers.jsonl import StepLog
-from thresher.training.loop import LoopSettings, RunLogs, fit
+from thresher.training.loop import RunLogs, fit
+from thresher.training.preemption import stop_file
 
 
 def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
@@ -203,11 +203,11 @@ def test_a_fast_step_is_finished_before_the_run_stops(base):
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, [(0, 3), (1, 3), (2, 3)]), (1000.0, [])])
 def test_only_a_long_evaluation_reports_its_progress(base, monkeypatch, seconds, shown):
     monkeypatch.setattr("thresher.training.trainer._SECONDS_BETWEEN_PROGRESS", seconds)
-    changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": 1}}}
+    changes = {"actor_train": {"training_args": {"per_device_eval_batch_size": 1}}, "max_steps": 1, "eval_steps": 0}
     run = build_run(merge(base, changes), noise_pairs(12), noise_pairs(3, seed=5))
     calls: list[tuple[str, int, int]] = []
     skipped = StepLog(Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl", None)
     logs = RunLogs(run.log, skipped, lambda what, done, total: calls.append((what, done, total)))
-    fit(run.trainer, LoopSettings(num_steps=1), logs)
+    fit(run.trainer, run.config, run.trainer.plan, logs)
     assert calls == [("evaluating after step 1, batches", *each) for each in shown]
     assert len(run.log.evaluations()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,9 +26,8 @@ from thresher.observability.heartbeat import set_activity
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.cache_admin import cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
-from thresher.reference.scorers import LiveReference, PrecomputedReference, SyncedReference
+from thresher.reference.scorers import LiveReference, PrecomputedReference, Reference, SyncedReference
 from thresher.reference.step_zero_check import Forwards
-from thresher.training.trainer import ReferenceScorer
 
 logger = logging.getLogger(__name__)
 
@@ -39,39 +37,22 @@ DEFAULT_PAIRS_PER_PADDED_BLOCK = 8
 _PROGRESS_INTERVAL = 0.5  # seconds
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The reference as a rank uses it: the scorers of both data sets, None for a loss without a reference."""
-
-    mode: ReferenceMode
-    train: ReferenceScorer | None
-    validation: ReferenceScorer | None
-    equals_policy: bool  # at step 0, up to the rounding of different forwards
-    forwards: Forwards
-    synced: SyncedReference | None = None
-
-    @property
-    def cached(self) -> list[PrecomputedReference]:
-        """The scorers that read the cache; none outside of mode precompute."""
-        return [each for each in (self.train, self.validation) if isinstance(each, PrecomputedReference)]
-
-
 def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
     """Look up the logps in the cache, or load the model that scores them next to the policy."""
     config, mode = inputs.config, inputs.mode
     same_weights = same_initial_weights(config)
     forwards = _live_forwards(config, policy.device)
     if mode == "none":
-        return Reference(mode, None, None, False, forwards)
+        return Reference()
     if mode == "precompute":
         splits = look_up(inputs, policy.device)
         has_workers = config.uses_ray and reference_has_workers(config, mode)
         # logps that the cache has may be of any mesh
         is_other = forwards == "other axes" or has_workers or any(split.num_found for split in splits if split)
-        return Reference(mode, *splits, same_weights, "other axes" if is_other else "other batches")
+        return Reference(*splits, same_weights, "other axes" if is_other else "other batches")
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
-        return Reference(mode, live, live, True, forwards)
+        return Reference(live, live, True, forwards)
     reference = build_beside(inputs, policy)
     live = LiveReference(reference.score, policy.device)
     synced = None
@@ -83,7 +64,7 @@ def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
                 "model"
             )
         synced = SyncedReference(reference, policy, config.reference.sync_steps, config.reference.sync_alpha)
-    return Reference(mode, live, live, same_weights, forwards, synced)
+    return Reference(live, live, same_weights, forwards, synced)
 
 
 def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:

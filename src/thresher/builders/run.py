@@ -36,19 +36,14 @@ from thresher.observability.trackers.jsonl import StepLog, find_holes
 from thresher.observability.trackers.tracker import START_OVER, RunInfo, Trackers, translate_os_errors
 from thresher.redact import redact
 from thresher.reference.step_zero_check import tolerance
-from thresher.training import preemption
-from thresher.training.loop import LoopSettings, MetricLogger
+from thresher.training.loop import MetricLogger
+from thresher.training.preemption import stop_file
 from thresher.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from thresher.observability.trackers.console import ConsoleTracker
 
 logger = logging.getLogger(__name__)
-
-
-def stop_file(config: DPOConfig) -> Path:
-    """The file that requests a stop; absolute, since workers may have another working directory."""
-    return Path(config.output_dir).resolve() / preemption.FILE_NAME
 
 
 def logging_dir(config: DPOConfig) -> Path:
@@ -63,17 +58,6 @@ def describe_unfinished_stop(config: DPOConfig) -> str:
     return (
         f"not finished after {config.graceful_stop_timeout:g} s; nothing saved {since}; raise graceful_stop_timeout, "
         "or set save_steps to save more often"
-    )
-
-
-def loop_settings(config: DPOConfig, plan: Plan) -> LoopSettings:
-    """When to evaluate and save. All epochs have the same number of steps, so an epoch is an interval like others."""
-    per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}
-    return LoopSettings(
-        plan.num_steps,
-        eval_steps=per_epoch.get(config.eval_strategy, config.eval_steps),
-        save_steps=per_epoch.get(config.save_strategy, config.save_steps),
-        eval_on_start=config.eval_on_start,
     )
 
 

@@ -33,28 +33,58 @@ _STEP, _LARGEST = 256, 1 << 20
 _DOUBLINGS = 3
 
 
-@dataclass(frozen=True)
-class TokenBudget:
-    tokens: int | None  # None: the default of the layout
-    reason: str
+TokenBudget = tuple[int | None, str]  # None for the default of the layout; and the reason
 
 
 @dataclass(frozen=True)
-class BudgetInputs:
-    """What a budget is chosen from."""
+class BudgetChoice:
+    """Finds the token budgets that fit into the memory of a run's processes."""
 
     processes: Sequence[Process]  # of the first and the last pipeline stage
     longest_pair: int  # tokens, with padding
     tokens_per_step: float  # of a data-parallel rank
 
     @classmethod
-    def of(cls, processes: Sequence[Process], lengths: Lengths, layout: Layout, pairs_per_step: int) -> BudgetInputs:
+    def of(cls, processes: Sequence[Process], lengths: Lengths, layout: Layout, pairs_per_step: int) -> BudgetChoice:
         if layout.needs_pair_attention:
             tokens = CostModel(attention_per_key=0, shares_prompt=layout.shares_prompt).tokens(lengths)
         else:
             tokens = 2 * (lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1))
         pairs_per_rank = pairs_per_step / processes[0].dims.num_data_ranks
         return cls(processes, int(tokens.max()), pairs_per_rank * float(tokens.mean()))
+
+    def choose(self, gpu: Hardware, gpus_per_node: int) -> TokenBudget:
+        """The budget that a run without one gets, at least as large as the longest pair."""
+        process, longest = self.processes[0], self.longest_pair
+        if not process.packs_rows and self.fits(process.training.per_device_train_batch_size * longest, gpu):
+            return None, f"per_device_train_batch_size pairs fit into {gpu.name}"
+        tokens = largest = self.largest(gpu)
+        if largest is None:
+            reason = f"although it does not fit into {gpu.name} by formula"
+        elif process.packs_rows and largest >= DEFAULT_TOKENS_PER_MICRO_BATCH:
+            sizes = [DEFAULT_TOKENS_PER_MICRO_BATCH * 2**i for i in range(_DOUBLINGS + 1)]
+            fitting = [size for size in sizes if size <= largest]
+            wanted = _tokens_that_hide_fsdp(process, gpu, gpus_per_node)
+            tokens = next((size for size in fitting if size >= wanted), fitting[-1])
+            reason = f"by formula: up to about {largest:,} fit into {gpu.name}"
+        else:
+            reason = f"by formula the largest that fits into {gpu.name}"
+        # a longer pair gets a micro-batch to itself, so a smaller budget would only make others smaller
+        return (tokens, reason) if longest <= (tokens or 0) else (longest, f"the longest pair; {reason}")
+
+    def largest(self, gpu: Hardware) -> int | None:
+        """The largest token budget that fits; None: not even one of 256."""
+        low, high = 0, _LARGEST // _STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle * _STEP, gpu) else (low, middle - 1)
+        return low * _STEP or None
+
+    def fits(self, tokens: int, gpu: Hardware) -> bool:
+        """Whether micro-batches of these tokens fit, with every row scored and some memory to spare."""
+        micro_batches = max(2, round(self.tokens_per_step / tokens))
+        usable = _SHARE_OF_MEMORY * (1 - RESERVED) * gpu.memory
+        return all(peak_memory(process, tokens, tokens, micro_batches).total <= usable for process in self.processes)
 
 
 def with_token_budget(inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Hardware | None]) -> RunInputs:
@@ -63,17 +93,17 @@ def with_token_budget(inputs: RunInputs, checkpoint: Path | None, find_gpu: Call
         return inputs
     if checkpoint is not None:
         values = load_json(checkpoint / "trainer.json")
-        tokens = values.get("max_tokens_per_micro_batch") if isinstance(values, dict) else None
-        budget = TokenBudget(tokens if isinstance(tokens, int) else None, f"as in {checkpoint}")
+        saved = values.get("max_tokens_per_micro_batch") if isinstance(values, dict) else None
+        budget, reason = saved if isinstance(saved, int) else None, f"as in {checkpoint}"
     elif (gpu := find_gpu()) is None:
-        budget = TokenBudget(None, "the default on CPUs")
+        budget, reason = None, "the default on CPUs"
     else:
-        budget = choose_budget(inputs, gpu)
+        budget, reason = choose_budget(inputs, gpu)
     packed = DEFAULT_TOKENS_PER_MICRO_BATCH if inputs.layout.needs_pair_attention else None
-    tokens, extra = budget.tokens or packed, DETAIL if budget.tokens in (None, packed) else {}
+    tokens, extra = budget or packed, DETAIL if budget in (None, packed) else {}
     shown = "no limit" if tokens is None else f"{tokens:,}"
-    logger.info("max_tokens_per_micro_batch: auto -> %s, %s", shown, budget.reason, extra=extra)
-    return inputs.replace(max_tokens=budget.tokens)
+    logger.info("max_tokens_per_micro_batch: auto -> %s, %s", shown, reason, extra=extra)
+    return inputs.replace(max_tokens=budget)
 
 
 def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
@@ -81,15 +111,15 @@ def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
     config = inputs.config
     try:
         first = policy_process(config, inputs, model_size(inputs), config.actor_train.num_processes)
-        given = BudgetInputs.of(
+        choice = BudgetChoice.of(
             [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
             inputs.train.lengths,
             inputs.layout,
             config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
         )
-        return budget_for(given, gpu, config.num_gpus_per_node or GPUS_PER_NODE)
+        return choice.choose(gpu, config.num_gpus_per_node or GPUS_PER_NODE)
     except UserError as error:
-        return TokenBudget(None, f"the default, because {error}")
+        return None, f"the default, because {error}"
 
 
 def model_size(parts: RunInputs) -> ModelSize:
@@ -114,42 +144,6 @@ def policy_process(config: DPOConfig, parts: RunInputs, size: ModelSize, num_gpu
         parts.layout.needs_pair_attention,
         "adapter" if parts.mode == "adapter" else "copy" if is_copied else None,
     )
-
-
-def budget_for(given: BudgetInputs, gpu: Hardware, gpus_per_node: int) -> TokenBudget:
-    """The budget that a run without one gets, at least as large as the longest pair."""
-    process, longest = given.processes[0], given.longest_pair
-    if not process.packs_rows and fits(given, process.training.per_device_train_batch_size * longest, gpu):
-        return TokenBudget(None, f"per_device_train_batch_size pairs fit into {gpu.name}")
-    largest = largest_budget(given, gpu)
-    if largest is None:
-        budget = TokenBudget(None, f"although it does not fit into {gpu.name} by formula")
-    elif process.packs_rows and largest >= DEFAULT_TOKENS_PER_MICRO_BATCH:
-        sizes = [DEFAULT_TOKENS_PER_MICRO_BATCH * 2**i for i in range(_DOUBLINGS + 1)]
-        fitting = [size for size in sizes if size <= largest]
-        wanted = _tokens_that_hide_fsdp(process, gpu, gpus_per_node)
-        tokens = next((size for size in fitting if size >= wanted), fitting[-1])
-        budget = TokenBudget(tokens, f"by formula: up to about {largest:,} fit into {gpu.name}")
-    else:
-        budget = TokenBudget(largest, f"by formula the largest that fits into {gpu.name}")
-    # a longer pair gets a micro-batch to itself, so a smaller budget would only make others smaller
-    return budget if longest <= (budget.tokens or 0) else TokenBudget(longest, f"the longest pair; {budget.reason}")
-
-
-def largest_budget(given: BudgetInputs, gpu: Hardware) -> int | None:
-    """The largest token budget that fits; None: not even one of 256."""
-    low, high = 0, _LARGEST // _STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(given, middle * _STEP, gpu) else (low, middle - 1)
-    return low * _STEP or None
-
-
-def fits(given: BudgetInputs, tokens: int, gpu: Hardware) -> bool:
-    """Whether micro-batches of these tokens fit, with every row scored and some memory to spare."""
-    micro_batches = max(2, round(given.tokens_per_step / tokens))
-    usable = _SHARE_OF_MEMORY * (1 - RESERVED) * gpu.memory
-    return all(peak_memory(process, tokens, tokens, micro_batches).total <= usable for process in given.processes)
 
 
 def _tokens_that_hide_fsdp(process: Process, gpu: Hardware, gpus_per_node: int) -> float:

@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.objective import build_schedule
-from thresher.builders.reference import Reference, frozen_policy_digest, reference_digest
-from thresher.builders.run import stop_file
+from thresher.builders.reference import frozen_policy_digest, reference_digest
 from thresher.builders.samples import build_sampler
 from thresher.config import DPOConfig
 from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
-from thresher.redact import redact
 from thresher.reference.fingerprint import config_digest
-from thresher.training.trainer import (
-    POLICY_SETTINGS,
-    POLICY_WEIGHTS,
-    REFERENCE_SETTINGS,
-    RankTrainer,
-    SavedRun,
-    ScoredDataset,
-    TrainerSettings,
-    TrainingData,
-)
+from thresher.reference.scorers import Reference
+from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS, REFERENCE_SETTINGS, RankTrainer
 
 
 def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) -> RankTrainer:
     """Assemble the trainer of a rank."""
-    config = inputs.config
-    plan, train, validation = inputs.plan, inputs.train, inputs.validation
-    data = TrainingData(
-        plan,
-        ScoredDataset(train, reference.train),
-        None if validation is None else ScoredDataset(validation, reference.validation),
-        build_micro_batching(inputs, policy.hidden_size),
-        build_eval_batching(inputs),
-    )
-    settings = TrainerSettings(
-        build_schedule(config, plan.num_steps),
-        logging_steps=config.logging_steps,
-        max_consecutive_skipped_steps=config.max_consecutive_skipped_steps,
-        seed=config.seed,
-        stop_file=stop_file(config),
-        async_save=config.async_save,
-        collective_timeout=timedelta(seconds=config.heartbeat_timeout),
-    )
+    config, plan = inputs.config, inputs.plan
     identity: dict[str, str | int] = {
-        "data": train.digest,
+        "data": inputs.train.digest,
         "pairs per step": plan.pairs_per_step,
         "seed": plan.seed,
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
@@ -63,9 +35,21 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         identity[REFERENCE_SETTINGS] = config_digest(str(config.reference_path), trust_remote_code=trusts)
     if (frozen := frozen_policy_digest(inputs)) is not None:
         identity[POLICY_WEIGHTS] = frozen
-    saved = SavedRun(build_checkpoint_manager(config), identity, redact(config.model_dump(mode="json")))
-    sampler = build_sampler(inputs, policy, reference.synced)
-    return RankTrainer(policy, inputs.objective, data, settings, saved, extra=reference.synced, sampler=sampler)
+    return RankTrainer(
+        config,
+        policy,
+        inputs.objective,
+        plan,
+        train=inputs.train,
+        validation=inputs.validation,
+        reference=reference,
+        micro_batching=build_micro_batching(inputs, policy.hidden_size),
+        eval_batching=build_eval_batching(inputs),
+        schedule=build_schedule(config, plan.num_steps),
+        checkpoints=build_checkpoint_manager(config),
+        identity=identity,
+        sampler=build_sampler(inputs, policy, reference.synced),
+    )
 
 
 def resume(trainer: RankTrainer, config: DPOConfig, checkpoint: Path) -> list[str]:

@@ -29,7 +29,7 @@ def precompute_reference(
 
     from thresher.builders.preflight import check_run
 
-    for text in check_run(config, trains=False).warnings:
+    for text in check_run(config, trains=False)[1]:
         logger.warning("%s", text)
 
     fill_cache(config, all_pairs=all_pairs)

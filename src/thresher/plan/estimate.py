@@ -13,14 +13,7 @@ from thresher.builders.engines import compilation
 from thresher.builders.hardware import Compiled, Hardware
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.memory import RESERVED, Memory, ModelSize, Process, peak_memory
-from thresher.builders.token_budget import (
-    GPUS_PER_NODE,
-    BudgetInputs,
-    budget_for,
-    largest_budget,
-    model_size,
-    policy_process,
-)
+from thresher.builders.token_budget import GPUS_PER_NODE, BudgetChoice, model_size, policy_process
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan, make_plan
@@ -229,21 +222,21 @@ class Estimate:
         return self.peak <= self.usable_memory
 
     @property
-    def budget_inputs(self) -> BudgetInputs:
+    def budget_choice(self) -> BudgetChoice:
         processes = list(self.processes.values())
-        return BudgetInputs.of(processes, self.pairs.lengths, self.parts.layout, self.pairs_per_step)
+        return BudgetChoice.of(processes, self.pairs.lengths, self.parts.layout, self.pairs_per_step)
 
     @property
     def largest_budget(self) -> int | None:
         """The largest token budget that fits for certain; None: not even one pair."""
-        return largest_budget(self.budget_inputs, self.cluster.gpu)
+        return self.budget_choice.largest(self.cluster.gpu)
 
     def with_chosen_budget(self) -> Estimate:
         """The estimate of the run as it will be: with the budget that is chosen for it if the config sets none."""
         if self.config.actor_train.training_args.max_tokens_per_micro_batch is not None:
             return self
-        budget = budget_for(self.budget_inputs, self.cluster.gpu, self.cluster.gpus_per_node)
-        return self.but(training={"max_tokens_per_micro_batch": budget.tokens}, budget_reason=budget.reason)
+        tokens, reason = self.budget_choice.choose(self.cluster.gpu, self.cluster.gpus_per_node)
+        return self.but(training={"max_tokens_per_micro_batch": tokens}, budget_reason=reason)
 
     @property
     def step_seconds(self) -> float:

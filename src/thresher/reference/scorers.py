@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,16 @@ from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
 from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
+from thresher.reference.step_zero_check import Forwards
+
+
+class ReferenceScorer(Protocol):
+    """Returns the reference logps of a micro-batch; seconds_per_pair is the time spent on precomputing them."""
+
+    @property
+    def seconds_per_pair(self) -> float: ...
+
+    def logps(self, batch: PairBatch) -> ChosenRejectedLogps: ...
 
 
 @dataclass(frozen=True)
@@ -200,3 +211,19 @@ class SyncedReference:
         other_rank_names = self.policy.dp_group.world.names_on_other_ranks(weights)
         hint = "resume with the same reference settings"
         load_weights(directory, weights, stem=STEM, hint=hint, other_rank_names=other_rank_names)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference as a rank uses it: the scorers of both datasets, None for a loss without a reference."""
+
+    train: ReferenceScorer | None = None
+    validation: ReferenceScorer | None = None
+    equals_policy: bool = False  # at step 0, up to the rounding of different forwards
+    forwards: Forwards = "other axes"
+    synced: SyncedReference | None = None
+
+    @property
+    def cached(self) -> list[PrecomputedReference]:
+        """The scorers that read the cache; none outside of mode precompute."""
+        return [each for each in (self.train, self.validation) if isinstance(each, PrecomputedReference)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,7 +20,6 @@ from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
 from thresher.reference.cache_admin import cache_root
 from thresher.runtime.rank import PolicyRank, RankReport
-from thresher.training.records import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -126,8 +125,12 @@ class StartedRun:
         return self.runtime.ranks
 
     @property
-    def progress(self) -> TrainingProgress:
-        return self.report.progress
+    def step(self) -> int:
+        return self.report.step
+
+    @property
+    def last_evaluation(self) -> Mapping[str, float]:
+        return self.report.last_evaluation
 
     @property
     def devices(self) -> str:
@@ -152,7 +155,7 @@ class StartedRun:
         seconds_per_pair = None
         if inputs.mode == "precompute":
             # a run that has made all steps needs no reference to train
-            if to_evaluate or report.progress.step < inputs.plan.num_steps:
+            if to_evaluate or report.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing() / inputs.plan.num_visits
             self.runtime.release_scorers()
         self.ranks.on_all(PolicyRank.begin, seconds_per_pair)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from thresher.builders.run import logging_dir, stop_file
+from thresher.builders.run import logging_dir
 from thresher.distributed.groups import is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
 from thresher.observability.heartbeat import heartbeat
@@ -34,7 +34,7 @@ from thresher.runtime.launch import Launch
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
 from thresher.runtime.rank import PolicyRank
 from thresher.runtime.stalls import watch_stalls
-from thresher.training.preemption import stop_on_signals
+from thresher.training.preemption import stop_file, stop_on_signals
 
 logger = logging.getLogger(__name__)
 

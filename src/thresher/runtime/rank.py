@@ -10,7 +10,7 @@ import faulthandler
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from thresher import durable
 from thresher.builders.checked_engines import build_checked_policy
 from thresher.builders.hardware import Hardware, gpu_of
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import Reference, ScoringProgress, build_beside, open_reference, score_missing
+from thresher.builders.reference import ScoringProgress, build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer, resume
 from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.checkpoint.state import capture_rng, restore_rng
@@ -36,9 +36,9 @@ from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.cache_admin import cache_root
+from thresher.reference.scorers import Reference
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.runtime.devices import prepare_cuda
-from thresher.training.records import TrainingProgress
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 class RankReport:
     """A policy rank that is ready to begin."""
 
-    progress: TrainingProgress
+    step: int
+    last_evaluation: Mapping[str, float]
     layout: Layout
     hidden_size: int
     device: str
@@ -151,7 +152,8 @@ class PolicyRank(Rank):
         notes = [] if checkpoint is None else resume(self.trainer, self.config, checkpoint)
         logger.info("ready at step %d of %d", self.trainer.state.step, inputs.plan.num_steps, extra=DETAIL)
         return RankReport(
-            self.trainer.progress,
+            self.trainer.step,
+            self.trainer.last_evaluation,
             inputs.layout,
             policy.hidden_size,
             str(policy.device),

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from thresher.config import DPOConfig
+from thresher.data.batching.plan import Plan
 from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.sampling.answers import SampledAnswers
-from thresher.training.records import EvaluatedPairs, SkippedStep, TrainingProgress
+from thresher.training.records import EvaluatedPairs, SkippedStep
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,13 @@ class Trainable(Protocol):
     """Makes the steps: a group of ranks, or one trainer."""
 
     @property
-    def progress(self) -> TrainingProgress:
-        """Completed steps and the latest evaluation when the run began."""
+    def step(self) -> int:
+        """Completed steps when the run begins."""
+        ...
+
+    @property
+    def last_evaluation(self) -> Mapping[str, float]:
+        """The latest evaluation when the run begins."""
         ...
 
     def run(self, until: int) -> Iterator[Record]:
@@ -57,16 +64,6 @@ class MetricLogger(Protocol):
 
 
 @dataclass(frozen=True)
-class LoopSettings:
-    """The steps to make, and when to evaluate and save; 0 means only at the end."""
-
-    num_steps: int
-    eval_steps: int = 0
-    save_steps: int = 0
-    eval_on_start: bool = False
-
-
-@dataclass(frozen=True)
 class RunLogs:
     """Where the records of a run go."""
 
@@ -77,20 +74,24 @@ class RunLogs:
     keep_answers: KeepAnswers = lambda step, answers: {}  # called with sampled answers; returns metrics of them
 
 
-def fit(trainable: Trainable, settings: LoopSettings, logs: RunLogs) -> dict[str, float]:
-    """Train to the end of the plan; return the last evaluation.
+def fit(trainable: Trainable, config: DPOConfig, plan: Plan, logs: RunLogs) -> dict[str, float]:
+    """Train to the end of the plan, and evaluate and save as the config says; return the last evaluation.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
     All checkpoints are published when this returns.
     """
-    num_steps = settings.num_steps
-    step, last = trainable.progress.step, dict(trainable.progress.last_evaluation)
+    num_steps = plan.num_steps
+    # all epochs have the same number of steps, so an epoch is an interval like others; 0: only after the last step
+    per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}
+    eval_steps = per_epoch.get(config.eval_strategy, config.eval_steps)
+    save_steps = per_epoch.get(config.save_strategy, config.save_steps)
+    step, last = trainable.step, dict(trainable.last_evaluation)
     saved = step  # a run that continues has a checkpoint of its first step, and a new one has nothing to save yet
-    if step == 0 and settings.eval_on_start:
+    if step == 0 and config.eval_on_start:
         last = _evaluate(trainable, step, logs)
     while step < num_steps:
-        next_evaluation = _next_due_step(settings.eval_steps, step, num_steps)
-        next_checkpoint = _next_due_step(settings.save_steps, step, num_steps)
+        next_evaluation = _next_due_step(eval_steps, step, num_steps)
+        next_checkpoint = _next_due_step(save_steps, step, num_steps)
         step = min(next_evaluation, next_checkpoint)
         for at, record in trainable.run(step):
             if isinstance(record, SkippedStep):

@@ -72,14 +72,6 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class TrainingProgress:
-    """Completed steps and the latest evaluation of a run."""
-
-    step: int
-    last_evaluation: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class NonFinitePair:
     """A pair by its number in the store and its content hash; source is its first non-finite value, if known."""
 

@@ -7,43 +7,42 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from thresher.checkpoint.background import AsyncSaver, HostBuffers
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.save import Write
 from thresher.checkpoint.state import capture_rng, load_state, merge_rng, restore_rng, restore_rng_of_rank, save_state
+from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.plan import PairIds, Plan
-from thresher.data.pair import PairBatch
 from thresher.data.store.reader import Lengths, PairStore
 from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
 from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
 from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
+from thresher.redact import redact
+from thresher.reference.scorers import Reference, ReferenceScorer
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.sampler import AnswerSampler
 from thresher.training.lr_schedule import LRSchedule
+from thresher.training.preemption import stop_file
 from thresher.training.records import (
     EvaluatedPairs,
     PairSampler,
     SkippedStep,
     TrainerState,
-    TrainingProgress,
     describe_skipped,
 )
 
@@ -52,56 +51,6 @@ logger = logging.getLogger(__name__)
 # entries of a run's identity
 POLICY_SETTINGS, REFERENCE_SETTINGS = "policy's config.json", "reference's config.json"
 POLICY_WEIGHTS = "policy's frozen weights"
-
-
-class ReferenceScorer(Protocol):
-    """Returns the reference logps of a micro-batch; seconds_per_pair is the time spent on precomputing them."""
-
-    @property
-    def seconds_per_pair(self) -> float: ...
-
-    def logps(self, batch: PairBatch) -> ChosenRejectedLogps: ...
-
-
-@dataclass(frozen=True)
-class ScoredDataset:
-    """Pairs with their reference; reference is None for losses without one."""
-
-    store: PairStore
-    reference: ReferenceScorer | None
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The pairs of a run, and how they are divided: by the plan into steps, a step into micro-batches."""
-
-    plan: Plan
-    train: ScoredDataset
-    validation: ScoredDataset | None
-    micro_batching: MicroBatching
-    eval_batching: ScoringBatching
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """Settings of the steps of a rank."""
-
-    schedule: LRSchedule
-    logging_steps: int = 1
-    max_consecutive_skipped_steps: int = 5
-    seed: int = 0
-    stop_file: Path | None = None
-    async_save: bool = False
-    collective_timeout: timedelta = PEER_TIMEOUT  # of NCCL's collectives inside a step after warm-up
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """Where checkpoints go, and what they say about their run: what it must be resumed with, and its config."""
-
-    checkpoints: CheckpointManager
-    identity: Mapping[str, str | int]
-    config: Mapping[str, Any]
 
 
 Record = tuple[int, dict[str, float] | SkippedStep]
@@ -118,41 +67,39 @@ EvaluationRecord = EvaluationProgress | EvaluatedPairs | SampledAnswers | dict[s
 _SECONDS_BETWEEN_PROGRESS = 2.0
 
 
-class AuxiliaryState(Protocol):
-    """State beside the policy that checkpoints contain, such as a synced reference."""
-
-    def after_step(self, step: int) -> None: ...
-
-    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Tensors to save by the stem of their files, sharded like the policy's weights."""
-        ...
-
-    def load(self, directory: Path) -> None: ...
-
-
 class RankTrainer:
     """Train a policy on the pairs of a plan."""
 
     def __init__(
         self,
+        config: DPOConfig,
         engine: TrainEngine,
         objective: Objective,
-        data: TrainingData,
-        settings: TrainerSettings,
-        saved: SavedRun,
+        plan: Plan,
         *,
-        extra: AuxiliaryState | None = None,
+        train: PairStore,
+        validation: PairStore | None,
+        reference: Reference,
+        micro_batching: MicroBatching,
+        eval_batching: ScoringBatching,
+        schedule: LRSchedule,
+        checkpoints: CheckpointManager,
+        identity: Mapping[str, str | int],  # what a checkpoint must be resumed with
         sampler: AnswerSampler | None = None,
     ):
+        self.config = config
         self.engine = engine
         self.objective = objective
-        self.plan = data.plan
+        self.plan = plan
         self.state = TrainerState()
-        self._data = data
-        self._settings = settings
-        self._saved = saved
-        self._background = AsyncSaver(saved.checkpoints, engine.dp_group.world.clone_for_thread)
-        self._extra = extra
+        self._train, self._validation = train, validation
+        self._reference, self._synced = reference, reference.synced
+        self._micro_batching, self._eval_batching = micro_batching, eval_batching
+        self._schedule = schedule
+        self._checkpoints, self._identity = checkpoints, identity
+        self._background = AsyncSaver(checkpoints, engine.dp_group.world.clone_for_thread)
+        self._stop_file = stop_file(config)
+        self._collective_timeout = timedelta(seconds=config.heartbeat_timeout)  # inside a step after warm-up
         self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
@@ -164,8 +111,9 @@ class RankTrainer:
         self._stops = False
 
     @property
-    def progress(self) -> TrainingProgress:
-        return TrainingProgress(self.state.step, self.last_evaluation)
+    def step(self) -> int:
+        """Completed steps."""
+        return self.state.step
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step of the plan, or until a stop is requested; yield records when they are due.
@@ -183,7 +131,7 @@ class RankTrainer:
     def _run(self, until: int) -> Iterator[Record]:
         while self.state.step < until:
             if self._num_steps_made >= NUM_WARM_UP_OPERATIONS:
-                limit_collectives(self._settings.collective_timeout)
+                limit_collectives(self._collective_timeout)
             try:
                 self.training_step()
             except StepDiscarded:
@@ -197,7 +145,7 @@ class RankTrainer:
                 yield self.state.step, self.skipped
                 if self.skipped.ends_run:
                     return
-            if self.state.step % self._settings.logging_steps == 0 or self.state.step == self.plan.num_steps:
+            if self.state.step % self.config.logging_steps == 0 or self.state.step == self.plan.num_steps:
                 yield self.state.step, self._pop_metrics()
             if self._stops:
                 self.stopped_at = self.state.step
@@ -223,7 +171,7 @@ class RankTrainer:
                 micro_batches,
                 self.objective,
                 num_pairs_in_step=len(pair_ids),
-                learning_rate=self._settings.schedule(self.state.step),
+                learning_rate=self._schedule(self.state.step),
                 stop_requested=self._sees_stop_file,
             )
         except StepDiscarded:
@@ -237,11 +185,11 @@ class RankTrainer:
             self.skipped = None
             self.objective = self.objective.after_step(outcome.metrics)
         else:
-            limit = self._settings.max_consecutive_skipped_steps
-            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._data.train.store, pair_ids, limit)
-        if self._extra is not None:
+            limit = self.config.max_consecutive_skipped_steps
+            self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train, pair_ids, limit)
+        if self._synced is not None:
             self._background.copies.hold_changes()  # a skipped step has not
-            self._extra.after_step(self.state.step)
+            self._synced.after_step(self.state.step)
         self.clock.record_step(len(pair_ids), outcome.tokens.useful)
         self.trace.append(TraceSpan("train", self.state.step - 1, started, time.time()))
         return outcome.metrics
@@ -267,19 +215,19 @@ class RankTrainer:
 
     def _evaluate(self) -> Iterator[EvaluationRecord]:
         """Evaluate the full validation set, last partial batch included; the RNG of training is not touched."""
-        if self._data.validation is None:
+        if self._validation is None:
             yield {}
             return
-        dp_group, lengths = self.engine.dp_group, self._data.validation.store.lengths
-        own = evaluation_batches(lengths, self._data.eval_batching, dp_group.rank, dp_group.size)
+        dp_group, lengths = self.engine.dp_group, self._validation.lengths
+        own = evaluation_batches(lengths, self._eval_batching, dp_group.rank, dp_group.size)
         batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
         score = partial(self.engine.score, statistics=self.objective.statistics)
         evaluation = Evaluation(score, self.objective, dp_group)
-        sampler = PairSampler(self.objective, self._data.validation.store)
+        sampler = PairSampler(self.objective, self._validation)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
         with torch.random.fork_rng():
-            torch.manual_seed(self._settings.seed)
-            for index, micro in enumerate(self._read(self._data.validation, batches)):
+            torch.manual_seed(self.config.seed)
+            for index, micro in enumerate(self._read(self._validation, self._reference.validation, batches)):
                 if time.monotonic() >= due:
                     due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
                     yield EvaluationProgress(index, len(batches))
@@ -300,11 +248,11 @@ class RankTrainer:
             step = self.state.step
             evaluation = self.last_evaluation if self._last_eval_step == step else {}
             # after the last step there is no training to overlap with
-            if self._settings.async_save and step < self.plan.num_steps:
+            if self.config.async_save and step < self.plan.num_steps:
                 self._background.submit(step, self._capture(self._background.copies), evaluation)
             else:
-                self._saved.checkpoints.save(step, self._capture(None), evaluation, self.engine.dp_group.world)
-            return self._saved.checkpoints.path_for(step)
+                self._checkpoints.save(step, self._capture(None), evaluation, self.engine.dp_group.world)
+            return self._checkpoints.path_for(step)
 
     def wait_for_saves(self) -> None:
         self._background.wait()
@@ -314,9 +262,9 @@ class RankTrainer:
         values = load_json(checkpoint / "trainer.json")
         identity = values["identity"]
         # checkpoints up to 0.2 have no settings of the models, and their frozen weights only as the reference
-        absent = self._saved.identity.keys() - identity.keys()
+        absent = self._identity.keys() - identity.keys()
         unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & absent
-        for name, current in self._saved.identity.items():
+        for name, current in self._identity.items():
             if name not in unknown | ({POLICY_WEIGHTS} & absent) and (saved := identity.get(name)) != current:
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
@@ -326,8 +274,8 @@ class RankTrainer:
         self.state = TrainerState.from_json(values["state"])
         self.objective = self.objective.with_state(values["objective"])
         self.last_evaluation = values["last_eval"]
-        if self._extra is not None:
-            self._extra.load(checkpoint)
+        if self._synced is not None:
+            self._synced.load(checkpoint)
         world = self.engine.dp_group.world
         notes = restore_rng_of_rank(load_state(checkpoint, "rng"), world.rank, world.size)
         if unknown:
@@ -343,25 +291,26 @@ class RankTrainer:
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         rank, size = self.engine.dp_group.rank, self.engine.dp_group.size
         if not self.engine.dp_group.needs_lockstep:
-            return self._read(self._data.train, self._data.micro_batching.split(pair_ids, rank, size))
-        by_rank = self._data.micro_batching.split_ranks(pair_ids, range(size), size)
-        return self._read(self._data.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
+            return self._read(self._train, self._reference.train, self._micro_batching.split(pair_ids, rank, size))
+        by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
+        return self._read(self._train, self._reference.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
 
-    def _read(self, dataset: ScoredDataset, batches: Sequence[PairIds]) -> Iterator[MicroBatch]:
+    def _read(
+        self, store: PairStore, reference: ReferenceScorer | None, batches: Sequence[PairIds]
+    ) -> Iterator[MicroBatch]:
         for ids in batches:
-            pairs = dataset.store.read(ids)
-            yield MicroBatch(pairs, None if dataset.reference is None else dataset.reference.logps(pairs))
+            pairs = store.read(ids)
+            yield MicroBatch(pairs, None if reference is None else reference.logps(pairs))
 
     def _sees_stop_file(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
-        file = self._settings.stop_file
-        return file is not None and self.engine.dp_group.world.rank == 0 and file.exists()
+        return self.engine.dp_group.world.rank == 0 and self._stop_file.exists()
 
     def _pop_metrics(self) -> dict[str, float]:
         return (
             self.state.pop_means()
             | {
-                "lr": self._settings.schedule(self.state.step - 1),
+                "lr": self._schedule(self.state.step - 1),
                 "grad_norm": self.state.grad_norm,
                 "epoch": self.plan.epoch_of(self.state.step),
                 "skipped_steps": self.state.skipped_steps,
@@ -369,20 +318,20 @@ class RankTrainer:
                 "pairs_seen": self.state.pairs_seen,
                 "tokens/seen": self.state.useful_tokens_seen,
             }
-            | self.clock.pop_rates(self._data.train.reference.seconds_per_pair if self._data.train.reference else None)
+            | self.clock.pop_rates(self._reference.train.seconds_per_pair if self._reference.train else None)
             | memory_metrics()
         )
 
     def _capture(self, copies: HostBuffers | None) -> Write:
         """Capture the contents of a checkpoint at this step; rank 0 writes what is not sharded."""
-        write_policy = self.engine.snapshot({} if self._extra is None else self._extra.tensors(), copies)
+        write_policy = self.engine.snapshot({} if self._synced is None else self._synced.tensors(), copies)
         rng_states = self.engine.dp_group.world.gather_object(capture_rng())
         progress = {
             "state": self.state.to_json(),
             "objective": self.objective.state(),
-            "identity": dict(self._saved.identity),
+            "identity": dict(self._identity),
             "last_eval": self.last_evaluation,
-            "max_tokens_per_micro_batch": self._data.micro_batching.max_tokens,
+            "max_tokens_per_micro_batch": self._micro_batching.max_tokens,
         }
 
         def write(directory: Path) -> list[str]:
@@ -391,7 +340,7 @@ class RankTrainer:
                 return names
             names += save_state(directory, "rng", merge_rng(rng_states))
             save_json(directory / "trainer.json", progress)
-            save_json(directory / "config.json", dict(self._saved.config))
+            save_json(directory / "config.json", redact(self.config.model_dump(mode="json")))
             return [*names, "trainer.json", "config.json"]
 
         return write

@@ -23,6 +23,7 @@ from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
+from thresher.config import DPOConfig
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
@@ -44,10 +45,10 @@ from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import Recompute, recompute_activations
-from thresher.reference.scorers import LiveReference
+from thresher.reference.scorers import LiveReference, Reference
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.records import SkippedStep
-from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
+from thresher.training.trainer import RankTrainer
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -384,14 +385,20 @@ def make_trainer(
             sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
         )
 
-    train = ScoredDataset(PairsInMemory(PAIRS), None if reference is None else LiveReference(score, CPU))
-    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=4)
+    unused = Path(tempfile.gettempdir()) / "unused"
     return RankTrainer(
+        DPOConfig(output_dir=str(unused)),
         policy,
         objective_of(case.loss),
-        TrainingData(case.plan, train, None, micro_batching_of(case), eval_batching),
-        TrainerSettings(LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS)),
-        SavedRun(CheckpointManager(Path(tempfile.gettempdir()) / "unused", 1, "eval/loss", False), {}, {}),
+        case.plan,
+        train=PairsInMemory(PAIRS),
+        validation=None,
+        reference=Reference(None if reference is None else LiveReference(score, CPU)),
+        micro_batching=micro_batching_of(case),
+        eval_batching=ScoringBatching(max_tokens=4096, max_pairs=4),
+        schedule=LRSchedule("constant", LEARNING_RATE, 0, NUM_STEPS),
+        checkpoints=CheckpointManager(unused, 1, "eval/loss", False),
+        identity={},
     )
 
 

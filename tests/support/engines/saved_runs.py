@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.engines import parity
 from thresher.checkpoint.manager import CheckpointManager
 from thresher.checkpoint.save import Write
+from thresher.config import parse_config
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
@@ -29,8 +30,9 @@ from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.trained import TrainedParts
+from thresher.reference.scorers import Reference
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.trainer import RankTrainer, SavedRun, ScoredDataset, TrainerSettings, TrainingData
+from thresher.training.trainer import RankTrainer
 
 NUM_STEPS, SAVED_STEP = 5, 2
 PLAN = Plan(parity.NUM_PAIRS, seed=3, pairs_per_step=parity.PAIRS_PER_STEP, num_steps=NUM_STEPS)
@@ -50,7 +52,6 @@ class Run:
     saves_at: tuple[int, ...] = ()
     is_subset: bool = False
     zero_stage: int = 3
-    settings: dict[str, bool] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     trained: TrainedParts = field(default_factory=TrainedParts)
 
@@ -151,13 +152,19 @@ def freeze(model: torch.nn.Module) -> None:
 def build_trainer(policy: TrainEngine, run: Run) -> RankTrainer:
     store = parity.PairsInMemory(parity.PAIRS)
     costs = CostModel(attention_per_key=0.01, shares_prompt=True)
-    eval_batching = ScoringBatching(max_tokens=4096, max_pairs=4)
     return RankTrainer(
+        parse_config({"async_save": False, "output_dir": "unused", **run.config}),
         policy,
         parity.objective_of("simpo"),
-        TrainingData(PLAN, ScoredDataset(store, None), None, MicroBatching(store.lengths, costs, 60), eval_batching),
-        TrainerSettings(LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS), **run.settings),
-        SavedRun(CheckpointManager(run.root, 5, "eval/loss", False), {"data": "made up"}, run.config),
+        PLAN,
+        train=store,
+        validation=None,
+        reference=Reference(),
+        micro_batching=MicroBatching(store.lengths, costs, 60),
+        eval_batching=ScoringBatching(max_tokens=4096, max_pairs=4),
+        schedule=LRSchedule("constant", parity.LEARNING_RATE, 0, NUM_STEPS),
+        checkpoints=CheckpointManager(run.root, 5, "eval/loss", False),
+        identity={"data": "made up"},
     )
 
 

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,32 +16,26 @@ if TYPE_CHECKING:
     from thresher.builders.inputs import RunInputs
 
 
-@dataclass(frozen=True)
-class RunCheck:
-    """The result for a run without known problems."""
-
-    warnings: tuple[str, ...]
-    summary: tuple[str, ...]  # lines that describe the run
-
-
 def check_files(config: DPOConfig) -> list[str]:
     """Raise the problems that need no torch: wrong paths and unknown trackers. Return warnings."""
     return files.report(partial(check, config) for check in (*files.SETTINGS, *files.PATHS))
 
 
-def check_run(config: DPOConfig, *, trains: bool = True) -> RunCheck:
-    """Raise all problems of a run on this machine. trains: false if it only fills the reference cache."""
+def check_run(config: DPOConfig, *, trains: bool = True) -> tuple[RunInputs, list[str]]:
+    """Raise all problems of a run on this machine; return what was built to check it, and warnings.
+
+    trains: false if the run only fills the reference cache.
+    """
     warnings = check_files(config)
 
     from thresher.builders.inputs import RunInputs
 
-    return check_inputs(RunInputs(config), warnings, trains=trains)
+    inputs = RunInputs(config)
+    return inputs, warnings + check_inputs(inputs, trains=trains)
 
 
-def check_inputs(inputs: RunInputs, file_warnings: Sequence[str], *, trains: bool = True) -> RunCheck:
-    """Raise all other problems of a run whose files were checked, with these warnings."""
-    from rich import filesize
-
+def check_inputs(inputs: RunInputs, *, trains: bool = True) -> list[str]:
+    """Raise all other problems of a run whose files were checked. Return warnings."""
     from thresher.builders.checkpoints import check_resume
     from thresher.builders.preflight import checks
 
@@ -52,13 +44,7 @@ def check_inputs(inputs: RunInputs, file_warnings: Sequence[str], *, trains: boo
     warnings = files.report([*of_config, *of_inputs])
     if trains:  # by itself: a typo above it is a changed setting too
         check_resume(inputs.config)
-    counts = inputs.parameters
-    summary = (
-        f"policy: {inputs.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
-        f"loss: {inputs.objective.describe()}; reference: {inputs.mode}; layout: {inputs.layout.name}",
-        f"checkpoints: about {filesize.decimal(checks.checkpoint_size(inputs))} each, in {inputs.config.output_dir}",
-    )
-    return RunCheck((*file_warnings, *warnings), summary)
+    return warnings
 
 
 def check_submission(config: DPOConfig) -> list[str]:

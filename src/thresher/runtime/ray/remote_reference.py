@@ -19,7 +19,6 @@ import torch
 from ray.exceptions import RayActorError
 
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
-from thresher.builders.reference import Reference
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.data.batching.plan import PairIds
 from thresher.data.pair import PairBatch
@@ -27,6 +26,7 @@ from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import TrainEngine
 from thresher.errors import WorkerLostError
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
+from thresher.reference.scorers import Reference
 from thresher.runtime.ray.cluster import death_cause
 from thresher.training.trainer import evaluation_batches
 
@@ -150,4 +150,4 @@ def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence
             work_items=range(len(batches)),
             repeats=True,
         )
-    return Reference(inputs.mode, train, validation, same_initial_weights(config), "other axes")
+    return Reference(train, validation, same_initial_weights(config), "other axes")

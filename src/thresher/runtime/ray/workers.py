@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
-from thresher.builders.reference import Reference, ScoringProgress, look_up, score_missing
+from thresher.builders.reference import ScoringProgress, look_up, score_missing
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.plan import PairIds
@@ -36,6 +36,7 @@ from thresher.observability.heartbeat import (
     set_activity,
 )
 from thresher.observability.timing import NUM_SPANS, TraceSpan
+from thresher.reference.scorers import Reference
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
