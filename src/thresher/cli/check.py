@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import print_lines
 
 logger = logging.getLogger(__name__)
 
@@ -12,12 +13,11 @@ logger = logging.getLogger(__name__)
 def check(path: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, its files and its models without starting a run; list all problems."""
     from thresher.builders.preflight import check_run
-    from thresher.cli.terminal import print_line
     from thresher.config import load_config
 
     result = check_run(load_config(path, overrides or []))
     for text in result.warnings:
         logger.warning("%s", text)
-    for line in result.summary:
-        print_line(line)
-    print_line("no problems found; not checked: the rows of the data, and the memory that a step needs")
+    print_lines(
+        *result.summary, "no problems found; not checked: the rows of the data, and the memory that a step needs"
+    )

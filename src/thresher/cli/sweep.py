@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from thresher.cli.arguments import ConfigFile
+from thresher.cli.terminal import log_to_terminal, make_table, print_lines, result_console, shown_level
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from thresher.sweep.grid import Trial
     from thresher.sweep.results import Result
     from thresher.sweep.run import Sweep
@@ -48,7 +48,6 @@ def sweep(
     ] = None,
 ) -> None:
     """Run every combination of the listed values, resume after a kill, and compare the runs."""
-    from thresher.errors import UserError
     from thresher.sweep.grid import make_trials, trial_config
 
     trials = make_trials(overrides or [])
@@ -79,8 +78,6 @@ def sweep(
 
 
 def _mode(mode: str | None, metric: str) -> Literal["max", "min"]:
-    from thresher.errors import UserError
-
     if mode not in (None, "max", "min"):
         raise UserError(f"--mode is {mode!r}; use max or min")
     lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected")
@@ -91,8 +88,6 @@ def _prepare_in_child(path: Path, trials: Sequence[Trial]) -> None:
     """Check the trials, and prepare what they share, in a process that frees the reference when it ends."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
-
-    from thresher.cli.terminal import shown_level
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(prepare_trials, path, trials, shown_level()).result()
@@ -106,8 +101,6 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
     from thresher.builders.reference_mode import reference_mode
     from thresher.cli.precompute_reference import fill_cache
     from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import log_to_terminal
-    from thresher.errors import UserError
     from thresher.sweep.grid import distinct_inputs, trial_config
 
     with log_to_terminal(level):
@@ -131,8 +124,6 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
 
 def _show(planned: Sweep, results: Sequence[Result]) -> None:
     """Print the results, best first, and write the report that compares the runs."""
-    from thresher.cli.terminal import print_line, result_console
-    from thresher.errors import UserError
     from thresher.report.page import write_report
     from thresher.sweep.results import group_by_seed, ranked, shown_metrics
 
@@ -142,14 +133,14 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         (*each.trial.values.values(), each.end.state, str(each.step), *(_number(each.metrics.get(m)) for m in metrics))
         for each in ranked(results, metric, mode)
     ]
-    console.print(_table([*results[0].trial.values, "state"], ["step", *metrics], rows))
+    console.print(make_table(None, [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
             (*group.values.values(), str(group.num_trials), *(_interval(group.metrics.get(m)) for m in metrics))
             for group in groups
         ]
         title = "mean over seeds, with 95 % interval"
-        console.print(_table(list(groups[0].values), ["seeds", *metrics], rows, title))
+        console.print(make_table(title, list(groups[0].values), ["seeds", *metrics], rows))
     report = planned.directory / _REPORT
     try:
         logged = [run for run, result in zip(planned.run_dirs, results, strict=True) if result.metrics]
@@ -157,22 +148,7 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
     except UserError as error:  # the results are complete without it
         logger.warning("no report: %s", error)
     else:
-        print_line(str(report))
-
-
-def _table(
-    texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
-) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for heading in texts:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        print_lines(str(report))
 
 
 def _number(value: float | None) -> str:

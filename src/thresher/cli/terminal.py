@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from thresher.errors import UserError
@@ -53,12 +54,10 @@ class TerminalHandler(logging.Handler):
 
 _handler = TerminalHandler()
 _handler.setFormatter(RedactingFormatter())
-_handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or _is_line(record))
-
-
-def _is_line(record: logging.LogRecord) -> bool:
-    """Whether a run's phase gets its own line, because no live display shows it."""
-    return is_phase(record) and not is_live()
+_handler.addFilter(
+    # a run's phase gets its own line where no live display shows it
+    lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or (is_phase(record) and not is_live())
+)
 
 
 def choose_level(*, quiet: bool, verbose: bool) -> int:
@@ -98,6 +97,7 @@ def log_to_terminal(level: int) -> Iterator[None]:
 
 def show_errors_only() -> None:
     """Show errors alone, at every requested level: in a process whose messages another one shows too."""
+    quiet_libraries()
     _handler.setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
@@ -133,14 +133,29 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def print_line(line: str) -> None:
-    """Print a line of the result of a command, at every level."""
-    result_console().print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
+def print_lines(*lines: str) -> None:
+    """Print lines of the result of a command, at every level."""
+    for line in lines:
+        result_console().print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
 
 
 def result_console() -> Console:
     """The console for the results of a command, on stdout."""
     return Console(highlight=False)
+
+
+def make_table(
+    title: str | None, texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """Make a table of text columns, then right-aligned ones; cells may be untrusted."""
+    table = Table(title=title, title_justify="left")
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(Text(escape_control_chars(cell)) for cell in row))
+    return table
 
 
 def progress_console() -> Console:
