@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import trainer_pt_utils
 
 from thresher.api.absent import absent_argument, absent_attribute, refuse_overrides
 from thresher.api.objects import adapter_settings, data_source, joined_sources, model_path, tokenizer_setting
@@ -36,8 +36,6 @@ from thresher.runtime.launch import find_launch
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-
-logger = logging.getLogger(__name__)
 
 
 class DPOTrainer:
@@ -164,13 +162,8 @@ class DPOTrainer:
         with open_console() as console, quiet_libraries():
             metrics = DPOPipeline(config, console=console).evaluate()
         hidden = {name_in_trl(key).replace("/", "_") for key in ignore_keys or ()}
-        return Metrics(
-            {
-                name.replace("eval/", f"{metric_key_prefix}/", 1): value
-                for name, value in metrics.items()
-                if name_in_trl(name).replace("/", "_") not in hidden
-            }
-        )
+        shown = [name for name in metrics if name_in_trl(name).replace("/", "_") not in hidden]
+        return Metrics({name.replace("eval/", f"{metric_key_prefix}/", 1): metrics[name] for name in shown})
 
     @property
     def args(self) -> SimpleNamespace:
@@ -249,21 +242,15 @@ class DPOTrainer:
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to output_dir, as transformers does."""
-        from transformers.trainer_pt_utils import save_state
-
-        save_state(self)
+        trainer_pt_utils.save_state(self)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics as transformers does. split: `train`, `eval` or another name."""
-        from transformers.trainer_pt_utils import log_metrics
-
-        log_metrics(self, split, _named_as_in_trl(metrics))
+        trainer_pt_utils.log_metrics(self, split, _named_as_in_trl(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `SPLIT_results.json`, and to `all_results.json` if combined, as transformers does."""
-        from transformers.trainer_pt_utils import save_metrics
-
-        save_metrics(self, split, _named_as_in_trl(metrics), combined)
+        trainer_pt_utils.save_metrics(self, split, _named_as_in_trl(metrics), combined)
 
     def create_model_card(
         self,

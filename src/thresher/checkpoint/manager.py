@@ -5,12 +5,12 @@ All decisions are made from the files on disk, so a restarted run decides like a
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thresher.checkpoint.manifest import MANIFEST_NAME, verify
+from thresher.checkpoint.manifest import MANIFEST_NAME, Digests, verify
 from thresher.checkpoint.save import Write, delete, recover, save_collectively, step_name, step_of
 from thresher.distributed.run_on_all import Communicator
 from thresher.errors import CheckpointError
@@ -48,9 +48,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(
-    root: Path, *, digests: bool | Collection[str] = True, damaged: DamagedCheckpoints | None = None
-) -> Path | None:
+def latest(root: Path, *, digests: Digests = True, damaged: DamagedCheckpoints | None = None) -> Path | None:
     """Find the newest valid checkpoint; warn about each newer one that is not, unless it is known to be damaged."""
     for path in reversed(list_checkpoints(root)):
         if damaged is not None and damaged.find(path) is not None:
@@ -63,11 +61,7 @@ def latest(
 
 
 def resolve_resume(
-    value: Literal[False] | str,
-    root: Path,
-    *,
-    digests: bool | Collection[str] = True,
-    damaged: DamagedCheckpoints | None = None,
+    value: Literal[False] | str, root: Path, *, digests: Digests = True, damaged: DamagedCheckpoints | None = None
 ) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
@@ -78,8 +72,7 @@ def resolve_resume(
     if value == "auto":
         return latest(root, digests=digests, damaged=damaged)
     path = Path(value)
-    inner = list_checkpoints(path)
-    if inner:
+    if inner := list_checkpoints(path):
         raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
     verify(path, digests=digests)
     if damaged is not None and (reason := damaged.find(path)) is not None:
@@ -126,7 +119,7 @@ def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path
     return to_delete
 
 
-def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> str | None:
+def _invalid_reason(path: Path, *, digests: Digests = True) -> str | None:
     try:
         step = verify(path, digests=digests).step
     except CheckpointError as error:
@@ -171,13 +164,9 @@ class CheckpointManager:
         return self.look_up(setting, digests=READ_BY_DRIVER, damaged=damaged)
 
     def look_up(
-        self,
-        setting: Literal[False] | str,
-        *,
-        digests: bool | Collection[str],
-        damaged: DamagedCheckpoints | None = None,
+        self, setting: Literal[False] | str, *, digests: Digests, damaged: DamagedCheckpoints | None = None
     ) -> Path | None:
-        """Find the checkpoint to resume from; `verify` explains digests."""
+        """Find the checkpoint to resume from."""
         found = resolve_resume(setting, self.root, digests=digests, damaged=damaged)
         newer = [path for path in list_checkpoints(self.root) if found is None or path.name > found.name]
         if setting != "auto" and newer:  # two runs in one directory: a later `auto` would take the newest of either

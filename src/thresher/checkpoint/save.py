@@ -83,10 +83,7 @@ def create_staging(root: Path, step: int) -> Staging:
 
 
 def publish(
-    staging: Staging,
-    *,
-    metrics: Mapping[str, float] | None = None,
-    records: Mapping[str, FileRecord] | None = None,
+    staging: Staging, *, metrics: Mapping[str, float] | None = None, records: Mapping[str, FileRecord] | None = None
 ) -> Path:
     """Turn a staging directory into the checkpoint of its step and return the path.
 
@@ -202,11 +199,10 @@ def _release(path: Path, lock: BinaryIO) -> None:
 
 def _is_locked(path: Path) -> bool:
     try:
-        lock = path.open("rb+")
+        with path.open("rb+") as lock:
+            return not durable.lock(lock.fileno())
     except FileNotFoundError:
         return False
-    with lock:
-        return not durable.lock(lock.fileno())
 
 
 def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]:
@@ -240,10 +236,18 @@ def save_collectively(
         staging = create_staging(root, step) if communicator.rank == 0 else None
         return None if staging is None else staging.path
 
+    def write_and_record() -> dict[str, FileRecord]:
+        assert path is not None  # noqa: S101  of rank 0
+        if not path.is_dir():
+            raise CheckpointError(
+                f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
+            )
+        with translate_save_errors(root, step):
+            return record_files(path, write(path))
+
     try:
         path = _on_all(communicator, create)[0]
-        assert path is not None  # noqa: S101  of rank 0
-        records = _on_all(communicator, lambda: _write_and_record(write, path, root, step))
+        records = _on_all(communicator, write_and_record)
     except BaseException:
         if staging is not None:
             discard(staging)
@@ -257,15 +261,6 @@ def save_collectively(
                 clean_up()
 
     _on_all(communicator, finish)
-
-
-def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
-    if not path.is_dir():
-        raise CheckpointError(
-            f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
-        )
-    with translate_save_errors(root, step):
-        return record_files(path, write(path))
 
 
 def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:

@@ -16,7 +16,7 @@ from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"
-Spec = tuple[tuple[int, ...], torch.dtype]
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
 
 class State(NamedTuple):
@@ -61,17 +61,11 @@ def load_weights(
 
 
 def check_specs(
-    directory: Path,
-    found: Mapping[str, Spec],
-    expected: Mapping[str, Spec],
-    *,
-    hint: str,
-    other_rank_names: Collection[str],
+    directory: Path, found: Specs, expected: Specs, *, hint: str, other_rank_names: Collection[str]
 ) -> None:
     """Reject weights of another model: shapes and dtypes by name must match this run's."""
     names = {*found, *expected}.difference(other_rank_names) | expected.keys()
-    different = sorted(name for name in names if found.get(name) != expected.get(name))
-    if different:
+    if different := sorted(name for name in names if found.get(name) != expected.get(name)):
         raise CheckpointError(
             f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
             f"{different[0]}; {hint}"

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -157,12 +156,6 @@ def strategy_names(role: Literal["train", "infer"]) -> list[str]:
             if (find_strategy(name).build_train is not None) == (role == "train"):
                 names.append(name)
     return names
-
-
-def import_function(path: str) -> Any:
-    """Import what `package.module:function` names."""
-    module, _, function = path.partition(":")
-    return getattr(import_module(module), function)
 
 
 class StrategyArgs(Section):
