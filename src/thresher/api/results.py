@@ -108,13 +108,9 @@ def model_card(name: str, facts: Mapping[str, Any], **metadata: Any) -> str:
 
     given = {key: value for key, value in metadata.items() if value is not None}
     header = ModelCardData(library_name="transformers", model_name=name, **given).to_yaml()
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items())
+    cells = {key: str(value).replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {cell} |" for key, cell in cells.items())
     return (
         f"---\n{header}\n---\n\n# {name}\n\nTrained on preference pairs with thresher {__version__}.\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )
-
-
-def _cell(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -263,7 +263,7 @@ class DPOTrainer:
         """Write the model card, README.md, to `model` in output_dir."""
         if not self.is_world_process_zero():
             return
-        config, state = self.config, self.state
+        config, state, path = self.config, self.state, self.config.policy_path
         records = reversed(read_records(config))
         evaluation: dict[str, Any] = next((record for record in records if "eval/loss" in record), {})
         text = model_card(
@@ -275,7 +275,7 @@ class DPOTrainer:
                 "learning rate": config.actor_train.training_args.learning_rate,
                 **{name: f"{value:.4f}" for name, value in evaluation.items() if name.startswith("eval/")},
             },
-            base_model=_hub_name(config.policy_path),
+            base_model=path if path and path.count("/") == 1 and not Path(path).exists() else None,  # a Hub name
             datasets=dataset_name,
             tags=["dpo", "thresher", *([tags] if isinstance(tags, str) else tags or [])],
             language=language,
@@ -387,8 +387,3 @@ def _devices(devices: int | Sequence[int] | None) -> dict[str, Any]:
 
 def _named_as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name_in_trl(name): value for name, value in metrics.items()}
-
-
-def _hub_name(path: str | None) -> str | None:
-    """Return the name of a model on the Hub; None for a path on this machine."""
-    return None if path is None or Path(path).exists() or path.count("/") != 1 else path

@@ -43,16 +43,11 @@ def load_weights(
     directory: Path,
     parameters: Mapping[str, Tensor],
     *,
-    hint: str,
+    hint: str,  # what to do if the weights belong to another model, for the error message
     stem: str = STEM,
-    other_rank_names: Collection[str] = (),
+    other_rank_names: Collection[str] = (),  # of parameters that only other ranks have
 ) -> None:
-    """Copy a checkpoint's weights bitwise, the local shards of sharded ones; nothing is copied if one does not match.
-
-    Args:
-        hint: what to do if the weights belong to another model, for the error message.
-        other_rank_names: names of parameters that only other ranks have.
-    """
+    """Copy a checkpoint's weights bitwise, the local shards of sharded ones; copy nothing if one does not match."""
     with ShardedReader(directory, stem) as reader:
         expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         check_specs(directory, reader.specs(), expected, hint=hint, other_rank_names=other_rank_names)
@@ -165,12 +160,7 @@ def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
 def check_groups(
     saved: Mapping[str, Any], kind: str, groups: Sequence[Mapping[str, list[int]]], other_rank_names: Collection[str]
 ) -> None:
-    """Reject the state of another optimizer: its kind, and each group's shapes by name, must match this run's.
-
-    Args:
-        saved: the values of a `State`.
-        other_rank_names: names of parameters that only other ranks have.
-    """
+    """Reject the state of another optimizer: its kind, and each group's shapes by name, must match this run's."""
     hint = "resume with the same model, adapter and optimizer as the checkpoint"
     if saved["type"] != kind:
         raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")

@@ -94,10 +94,7 @@ def _response(pair: Pair, side: str) -> tuple[list[int], list[bool]]:
 def render_side(
     pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, ids: bool, marks: tuple[str, str] = ("", "")
 ) -> Text:
-    """Color one side: the prompt dim, scored tokens green or red, unscored tokens of the response gray.
-
-    marks: text before and after each run of scored tokens; with ids, around each scored token.
-    """
+    """Color one side: the prompt dim, scored tokens green or red and between marks, unscored ones gray."""
     response, scored = _response(pair, side)
     sequence = [*pair.prompt_ids.tolist(), *response]
     styles = [PROMPT_STYLE] * len(pair.prompt_ids)

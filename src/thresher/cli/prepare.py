@@ -235,12 +235,7 @@ def build_and_report(
     in_full: bool = False,
     show_work: Callable[[str], bool] = lambda what: False,
 ) -> PrepareReport:
-    """Build a store with a progress display, then show its report, even if no pair is left.
-
-    Args:
-        in_full: With tables; otherwise only warnings are shown, and the rest of the report is in `run.log`.
-        show_work: See `show_progress`.
-    """
+    """Build a store with a progress display, then show its report, even if no pair is left."""
     from thresher.data.prepare.prepare import NoPairsError
     from thresher.data.prepare.prepare import prepare as build
 

@@ -26,15 +26,11 @@ _LOG_INTERVAL = 10.0  # seconds
 
 @contextmanager
 def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[PrepareProgress], None]]:
-    """Show a progress bar on a terminal, and log a line every few seconds elsewhere.
-
-    Args:
-        show_work: Shows the progress in a run's display, which has no room for another bar, and returns True.
-    """
+    """Show a progress bar on a terminal, and log a line every few seconds elsewhere."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    if show_work("preparing"):
+    if show_work("preparing"):  # a run's display, which has no room for another bar
         yield lambda progress: show_work(_describe(progress))
         return
     if not is_live():
@@ -80,10 +76,7 @@ def print_report(report: PrepareReport) -> None:
 
 
 def log_report(report: PrepareReport, settings: DataSettings, store: Path, *, in_full: bool) -> None:
-    """Show the report as messages: its tables if information is shown, and its notes at their level.
-
-    Not in full: tables become lines, and only warnings are shown by default.
-    """
+    """Show the report as messages; unless in full, tables become lines, and only warnings are shown by default."""
     from thresher.data.prepare.report import percentile_names
     from thresher.data.store.writer import quarantine_file
 

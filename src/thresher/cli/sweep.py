@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -59,12 +59,14 @@ def sweep(
     metric = metric or ("eval/rewards/accuracies" if has_validation else "rewards/accuracies")
     if metric.startswith("eval/") and not has_validation:
         raise UserError(f"--metric {metric} needs validation pairs; set validation.data_args or validation.split")
+    if mode not in (None, "max", "min"):
+        raise UserError(f"--mode is {mode!r}; use max or min")
+    lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected") if mode is None else mode == "min"
 
-    from thresher.sweep.run import Sweep, SweepSettings  # imports torch
+    from thresher.sweep.run import Mode, Sweep, SweepSettings  # imports torch
 
-    settings = SweepSettings(
-        metric, _mode(mode, metric), scheduler == "asha", grace_steps, reduction_factor, max_concurrent
-    )
+    best: Mode = "min" if lower_is_better else "max"
+    settings = SweepSettings(metric, best, scheduler == "asha", grace_steps, reduction_factor, max_concurrent)
     planned = Sweep(path, trials, settings)
     logger.info("%d trials in %s", len(trials), planned.directory)
     results = planned.run(lambda: _prepare_in_child(path, trials))
@@ -75,13 +77,6 @@ def sweep(
             f"{len(failed)} of {len(results)} trials failed, the first is {first.trial.name}: {first.end.message}\n"
             "rerun the same command to try them again"
         )
-
-
-def _mode(mode: str | None, metric: str) -> Literal["max", "min"]:
-    if mode not in (None, "max", "min"):
-        raise UserError(f"--mode is {mode!r}; use max or min")
-    lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected")
-    return "min" if mode == "min" or (mode is None and lower_is_better) else "max"
 
 
 def _prepare_in_child(path: Path, trials: Sequence[Trial]) -> None:
@@ -130,13 +125,13 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
     metric, mode = planned.settings.metric, planned.settings.mode
     metrics, console = shown_metrics(results, metric), result_console()
     rows = [
-        (*each.trial.values.values(), each.end.state, str(each.step), *(_number(each.metrics.get(m)) for m in metrics))
+        (*each.trial.values.values(), each.end.state, str(each.step), *(_shown(each.metrics.get(m)) for m in metrics))
         for each in ranked(results, metric, mode)
     ]
     console.print(make_table(None, [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
-            (*group.values.values(), str(group.num_trials), *(_interval(group.metrics.get(m)) for m in metrics))
+            (*group.values.values(), str(group.num_trials), *(_shown(*group.metrics.get(m, (None,))) for m in metrics))
             for group in groups
         ]
         title = "mean over seeds, with 95 % interval"
@@ -151,12 +146,7 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         print_lines(str(report))
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _interval(value: tuple[float, float] | None) -> str:
+def _shown(value: float | None, width: float = math.nan) -> str:
     if value is None:
         return "-"
-    mean, width = value
-    return f"{mean:.4g}" if math.isnan(width) else f"{mean:.4g} ± {width:.2g}"
+    return f"{value:.4g}" if math.isnan(width) else f"{value:.4g} ± {width:.2g}"

@@ -52,10 +52,7 @@ def no_effect(names: Sequence[str], why: str) -> str:
 
 
 def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
-    """Turn pydantic's report into one message with one line per problem, each with a fix.
-
-    A problem of the whole config may have several lines, one per setting.
-    """
+    """Turn pydantic's report into one message with one line per problem, each with a fix."""
     known = [key for key, _ in known_keys(root)]
     lines: list[str] = []
     invalid: dict[str, list[str]] = {}
@@ -74,6 +71,7 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
         invalid.setdefault(key, []).append(text.removeprefix("Value error, "))
         got.setdefault(key, _shown(problem["loc"], problem["input"]))
     for key, messages in invalid.items():
+        # a problem of the whole config has one line per setting
         lines += [f"{key}: {', or '.join(messages)}{got[key]}"] if key else messages[0].splitlines()
     return invalid_config(lines)
 

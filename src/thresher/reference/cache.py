@@ -21,14 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.checkpoint.json_io import Json, encode
+from thresher.checkpoint.json_io import encode
 from thresher.data.store.arrow_schema import find_sorted, list_array
 from thresher.data.store.reader import (
     HASH_BYTES,
@@ -167,7 +166,12 @@ def write_shard(
     directory: Path, keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]
 ) -> ShardFile:
     """Write logps as a shard, atomically and flushed to the disk."""
-    content = _to_arrow(keys, chosen, rejected)
+    hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
+    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    content = sink.getvalue()
     sha256 = hashlib.sha256(content).hexdigest()
     created = time.time_ns() // 1_000_000
     path = directory / f"{created:013d}-{len(keys)}-{sha256}.arrow"
@@ -179,15 +183,6 @@ def write_shard(
     ):
         durable.replace(path, content, temporary=temporary)
     return ShardFile(path, created / 1000, len(keys), sha256)
-
-
-def _to_arrow(keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]) -> Any:
-    hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
-    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-    return sink.getvalue()
 
 
 _ROW_BITS = 32
@@ -211,7 +206,12 @@ class ReferenceCache:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not (self.directory / IDENTITY_NAME).exists():
-                self._write_description()
+                created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                model = redact_text(self._model)
+                description = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
+                temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
+                content = encode(description | self._fingerprint.content)
+                durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
         except OSError as error:
             raise UserError(
                 f"could not create the reference cache in {self.directory}: {error.strerror or error}; set "
@@ -260,14 +260,6 @@ class ReferenceCache:
             with contextlib.suppress(OSError):
                 shard.path.rename(shard.path.with_name(shard.path.name + DAMAGED))
         logger.warning("reference cache: %s %s; the pairs needed from it are scored again", shard.path, problem)
-
-    def _write_description(self) -> None:
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        model = redact_text(self._model)
-        description: dict[str, Json] = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
-        content = encode(description | self._fingerprint.content)
-        temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
-        durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
 
 
 class FoundLogps:

@@ -36,7 +36,6 @@ from thresher.models.loading.weight_files import find_file, find_weight_files, o
 
 logger = logging.getLogger(__name__)
 
-
 DIRECTORY_NAME = ".digests"  # hidden: the other directories there are references
 _VERSION = 1
 _MAX_BYTES = 1 << 26
@@ -51,7 +50,9 @@ def remembered(file: Path, compute: Callable[[], Digests]) -> Digests:
     """Return the digests of a model file: those remembered of it, or computed ones, which are remembered."""
     file = file.resolve()
     before = _identity(file)
-    path = _path_of(file)
+    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
+    root = chosen_cache_dir(None) or user_cache_dir()
+    path = root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
     if (found := _read(path, file, before)) is not None:
         return found
     digests = compute()
@@ -64,12 +65,6 @@ def _identity(file: Path) -> list[int]:
     """What changes with the content of a file, or more often; the change time cannot be set back."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _path_of(file: Path) -> Path:
-    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
-    root = chosen_cache_dir(None) or user_cache_dir()
-    return root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
 
 
 def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,7 @@ class LiveReference:
 
     def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         scored = self.score(batch)
-        chosen, rejected = (
-            ResponseLogps(copy_to_device(side.values, self.device), copy_to_device(side.lengths, self.device))
-            for side in (scored.chosen, scored.rejected)
-        )
-        return ChosenRejectedLogps(chosen, rejected)
+        return ChosenRejectedLogps(_on_device(scored.chosen, self.device), _on_device(scored.rejected, self.device))
 
 
 class PrecomputedReference:
@@ -128,8 +124,7 @@ class PrecomputedReference:
         if not len(batch):
             return empty_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        chosen, rejected = (_concatenate([pair[side] for pair in pairs], self._device) for side in (0, 1))
-        return ChosenRejectedLogps(chosen, rejected)
+        return ChosenRejectedLogps(*(_concatenate(side, self._device) for side in zip(*pairs, strict=True)))
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
         is_missing = self._is_wanted & self._found.is_missing()
@@ -170,10 +165,13 @@ def _split(side: ResponseLogps) -> list[Logps]:
     return np.split(values, np.cumsum(side.lengths.cpu().numpy())[:-1])
 
 
-def _concatenate(responses: list[Logps], device: torch.device) -> ResponseLogps:
-    values = torch.from_numpy(np.concatenate(responses))
+def _concatenate(responses: Sequence[Logps], device: torch.device) -> ResponseLogps:
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-    return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))
+    return _on_device(ResponseLogps(torch.from_numpy(np.concatenate(responses)), lengths), device)
+
+
+def _on_device(side: ResponseLogps, device: torch.device) -> ResponseLogps:
+    return ResponseLogps(copy_to_device(side.values, device), copy_to_device(side.lengths, device))
 
 
 STEM = "reference"
