@@ -20,12 +20,13 @@ from thresher.reference.cache import (
     ShardFile,
     ShardLimits,
     ShardWriter,
+    cache_root,
     list_shards,
     read_keys,
+    stale_files,
     verify_shard,
     write_shard,
 )
-from thresher.reference.cache_admin import cache_root, stale_files
 
 PAIRS = 50
 # about six blocks of four pairs

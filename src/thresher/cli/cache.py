@@ -14,7 +14,7 @@ from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.data.store.cache import CachedStore
-    from thresher.reference.cache_admin import CachedReference
+    from thresher.reference.cache import CachedReference
 
 cache_app = typer.Typer(
     help="List, verify or prune the caches of reference log-probs and prepared pairs.", no_args_is_help=True
@@ -29,7 +29,7 @@ _SECONDS_PER_DAY = 24 * 3600.0
 def list_cache(cache_dir: CacheDir = None) -> None:
     """List the reference models and the prepared stores in the cache, the most recently used first."""
     from thresher.data.store.cache import StoreCache, list_stores
-    from thresher.reference.cache_admin import cache_root, list_references
+    from thresher.reference.cache import cache_root, list_references
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     references, stores = list_references(root), list_stores(stores_root)
@@ -56,7 +56,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
 def verify(cache_dir: CacheDir = None) -> None:
     """Verify the checksums of all shards and stores; exit with code 1 if any are damaged."""
     from thresher.data.store.cache import StoreCache, verify_stores
-    from thresher.reference.cache_admin import cache_root, verify_cache
+    from thresher.reference.cache import cache_root, verify_cache
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     num_valid, num_damaged, num_pairs = 0, 0, 0
@@ -94,8 +94,9 @@ def prune(
     cache_dir: CacheDir = None,
 ) -> None:
     """Remove references, stores and leftovers of killed runs from the cache; a dry run without --yes."""
+    from thresher.checkpoint.save import delete
     from thresher.data.store.cache import StoreCache, list_stores
-    from thresher.reference.cache_admin import CachedReference, cache_root, list_references, remove, stale_files
+    from thresher.reference.cache import CachedReference, cache_root, list_references, stale_files
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     entries: list[CachedReference | CachedStore] = [*list_references(root), *list_stores(stores_root)]
@@ -120,7 +121,11 @@ def prune(
     if not paths:
         print_lines(f"nothing to remove in {root}")
     elif yes:
-        remove(paths)
+        for path in paths:
+            if path.is_dir():
+                delete(path)
+            else:
+                path.unlink(missing_ok=True)
         print_lines("removed")
     else:
         print_lines("nothing was removed; pass --yes to remove these")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -50,7 +50,13 @@ _IN_ERRORS = {
     "actor_train.data_args.file_name": "the files",
     _TRUST: f"{_TRUST} in a config file and pass it with --config",
 }
-ROWS, WORKERS = "Rows and tokens", "Workers"
+
+
+def _for_rows(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Rows and tokens")
+
+
+WORKERS = "Workers"
 
 
 def prepare(
@@ -75,28 +81,17 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")] = False,
     template: Annotated[
         str,
-        typer.Option(
-            help="auto (the tokenizer's chat template), raw (plain text), a family such as chatml, or a Jinja file.",
-            rich_help_panel=ROWS,
-        ),
+        _for_rows("auto (the tokenizer's chat template), raw (plain text), a family such as chatml, or a Jinja file."),
     ] = "auto",
-    sequence_length: Annotated[
-        int, typer.Option(help="Maximum tokens of the prompt plus the longer response.", rich_help_panel=ROWS)
-    ] = 1024,
-    truncation: Annotated[
-        str, typer.Option(help="Pairs that are too long: drop, prompt_start or response_end.", rich_help_panel=ROWS)
-    ] = "drop",
-    on_bad_row: Annotated[
-        str, typer.Option(help="Rows that cannot be read: fail, skip or quarantine.", rich_help_panel=ROWS)
-    ] = "fail",
+    sequence_length: Annotated[int, _for_rows("Maximum tokens of the prompt plus the longer response.")] = 1024,
+    truncation: Annotated[str, _for_rows("Pairs that are too long: drop, prompt_start or response_end.")] = "drop",
+    on_bad_row: Annotated[str, _for_rows("Rows that cannot be read: fail, skip or quarantine.")] = "fail",
     special_tokens_in_text: Annotated[
-        str, typer.Option(help="Text that contains a special token: keep_as_text or reject.", rich_help_panel=ROWS)
+        str, _for_rows("Text that contains a special token: keep_as_text or reject.")
     ] = "keep_as_text",
-    chosen_key: Annotated[str | None, typer.Option(help="Column of the chosen response.", rich_help_panel=ROWS)] = None,
-    rejected_key: Annotated[
-        str | None, typer.Option(help="Column of the rejected response.", rich_help_panel=ROWS)
-    ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.", rich_help_panel=ROWS)] = None,
+    chosen_key: Annotated[str | None, _for_rows("Column of the chosen response.")] = None,
+    rejected_key: Annotated[str | None, _for_rows("Column of the rejected response.")] = None,
+    prompt_key: Annotated[str | None, _for_rows("Column of the prompt.")] = None,
     num_processes: Annotated[
         int | None, typer.Option("--num-processes", "-n", help="Tokenizer processes.", rich_help_panel=WORKERS)
     ] = None,

@@ -17,10 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from thresher.config.data import ValidationConfig
+from thresher.config.data import SamplesConfig, ValidationConfig
 from thresher.config.loss import LossConfig, Positive, with_digests
 from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, at_revision
-from thresher.config.samples import SamplesConfig
 from thresher.config.section import Section, StringList, also, no_effect, readable_errors
 from thresher.foreign_names import foreign
 

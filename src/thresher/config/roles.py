@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from typing import Annotated, ClassVar, Literal
@@ -9,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from thresher.config.data import DataArgs
-from thresher.config.devices import parse_device_mapping
 from thresher.config.section import Section, also, no_effect
 from thresher.config.strategies import (
     DEFAULT_INFER,
@@ -22,6 +22,8 @@ from thresher.config.strategies import (
 
 NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16", "fp16"]
+_DEVICES = "write it like `list(range(0,8))` or `[0, 1, 2, 3]`"
+_MOST_DEVICES = 1_000_000
 
 
 def _split_names(value: object) -> object:
@@ -245,6 +247,59 @@ class TrainingArgs(Section):
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * num_steps)  # as transformers does: a warm-up never rounds to nothing
         return self.warmup_steps or 0
+
+
+def parse_device_mapping(value: object) -> list[int] | None:
+    """Return the global device ids of a role, without evaluating text as code; None for CPU workers."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        ids = _device_ids(value)
+    elif isinstance(value, list | tuple) and all(type(item) is int for item in value):
+        ids = list(value)
+    else:
+        raise ValueError(f"not a device list; {_DEVICES}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"device ids repeat; {_DEVICES}")
+    if any(i < 0 for i in ids):
+        raise ValueError(f"device ids are negative; {_DEVICES}")
+    return ids
+
+
+def _device_ids(text: str) -> list[int]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"not a device list; {_DEVICES}") from None
+    try:
+        return _ids(tree)
+    except RecursionError:
+        raise ValueError(f"too many lists are added; {_DEVICES}") from None
+
+
+def _ids(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_integer(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _ids(left) + _ids(right)
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            return _ids(inner)
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
+            bounds = [_integer(arg) for arg in args]
+            if max(map(abs, bounds)) > _MOST_DEVICES or bounds[2:] == [0]:
+                raise ValueError(f"range has step 0 or a bound above {_MOST_DEVICES}; {_DEVICES}")
+            return list(range(*bounds))
+    raise ValueError(f"not a device list; {_DEVICES}")
+
+
+def _integer(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
+            return -number
+    raise ValueError(f"not a device list; {_DEVICES}")
 
 
 class RoleConfig(Section):

@@ -40,8 +40,7 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
-from thresher.reference.cache import ReferenceCache, ShardLimits, write_shard
-from thresher.reference.cache_admin import list_references, verify_cache
+from thresher.reference.cache import ReferenceCache, ShardLimits, list_references, verify_cache, write_shard
 from thresher.reference.fingerprint import ReferenceFingerprint
 
 importers.install()  # as the command line does: ROLL's keys are read
