@@ -96,10 +96,8 @@ def upload(
             api.create_branch(name, branch=revision, exist_ok=True)
         return api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(
-            f"{directory} cannot be uploaded to {repo_id}: {error}; log in with `hf auth login`, or give "
-            "DPOConfig(hub_token=..., hub_model_id=...)"
-        ) from error
+        hint = "log in with `hf auth login`, or give DPOConfig(hub_token=..., hub_model_id=...)"
+        raise UserError(f"{directory} cannot be uploaded to {repo_id}: {error}; {hint}") from error
 
 
 def model_card(name: str, facts: Mapping[str, Any], **metadata: Any) -> str:

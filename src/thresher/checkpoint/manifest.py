@@ -94,10 +94,8 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a manifest; {_HINT}")
     if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}; "
-            "resume with the version that wrote it"
-        )
+        problem = f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}"
+        raise CheckpointError(f"{problem}; resume with the version that wrote it")
     digest = content.pop("sha256", None)
     try:
         if digest != _digest_of(content):
@@ -154,10 +152,9 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
         try:
             records = record_files(directory, own)
         except OSError as error:  # the driver has seen all files
-            raise CheckpointError(
-                f"a worker on {socket.gethostname()} cannot read {error.filename or directory} "
-                f"({error.strerror or error}); all workers must resume from one shared file system"
-            ) from error
+            unread = f"{error.filename or directory} ({error.strerror or error})"
+            hint = "all workers must resume from one shared file system"
+            raise CheckpointError(f"a worker on {socket.gethostname()} cannot read {unread}; {hint}") from error
         return [f"{name} does not match its digest" for name in own if records[name] != files[name]]
 
     gathered = run_on_all(group, verify, "verify the checkpoint", passed_on=CheckpointError)

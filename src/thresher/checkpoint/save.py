@@ -97,10 +97,8 @@ def publish(
             names = list_files(staging.path)
             known = dict(records or {})
             if missing := sorted(known.keys() - set(names)):
-                raise CheckpointError(
-                    f"rank 0 cannot see {', '.join(missing)} in {staging.path}; "
-                    "all ranks must save to one shared file system"
-                )
+                problem = f"rank 0 cannot see {', '.join(missing)} in {staging.path}"
+                raise CheckpointError(f"{problem}; all ranks must save to one shared file system")
             _sync_tree(staging.path)
             known |= record_files(staging.path, [name for name in names if name not in known])
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))

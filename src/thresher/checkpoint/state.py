@@ -61,10 +61,8 @@ def check_specs(
     """Reject weights of another model: shapes and dtypes by name must match this run's."""
     names = {*found, *expected}.difference(other_rank_names) | expected.keys()
     if different := sorted(name for name in names if found.get(name) != expected.get(name)):
-        raise CheckpointError(
-            f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
-            f"{different[0]}; {hint}"
-        )
+        differ = f"{len(different)} weights differ, such as {different[0]}"
+        raise CheckpointError(f"the checkpoint in {directory} was made for another model: {differ}; {hint}")
 
 
 def optimizer_state(
@@ -150,10 +148,8 @@ def _shapes(
 
 def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
     if parameter not in names:
-        raise CheckpointError(
-            f"a parameter of shape {tuple(parameter.shape)} in the optimizer has no name; "
-            "build the optimizer from the model that the names come from"
-        )
+        problem = f"a parameter of shape {tuple(parameter.shape)} in the optimizer has no name"
+        raise CheckpointError(f"{problem}; build the optimizer from the model that the names come from")
     return names[parameter]
 
 
@@ -164,11 +160,9 @@ def check_groups(
     hint = "resume with the same model, adapter and optimizer as the checkpoint"
     if saved["type"] != kind:
         raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")
-    if len(saved["groups"]) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
-            f"this run's has {len(groups)}; {hint}"
-        )
+    if (num_saved := len(saved["groups"])) != len(groups):
+        counts = f"the checkpoint's optimizer has {num_saved} parameter groups, this run's has {len(groups)}"
+        raise CheckpointError(f"{counts}; {hint}")
     for index, (here, saved_group) in enumerate(zip(groups, saved["groups"], strict=True)):
         stored = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
         problems = [f"{name} is not in the checkpoint" for name in sorted(here.keys() - stored.keys())]

@@ -286,10 +286,8 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
                 found = [(offset, _StoredBlock(shape, file))]
             tensor = self._tensors.setdefault(name, _GlobalTensor(global_shape, dtype, {}))
             if (tensor.shape, tensor.dtype) != (global_shape, dtype) or not is_inside:
-                raise CheckpointError(
-                    f"{self._directory / file} has a shard of {name} that does not match the others; "
-                    "resume from another checkpoint"
-                )
+                problem = f"{self._directory / file} has a shard of {name} that does not match the others"
+                raise CheckpointError(f"{problem}; resume from another checkpoint")
             tensor.blocks.update(found)  # two processes may both store a tensor that they share
 
     def _translate_errors(self, file: str) -> contextlib.AbstractContextManager[None]:

@@ -6,16 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
 from thresher.config.data import SamplesConfig, ValidationConfig
 from thresher.config.loss import LossConfig, Positive, with_digests
@@ -32,8 +23,8 @@ _METRIC_SPELLINGS = {f"{prefix}{name.removeprefix('eval/')}": name for prefix in
 _RESUME_SPELLINGS = {"false": False, "False": False, "": False, True: "auto"}
 _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
 # YAML reads a bare `no` or `off` as false
-Health = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
-Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)]
+Health = Annotated[Literal["off", "warn", "stop"], also({False: "off"})]
+Cadence = Annotated[Literal["steps", "epoch", "no"], also({False: "no"})]
 
 
 class TrackerArgs(Section):
@@ -217,10 +208,8 @@ class DPOConfig(LossConfig):
     def _validate_reference_dtypes(self) -> DPOConfig:
         dtype, master_dtype = self.reference_dtype, self.reference_master_dtype
         if master_dtype == "fp16" or master_dtype not in ("fp32", dtype):
-            raise ValueError(
-                f"the reference cannot compute in {dtype} from {master_dtype} weights; remove its dtype and "
-                "master_dtype"
-            )
+            problem = f"the reference cannot compute in {dtype} from {master_dtype} weights"
+            raise ValueError(f"{problem}; remove its dtype and master_dtype")
         return self
 
     @model_validator(mode="after")

@@ -124,10 +124,8 @@ def _entry_points() -> dict[str, EntryPoint]:
     for each in entry_points(group=GROUP):
         other = found.setdefault(each.name, each)
         if other.value != each.value:
-            raise UserError(
-                f"two installed packages declare the strategy {each.name}: {other.value} and {each.value}; uninstall "
-                "one of them"
-            )
+            both = f"{other.value} and {each.value}"
+            raise UserError(f"two installed packages declare the strategy {each.name}: {both}; uninstall one of them")
     return found
 
 

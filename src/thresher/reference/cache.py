@@ -215,10 +215,8 @@ class ReferenceCache:
                 content = encode(description | self._fingerprint.content)
                 durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
         except OSError as error:
-            raise UserError(
-                f"could not create the reference cache in {self.directory}: {error.strerror or error}; set "
-                "reference.cache_dir to a writable directory"
-            ) from error
+            problem = f"could not create the reference cache in {self.directory}: {error.strerror or error}"
+            raise UserError(f"{problem}; set reference.cache_dir to a writable directory") from error
         return ShardWriter(self.directory, limits)
 
     def find(self, keys: Hashes) -> FoundLogps:
@@ -286,10 +284,9 @@ def _open_shard(path: Path) -> CacheShard:
     try:
         return CacheShard(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} was removed from the reference cache or damaged during this run ({error}); rerun with "
-            "resume_from_checkpoint=auto to score the missing pairs again"
-        ) from error
+        problem = f"{path} was removed from the reference cache or damaged during this run ({error})"
+        hint = "rerun with resume_from_checkpoint=auto to score the missing pairs again"
+        raise UserError(f"{problem}; {hint}") from error
 
 
 # a shard takes seconds to write: an older partial file was left by a process that died
