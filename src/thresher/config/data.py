@@ -28,8 +28,7 @@ class DataArgs(Section):
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """System message of rows that have none."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
-    """Handling of pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the
-    responses."""
+    """Pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the responses."""
     on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
     """Handling of unreadable rows: stop, skip them, or write them to a separate file."""
     special_tokens_in_text: Literal["keep_as_text", "reject"] = "keep_as_text"

@@ -41,8 +41,7 @@ class TrackerArgs(Section):
     mlflow_tracking_uri: str | None = None
     """MLflow server or store; a local store in logging_dir when absent."""
     tensorboard_dir: str | None = None
-    """Directory of the TensorBoard event files, one subdirectory per exp_name; `tensorboard` in logging_dir when
-    absent."""
+    """Directory of the TensorBoard event files, one subdirectory per exp_name; logging_dir/tensorboard when absent."""
     name: str | None = None
     """Name of the run on wandb and mlflow; exp_name when absent."""
     notes: str | None = None
@@ -81,8 +80,7 @@ class DPOConfig(LossConfig):
     """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
     reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
     max_steps: Annotated[PositiveInt | None, also({-1: None})] = None
-    """Maximum number of optimizer steps; no limit when absent or -1. Without num_train_epochs, the data repeats until
-    then."""
+    """Maximum number of steps; no limit when absent or -1. Without num_train_epochs, the data repeats until then."""
     num_train_epochs: Annotated[Positive | None, also({-1: None})] = None
     """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first, as in ROLL; TRL and
     transformers ignore the epochs, and so do `thresher import` and DPOConfig in Python. With neither, one epoch."""
@@ -91,8 +89,7 @@ class DPOConfig(LossConfig):
     save_steps: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; 0 saves the final step only."""
     async_save: bool = True
-    """Write checkpoints in the background while training continues; needs host memory for a copy of the weights and the
-    optimizer state."""
+    """Write checkpoints while training continues; needs host memory for a copy of weights and optimizer state."""
     eval_strategy: Cadence = "steps"
     """When to evaluate besides the end: every eval_steps `steps`, at the end of each `epoch`, or `no`."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
@@ -129,8 +126,7 @@ class DPOConfig(LossConfig):
     the next checkpoint."""
     graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after SIGTERM or SIGINT to stop and save; after that the run exits immediately and says what is lost. A
-    run of one process discards a slow step; several processes finish it, so that this must exceed the time of a
-    step."""
+    run of one process discards a slow step; several processes finish it, so this must exceed the time of a step."""
 
     runtime: Literal["auto", "local", "ray", "torchrun"] = "auto"
     """local: a single process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto:

@@ -11,14 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from thresher.config.data import DataArgs
 from thresher.config.section import Section, also, no_effect
-from thresher.config.strategies import (
-    DEFAULT_INFER,
-    DEFAULT_TRAIN,
-    StrategyArgs,
-    StrategyDeclaration,
-    StrategySettings,
-    find_strategy,
-)
+from thresher.config.strategies import DEFAULT_INFER, DEFAULT_TRAIN, StrategyArgs, StrategyDeclaration, find_strategy
 
 NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16", "fp16"]
@@ -81,8 +74,7 @@ class ModelArgs(Section):
     """Weight of the load-balancing loss of a mixture-of-experts model, which is added to the loss of a step; left out
     when absent or 0. The last token of each sequence does not count, unlike in transformers. Costs one more forward."""
     freeze_module_prefix: Prefixes = []
-    """Parameters whose name starts with one of these are not trained, such as `model.embed_tokens`: a list, or names
-    joined with commas."""
+    """Prefixes of parameters that are not trained, such as `model.embed_tokens`: a list, or joined with commas."""
     lora_rank: PositiveInt | None = None
     """Rank of the LoRA adapters; full fine-tuning when absent."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
@@ -153,8 +145,7 @@ class ReferenceModelArgs(Section):
     attn_implementation: str | None = None
     """sdpa, eager or flash_attention_2; the policy's when absent, as it must be with varlen."""
     trust_remote_code: bool | None = None
-    """Allow Python code from the model repository to run; when absent, the policy's setting if both are the same model,
-    otherwise false."""
+    """Allow Python code from the model repository; when absent, the policy's setting for the same model, else false."""
 
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
@@ -192,8 +183,7 @@ class TrainingArgs(Section):
     log_num_zeros_in_grad: bool = False
     """Log `num_zeros_in_grad`, the number of elements of the gradient that are 0."""
     initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
-    """With dtype fp16: the loss scale starts at 2 to this power. An overflow of the gradient skips the step and halves
-    the scale."""
+    """With dtype fp16: the loss scale starts at 2 to this power. An overflow skips the step and halves the scale."""
     loss_scale_window: PositiveInt = 2000
     """With dtype fp16: steps in a row without an overflow after which the loss scale doubles."""
     lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
@@ -325,8 +315,7 @@ class RoleConfig(Section):
     @property
     def num_data_ranks(self) -> int:
         """Number of data-parallel ranks; workers along tp, pp and cp form one rank."""
-        settings: StrategySettings = self.strategy_args.settings
-        return max(1, self.num_processes // settings.workers_per_data_rank)
+        return max(1, self.num_processes // self.strategy_args.settings.workers_per_data_rank)
 
     @property
     def strategy_name(self) -> str:

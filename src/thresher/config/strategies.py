@@ -105,8 +105,7 @@ class StrategyDeclaration:
 
     def check_installed(self, name: str) -> None:
         """Raise if the engine is not installed; nothing is imported."""
-        absent = [module for module in self.modules if not _is_importable(module)]
-        if absent:
+        if absent := [module for module in self.modules if not _is_importable(module)]:
             how = self.install or f"pip install {' '.join(absent)}"
             raise UserError(f"strategy_name {name} needs {', '.join(absent)}, which is not installed; run `{how}`")
 
