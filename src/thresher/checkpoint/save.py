@@ -1,4 +1,4 @@
-"""Write one checkpoint: all processes write into a staging directory, and rank 0 publishes it by one rename.
+"""Staging of one checkpoint: all processes write into a directory, and rank 0 publishes it by one rename.
 
 Decides names and the order of disk operations; the content of the files is left to the caller.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, TypeVar
+from typing import BinaryIO, TypeAlias
 
 from thresher import durable
 from thresher.checkpoint.manifest import (
@@ -31,7 +31,6 @@ from thresher.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from thresher.distributed.run_on_all import Communicator, run_on_all
 from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -39,6 +38,8 @@ _STAGING = ".staging-"
 _REPLACED = ".replaced-"
 _DELETED = ".deleted-"
 _LOCK = ".lock"
+# writes this process's files into a directory and returns their names
+Write: TypeAlias = Callable[[Path], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -211,55 +212,3 @@ def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]
         also=". Older checkpoints are intact",
         kind=CheckpointError,
     )
-
-
-T = TypeVar("T")
-# Writes this process's files into a directory and returns their names.
-Write: TypeAlias = Callable[[Path], Sequence[str]]
-
-
-def save_collectively(
-    root: Path,
-    step: int,
-    write: Write,
-    metrics: Mapping[str, float],
-    communicator: Communicator,
-    clean_up: Callable[[], None],
-) -> None:
-    """Publish the files that all processes write; then rank 0 calls `clean_up`."""
-    staging: Staging | None = None
-
-    def create() -> Path | None:
-        nonlocal staging
-        staging = create_staging(root, step) if communicator.rank == 0 else None
-        return None if staging is None else staging.path
-
-    def write_and_record() -> dict[str, FileRecord]:
-        assert path is not None  # noqa: S101  of rank 0
-        if not path.is_dir():
-            raise CheckpointError(
-                f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
-            )
-        with translate_save_errors(root, step):
-            return record_files(path, write(path))
-
-    try:
-        path = _on_all(communicator, create)[0]
-        records = _on_all(communicator, write_and_record)
-    except BaseException:
-        if staging is not None:
-            discard(staging)
-        raise
-
-    def finish() -> None:
-        if staging is not None:
-            all_records = {name: record for of_rank in records for name, record in of_rank.items()}
-            publish(staging, metrics=metrics, records=all_records)
-            with translate_save_errors(root, step):
-                clean_up()
-
-    _on_all(communicator, finish)
-
-
-def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
-    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)

@@ -29,18 +29,19 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _for_rows(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Rows and tokens")
+
+
 # {role} is actor_train or validation
 CONFIG_KEYS = {
-    "template": "{role}.data_args.template",
-    "sequence_length": "sequence_length",
-    "truncation": "{role}.data_args.truncation",
-    "on_bad_row": "{role}.data_args.on_bad_row",
-    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
-    "chosen_key": "chosen_key",
-    "rejected_key": "rejected_key",
-    "prompt_key": "prompt_key",
-    "runtime": "runtime",
-    "ray_address": "ray_address",
+    **{
+        name: f"{{role}}.data_args.{name}"
+        for name in ("template", "truncation", "on_bad_row", "special_tokens_in_text")
+    },
+    **{
+        name: name for name in ("sequence_length", "chosen_key", "rejected_key", "prompt_key", "runtime", "ray_address")
+    },
 }
 _TRUST = "actor_train.model_args.trust_remote_code=true"
 # as errors of preparation write the settings
@@ -50,12 +51,6 @@ _IN_ERRORS = {
     "actor_train.data_args.file_name": "the files",
     _TRUST: f"{_TRUST} in a config file and pass it with --config",
 }
-
-
-def _for_rows(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Rows and tokens")
-
-
 WORKERS = "Workers"
 
 

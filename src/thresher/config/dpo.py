@@ -201,15 +201,11 @@ class DPOConfig(LossConfig):
         return info.data.get("metric_for_best_model") in _HIGHER_IS_BETTER if value is None else value
 
     @model_validator(mode="after")
-    def _validate_reference_dtypes(self) -> DPOConfig:
+    def _validate_roles(self) -> DPOConfig:
         dtype, master_dtype = self.reference_dtype, self.reference_master_dtype
         if master_dtype == "fp16" or master_dtype not in ("fp32", dtype):
             problem = f"the reference cannot compute in {dtype} from {master_dtype} weights"
             raise ValueError(f"{problem}; remove its dtype and master_dtype")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_runtime(self) -> DPOConfig:
         for name, role in (("actor_train", self.actor_train), ("reference", self.reference)):
             if self.runtime == "local" and role.num_processes > 1:
                 what = "device_mapping" if role.device_mapping else "num_workers"

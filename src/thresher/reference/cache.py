@@ -72,19 +72,14 @@ class ShardFile:
     num_pairs: int
     sha256: str
 
-    @classmethod
-    def parse(cls, path: Path) -> ShardFile | None:
-        match = _NAME.fullmatch(path.name)
-        return None if match is None else cls(path, int(match[1]) / 1000, int(match[2]), match[3])
-
 
 def list_shards(directory: Path) -> list[ShardFile]:
     """List the shards of a directory, oldest first."""
     if not directory.is_dir():
         return []
     # names begin with the time; the digest breaks ties
-    found = [ShardFile.parse(path) for path in sorted(directory.iterdir())]
-    return [shard for shard in found if shard is not None]
+    found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return [ShardFile(path, int(name[1]) / 1000, int(name[2]), name[3]) for path, name in found if name]
 
 
 def verify_shard(shard: ShardFile) -> str | None:

@@ -133,20 +133,16 @@ class ReferenceFingerprint:
 
 def weights_digest(path: str) -> str:
     """Digest every tensor of a model (name, dtype, shape, bytes), or the bytes of a GGUF file."""
-    digests: dict[str, str] = {}
-    # hashing releases the GIL, so a few threads keep a fast disk busy
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for file in find_weight_files(path):
-            digests |= remembered(file, partial(_digest_file, file, pool))
+    digests: Digests = {}
+    for file in find_weight_files(path):
+        digests |= remembered(file, partial(_digest_file, file))
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def with_adapter(weights: str, adapter: AdapterFiles) -> str:
     """Digest weights together with the tensors and settings of a LoRA adapter."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        tensors = _digest_file(adapter.weights, pool)
-    content = {"weights": weights, "adapter": tensors, "settings": dict(adapter.settings)}
+    content = {"weights": weights, "adapter": _digest_file(adapter.weights), "settings": dict(adapter.settings)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -170,10 +166,11 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
     return digest.hexdigest()
 
 
-def _digest_file(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
+def _digest_file(file: Path) -> Digests:
     if file.suffix != ".safetensors":
         return {file.suffix: sha256_of_file(file)}
-    with open_safetensors(file) as tensors:
+    # hashing releases the GIL, so a few threads keep a fast disk busy
+    with open_safetensors(file) as tensors, ThreadPoolExecutor(max_workers=4) as pool:
         names = list(tensors.keys())
         return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))
 
