@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from thresher.checkpoint.json_io import Json, encode, load_json, save_json
 from thresher.distributed.run_on_all import Communicator, divide_by_size, run_on_all
@@ -100,18 +100,14 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         if digest != _digest_of(content):
             raise CheckpointError(f"{path} was modified after it was written; {_HINT}")
-        return _parse(content)
+        files = {name: FileRecord(record["size"], record["sha256"]) for name, record in content["files"].items()}
+        step, metrics = content["step"], content["metrics"]
+        is_valid = type(step) is int and all(type(value) in (int, float) for value in metrics.values())
+        if not is_valid or not all(type(each.size) is int and type(each.sha256) is str for each in files.values()):
+            raise TypeError("a value has the wrong type")
+        return Manifest(step, files, metrics)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest ({error}); {_HINT}") from error
-
-
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    files = {name: FileRecord(record["size"], record["sha256"]) for name, record in content["files"].items()}
-    step, metrics = content["step"], content["metrics"]
-    is_valid = type(step) is int and all(type(value) in (int, float) for value in metrics.values())
-    if not is_valid or not all(type(each.size) is int and type(each.sha256) is str for each in files.values()):
-        raise TypeError("a value has the wrong type")
-    return Manifest(step, files, metrics)
 
 
 def verify(directory: Path, *, digests: Digests = True) -> Manifest:

@@ -86,7 +86,7 @@ def _bytes(size: float) -> str:
 def _table(first: str, estimate: Estimate, *others: str) -> Table:
     """Make a table with a column per stage."""
     stages = ["every GPU" if stage.name == "all" else f"{stage.name} stage" for stage in estimate.stages]
-    return make_table(None, [first], [*others, *stages])
+    return make_table("", [first], [*others, *stages])
 
 
 def _memory_table(estimate: Estimate) -> Table:
@@ -140,7 +140,7 @@ def _duration(hours: float, prefix: str = "") -> str:
 def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     """Counted and computed figures of one step, side by side."""
     titles = [title for rank in ranks for title in (f"rank {rank.counted.rank}, counted", "by formula")]
-    table, count = make_table(None, ["of the simulated step"], titles), "{:,.0f}".format
+    table, count = make_table("", ["of the simulated step"], titles), "{:,.0f}".format
 
     def add(name: str, show: Callable[[float], str], figures: Iterable[tuple[float, float | None]]) -> None:
         table.add_row(name, *("" if value is None else show(value) for pair in figures for value in pair))

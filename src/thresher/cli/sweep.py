@@ -128,7 +128,7 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         (*each.trial.values.values(), each.end.state, str(each.step), *(_shown(each.metrics.get(m)) for m in metrics))
         for each in ranked(results, metric, mode)
     ]
-    console.print(make_table(None, [*results[0].trial.values, "state"], ["step", *metrics], rows))
+    console.print(make_table("", [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
             (*group.values.values(), str(group.num_trials), *(_shown(*group.metrics.get(m, (None,))) for m in metrics))

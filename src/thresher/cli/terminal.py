@@ -144,11 +144,9 @@ def result_console() -> Console:
     return Console(highlight=False)
 
 
-def make_table(
-    title: str | None, texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]] = ()
-) -> Table:
+def make_table(title: str, texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
     """Make a table of text columns, then right-aligned ones; cells may be untrusted."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title or None, title_justify="left")
     for heading in texts:
         table.add_column(heading, overflow="fold")
     for heading in numbers:
