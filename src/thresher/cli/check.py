@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from thresher.cli.arguments import ConfigFile, Overrides
-from thresher.cli.terminal import print_lines
-
-logger = logging.getLogger(__name__)
+from thresher.cli.terminal import log_warnings, print_lines
 
 
 def check(path: ConfigFile, overrides: Overrides = None) -> None:
@@ -16,8 +12,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     from thresher.config import load_config
 
     result = check_run(load_config(path, overrides or []))
-    for text in result.warnings:
-        logger.warning("%s", text)
+    log_warnings(result.warnings)
     print_lines(
         *result.summary, "no problems found; not checked: the rows of the data, and the memory that a step needs"
     )

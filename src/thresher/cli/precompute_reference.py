@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
-from thresher.cli.terminal import progress_lines, quiet_libraries
+from thresher.cli.terminal import log_warnings, progress_lines, quiet_libraries
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
-
-logger = logging.getLogger(__name__)
 
 
 def precompute_reference(
@@ -28,8 +25,7 @@ def precompute_reference(
     from thresher.config import load_config
 
     config = load_config(path, overrides or [])
-    for text in check_run(config, trains=False).warnings:
-        logger.warning("%s", text)
+    log_warnings(check_run(config, trains=False).warnings)
     fill_cache(config, all_pairs=all_pairs)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import log_warnings
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ def submit(
     config = load_config(path, overrides or [])
     check_job(config, address, working_dir)  # errors are reported before anything is sent
     values, resolved = resolve_paths(config, has_uploads=working_dir is not None)
-    for text in check_submission(config):
-        logger.warning("%s", text)
+    log_warnings(check_submission(config))
     logger.info("checked the settings; the job checks files, models, devices and disk space on the cluster")
 
     from thresher.runtime.ray.environment import set_environment

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thresher.cli.arguments import ConfigFile
-from thresher.cli.terminal import log_to_terminal, make_table, print_lines, result_console, shown_level
+from thresher.cli.terminal import log_to_terminal, log_warnings, make_table, print_lines, result_console, shown_level
 from thresher.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
                 warnings |= dict.fromkeys(check_run(config).warnings)
             except UserError as error:
                 raise UserError(f"trial {trial.name}: {error}") from None
-        for text in warnings:
-            logger.warning("%s", text)
+        log_warnings(warnings)
         for config in distinct_inputs(configs):
             objective = build_objective(config)
             # with workers, the first trial scores the reference, on the devices that the config gives it

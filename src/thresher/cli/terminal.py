@@ -133,6 +133,12 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+def log_warnings(texts: Iterable[str]) -> None:
+    """Show the warnings of a check."""
+    for text in texts:
+        logger.warning("%s", text)
+
+
 def print_lines(*lines: str) -> None:
     """Print lines of the result of a command, at every level."""
     for line in lines:

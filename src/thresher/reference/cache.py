@@ -114,21 +114,16 @@ def read_keys(path: Path) -> Hashes:
     return CacheShard(path).keys.copy()
 
 
-@dataclass(frozen=True)
-class ShardLimits:
-    """When a shard is written: at num_bytes of logps, or seconds after its first pair. A kill loses less than one."""
-
-    num_bytes: int = 64 * 2**20
-    seconds: float = 60.0
+# a shard is written at this many bytes of logps, or seconds after its first pair; a kill loses less than one
+SHARD_BYTES, SHARD_SECONDS = 64 * 2**20, 60.0
 
 
 class ShardWriter:
     """Collect logps and write them as shards; the end of the `with` block writes the rest, also after an error."""
 
-    def __init__(self, directory: Path, limits: ShardLimits) -> None:
+    def __init__(self, directory: Path) -> None:
         self.written: list[ShardFile] = []
         self._directory = directory
-        self._limits = limits
         self._pairs: list[tuple[bytes, Logps, Logps]] = []
         self._num_bytes = 0
         self._started = 0.0
@@ -148,7 +143,7 @@ class ShardWriter:
 
     def end_block(self) -> None:
         """Write the shard if it is full; a block is never divided between shards."""
-        if self._num_bytes >= self._limits.num_bytes or time.monotonic() - self._started >= self._limits.seconds:
+        if self._num_bytes >= SHARD_BYTES or time.monotonic() - self._started >= SHARD_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
@@ -198,7 +193,7 @@ class ReferenceCache:
         with contextlib.suppress(OSError):  # absent or read-only
             os.utime(self.directory / IDENTITY_NAME)  # the time of last use, for `thresher cache prune`
 
-    def writer(self, limits: ShardLimits) -> ShardWriter:
+    def writer(self) -> ShardWriter:
         """Open the directory for writing; create it if needed."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -212,7 +207,7 @@ class ReferenceCache:
         except OSError as error:
             problem = f"could not create the reference cache in {self.directory}: {error.strerror or error}"
             raise UserError(f"{problem}; set reference.cache_dir to a writable directory") from error
-        return ShardWriter(self.directory, limits)
+        return ShardWriter(self.directory)
 
     def find(self, keys: Hashes) -> FoundLogps:
         """Find pairs by their keys, in time O((run + cache) log run); skip damaged shards with a warning."""

@@ -22,7 +22,7 @@ from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
-from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
+from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardWriter
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,13 @@ class PrecomputedReference:
         score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
-        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
         """Score this rank's missing blocks, then look all pairs up again; yield (blocks done, blocks of this rank)."""
         started = time.perf_counter()
         blocks = self._missing_blocks(dp_group)
         num_dummy_batches = dp_group.max_over_ranks(len(blocks)) - len(blocks)
         if blocks:
-            with self._cache.writer(limits) if dp_group.is_writer else nullcontext() as writer:
+            with self._cache.writer() if dp_group.is_writer else nullcontext() as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
                     yield done, len(blocks)

@@ -40,7 +40,7 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
-from thresher.reference.cache import ReferenceCache, ShardLimits, list_references, verify_cache, write_shard
+from thresher.reference.cache import ReferenceCache, list_references, verify_cache, write_shard
 from thresher.reference.fingerprint import ReferenceFingerprint
 
 importers.install()  # as the command line does: ROLL's keys are read
@@ -270,7 +270,7 @@ class CacheCheck:
     def __init__(self, directory: Path) -> None:
         self._root = directory / "cache"
         self._cache = ReferenceCache(self._root, ReferenceFingerprint("w", "s", "fp32", "fp32"), "test")
-        self._cache.writer(ShardLimits())
+        self._cache.writer()
         draw = np.random.default_rng(0)
         self._keys = [draw.bytes(16) for _ in range(6)]
         self._logps = [[-draw.random(n + 1).astype(np.float32) for n in range(6)] for _ in range(2)]
