@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.redact import RedactingFormatter
+from thresher.redact import RedactingHandler
 
 
 class Accelerator:
@@ -58,20 +58,12 @@ def open_console() -> Iterator[ConsoleTracker]:
     is_configured = logging.getLogger().handlers or any(
         not isinstance(handler, logging.NullHandler) for handler in package.handlers
     )
-    handler = _Warnings(console)
+    handler = RedactingHandler(
+        logging.WARNING, lambda record, text: console.print(f"{record.levelname.lower()}: {text}")
+    )
     if not is_configured:
         package.addHandler(handler)
     try:
         yield console
     finally:
         package.removeHandler(handler)
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, console: ConsoleTracker) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(RedactingFormatter())
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(f"{record.levelname.lower()}: {self.format(record)}")

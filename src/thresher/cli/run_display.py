@@ -19,7 +19,7 @@ from thresher.observability.details import is_phase
 from thresher.observability.log_files import LIBRARIES
 from thresher.observability.run_log import LogFile
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.redact import RedactingFormatter
+from thresher.redact import RedactingHandler
 
 logger = logging.getLogger(__name__)
 
@@ -93,24 +93,12 @@ def silence_loud_loggers() -> None:
                 library.propagate = True
 
 
-class _Phases(logging.Handler):
-    """Show the phase that the run has entered."""
-
-    def __init__(self, console: ConsoleTracker) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(RedactingFormatter())
-        self.addFilter(is_phase)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.show_work(self.format(record))
-
-
 @contextmanager
 def run_display(log_directory: Path) -> Iterator[ConsoleTracker]:
     """Show a run until the block ends, and keep the messages of libraries in its logs."""
     console, package = ConsoleTracker(progress_console(), is_live=is_live()), logging.getLogger("thresher")
-    phases = _Phases(console)
+    phases = RedactingHandler(logging.INFO, lambda record, text: console.show_work(text))
+    phases.addFilter(is_phase)
     with keep_library_messages(log_directory), console.displayed():
         package.addHandler(phases)
         try:

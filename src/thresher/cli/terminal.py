@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -20,7 +18,7 @@ from rich.text import Text
 
 from thresher.errors import UserError
 from thresher.observability.details import is_detail, is_phase
-from thresher.redact import RedactingFormatter, escape_control_chars, redact_text
+from thresher.redact import RedactingHandler, escape_control_chars, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -32,28 +30,15 @@ _is_plain = False
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "bold yellow", logging.ERROR: "bold red"}
 
 
-class TerminalHandler(logging.Handler):
-    """Print records on the console: INFO as plain lines, other levels with a prefix.
-
-    Not rich's RichHandler, which formats records as a table and so breaks long lines.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            style = _STYLES.get(record.levelno)
-            prefix = ("", "") if style is None else (f"{record.levelname.lower()}: ", style)
-            console.print(Text.assemble(prefix, self.format(record)), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        # logging's default would print the arguments of the message unmasked
-        with contextlib.suppress(OSError):
-            sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
+def _print_record(record: logging.LogRecord, text: str) -> None:
+    """Print INFO as plain lines, other levels with a prefix."""
+    style = _STYLES.get(record.levelno)
+    prefix = ("", "") if style is None else (f"{record.levelname.lower()}: ", style)
+    console.print(Text.assemble(prefix, text), soft_wrap=True)
 
 
-_handler = TerminalHandler()
-_handler.setFormatter(RedactingFormatter())
+# not rich's RichHandler, which formats records as a table and so breaks long lines
+_handler = RedactingHandler(logging.NOTSET, _print_record)
 _handler.addFilter(
     # a run's phase gets its own line where no live display shows it
     lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or (is_phase(record) and not is_live())
