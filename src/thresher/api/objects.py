@@ -119,9 +119,8 @@ def model_path(model: Any, directory: Path, tokenizer: PreTrainedTokenizerBase |
     if isinstance(model, (str, PathLike)):
         return fspath(model)
     if not isinstance(model, PreTrainedModel):
-        hint = (
-            "give its base model, and a LoraConfig as peft_config" if hasattr(model, "peft_config") else "give a path"
-        )
+        has_adapter = hasattr(model, "peft_config")
+        hint = "give its base model, and a LoraConfig as peft_config" if has_adapter else "give a path"
         raise UserError(f"{argument} is a {type(model).__name__}, not a model of transformers; {hint}")
     _check_model(model, argument)
     origin = model.config._name_or_path

@@ -55,13 +55,11 @@ def quiet_libraries() -> Iterator[None]:
 def open_console() -> Iterator[ConsoleTracker]:
     """Make the console of a run; it also shows warnings, unless the application has configured logging."""
     console, package = ConsoleTracker(), logging.getLogger("thresher")
-    is_configured = logging.getLogger().handlers or any(
-        not isinstance(handler, logging.NullHandler) for handler in package.handlers
-    )
+    own = [handler for handler in package.handlers if not isinstance(handler, logging.NullHandler)]
     handler = RedactingHandler(
         logging.WARNING, lambda record, text: console.print(f"{record.levelname.lower()}: {text}")
     )
-    if not is_configured:
+    if not own and not logging.getLogger().handlers:
         package.addHandler(handler)
     try:
         yield console

@@ -130,6 +130,15 @@ def verify(directory: Path, *, digests: Digests = True) -> Manifest:
     return manifest
 
 
+def is_same_checkpoint(new: Path, old: Path) -> bool:
+    """Return whether an older checkpoint is valid and has the same manifest."""
+    try:
+        verify(old)
+    except CheckpointError:
+        return False
+    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
+
+
 def failed_verification(directory: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{directory} failed verification: {'; '.join(problems)}; {_HINT}")
 

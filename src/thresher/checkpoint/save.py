@@ -23,12 +23,11 @@ from typing import BinaryIO, TypeAlias
 
 from thresher import durable
 from thresher.checkpoint.manifest import (
-    MANIFEST_NAME,
     FileRecord,
     Manifest,
+    is_same_checkpoint,
     list_files,
     record_files,
-    verify,
     write_manifest,
 )
 from thresher.errors import CheckpointError
@@ -104,7 +103,7 @@ def publish(
             known |= record_files(staging.path, [name for name in names if name not in known])
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
             durable.sync_directory(staging.path)
-            if not _is_same_checkpoint(staging.path, target):
+            if not is_same_checkpoint(staging.path, target):
                 _replace(staging.path, target)
             durable.sync_directory(root)
     finally:
@@ -169,14 +168,6 @@ def _replace(source: Path, target: Path) -> None:
         raise
     durable.sync_directory(target.parent)
     durable.remove(old)
-
-
-def _is_same_checkpoint(new: Path, old: Path) -> bool:
-    try:
-        verify(old)
-    except CheckpointError:
-        return False
-    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
 
 
 def _sync_tree(root: Path) -> None:

@@ -103,10 +103,9 @@ def prune(
     if identity is not None:
         entries = [each for each in entries if each.identity.startswith(identity)]
         if not entries:
-            places = f"{root} or {stores_root}"
-            raise UserError(
-                f"nothing in {places} has a fingerprint that starts with {identity}; see `thresher cache ls`"
-            )
+            searched = f"{root} or {stores_root}"
+            absent = f"a fingerprint that starts with {identity}"
+            raise UserError(f"nothing in {searched} has {absent}; see `thresher cache ls`")
     if older_than is not None:
         entries = [each for each in entries if each.last_used < time.time() - older_than * _SECONDS_PER_DAY]
     for each in entries:

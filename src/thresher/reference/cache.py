@@ -31,15 +31,7 @@ from thresher import durable
 from thresher.checkpoint.json_io import encode, load_json
 from thresher.data.store.arrow_schema import find_sorted, list_array
 from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
-from thresher.data.store.reader import (
-    HASH_BYTES,
-    HASH_DTYPE,
-    MAX_OPEN_SHARDS,
-    Hashes,
-    fixed_width_values,
-    list_views,
-    sha256_of_file,
-)
+from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, MAX_OPEN_SHARDS, Hashes, fixed_width_values, list_views
 from thresher.errors import CheckpointError, UserError
 from thresher.redact import redact_text
 from thresher.reference.fingerprint import SCORING_VERSION, ReferenceFingerprint
@@ -85,7 +77,9 @@ def list_shards(directory: Path) -> list[ShardFile]:
 def verify_shard(shard: ShardFile) -> str | None:
     """Check a shard against its digest; return what is wrong with it, or None."""
     try:
-        return None if sha256_of_file(shard.path) == shard.sha256 else DIGEST_MISMATCH
+        with shard.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return None if digest == shard.sha256 else DIGEST_MISMATCH
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
 
