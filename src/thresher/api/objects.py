@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from thresher import durable
 from thresher.config.section import Section
+from thresher.data.prepare.prepare import tokenizer_digest
 from thresher.data.sources.readers import strip_extension_types
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
@@ -194,8 +195,6 @@ def tokenizer_setting(
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """What a tokenizer does with text: the vocabulary and rules, special tokens and the chat template."""
-    from thresher.data.prepare.prepare import tokenizer_digest
-
     settings = [tokenizer_digest(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
     return json.dumps(settings, sort_keys=True, default=str).encode()
 

@@ -106,10 +106,7 @@ class DPOTrainer:
             raise AttributeError(absent_attribute(name))
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
-        """Train, or resume the run of output_dir; after an interrupt, call it again to continue.
-
-        resume_from_checkpoint: as in the config.
-        """
+        """Train, or resume as resume_from_checkpoint says, as in the config; after an interrupt, call it again."""
         added = {} if resume_from_checkpoint is None else {"resume_from_checkpoint": resume_from_checkpoint}
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}

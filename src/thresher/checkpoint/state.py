@@ -185,9 +185,8 @@ def capture_rng() -> State:
     version, words, gauss_next = random.getstate()
     legacy = np.random.get_state(legacy=False)
     if not isinstance(legacy, dict) or legacy["bit_generator"] != "MT19937":
-        raise CheckpointError(
-            "NumPy's global generator was replaced, and only the default MT19937 can be saved; do not replace it"
-        )
+        problem = "NumPy's global generator was replaced, and only the default MT19937 can be saved"
+        raise CheckpointError(f"{problem}; do not replace it")
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from thresher.data.pair import Pair
     from thresher.data.store.reader import PairStore
 
-PROMPT_STYLE = "dim"
-UNSCORED_STYLE = "bright_black"
+PROMPT_STYLE, UNSCORED_STYLE = "dim", "bright_black"
 SCORED_STYLES = {"chosen": "green", "rejected": "red"}
 # around scored tokens where there are no colors: a pipe, a file, NO_COLOR
 SCORED_MARKS = ("[[", "]]")

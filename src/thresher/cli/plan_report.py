@@ -42,7 +42,11 @@ def print_plan(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequen
     if simulated:
         print_lines("\nsimulated on fake tensors: a step of the longest and of median micro-batches")
         console.print(_simulation_table(simulated))
-        print_lines("the host waits for the device in", *_waits(simulated))
+        waits: Counter[str] = Counter()
+        for rank in simulated:
+            waits |= Counter(rank.counted.reads)
+        lines = (f"  {count:>4} x {line}" for line, count in waits.most_common())
+        print_lines("the host waits for the device in", *lines)
     print_lines(*_conclusion(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes))
 
 
@@ -159,14 +163,6 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     add("TFLOP in matrix products", "{:,.2f}".format, flops)
     add("waits of the host for the device", count, ((sum(r.counted.reads.values()), None) for r in ranks))
     return table
-
-
-def _waits(ranks: Sequence[SimulatedRank]) -> list[str]:
-    """Where the host waits for the device, most often first."""
-    waits: Counter[str] = Counter()
-    for rank in ranks:
-        waits |= Counter(rank.counted.reads)
-    return [f"  {count:>4} x {line}" for line, count in waits.most_common()]
 
 
 def _conclusion(estimate: Estimate, peak: float) -> list[str]:

@@ -73,16 +73,12 @@ class PrecomputedReference:
         self.lookup()
 
     @property
-    def num_pairs(self) -> int:
-        return int(self._is_wanted.sum())
-
-    @property
     def num_missing(self) -> int:
         return int((self._is_wanted & self._found.is_missing()).sum())
 
     @property
     def num_found(self) -> int:
-        return self.num_pairs - self.num_missing
+        return int(self._is_wanted.sum()) - self.num_missing
 
     def iter_score_missing(
         self,
