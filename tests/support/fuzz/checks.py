@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher import importers
-from thresher.checkpoint.json_io import dumps, load_json
+from thresher.checkpoint.json_io import encode, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
 from thresher.data.pair import Pair
@@ -202,7 +202,7 @@ class ManifestCheck:
         """Check a manifest of any content with a correct digest, as an attacker would write it."""
         from thresher.checkpoint.manifest import _digest_of
 
-        content = dumps({**body, "sha256": _digest_of(body)}).encode("utf-8", errors="surrogatepass")
+        content = encode({**body, "sha256": _digest_of(body)})
         (self.directory / "manifest.json").write_bytes(content)
         try:
             read = read_manifest(self.directory)
